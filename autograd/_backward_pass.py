@@ -72,7 +72,7 @@ class PassPart:
         raise NotImplementedError
 
     def run_ready(self) -> None:
-        """Executes the runs that are ready, when all that has come is handled."""
+        """Executes the ready runs after all arrived messages are handled."""
 
     def waits_for(self) -> Mapping[int, str]:
         """The reasons why the pass has not ended on this worker, by the worker that it waits for; any thread."""

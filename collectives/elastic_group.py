@@ -178,7 +178,7 @@ class ElasticGroup:
             return group
 
     def others_wait(self) -> bool:
-        """Whether somebody wants to be in the next group. Asks the store; cheap, but not free."""
+        """Whether a process waits to join the next group. Asks the store; cheap, but not free."""
         return self._records.somebody_came(self._number + 1)
 
     def _outcome(self, number: int, own: Candidate, previous: tuple[Candidate, ...], deadline: Deadline) -> ClosedRound:

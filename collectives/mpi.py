@@ -104,7 +104,7 @@ class MpiBackend(EngineBackend):
         self._engine.free()
 
     def _all_are_closing(self, deadline: Deadline) -> bool:
-        """Whether every rank has come to its end: giving communicators back, a collective call, cannot block then."""
+        """Whether every rank has reached its end, so that freeing communicators, a collective call, cannot block."""
         request = self._communicators[0].Ibarrier()
         pause = Pause()
         while not request.Test():

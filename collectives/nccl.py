@@ -232,7 +232,7 @@ class NcclBackend(GroupBackend):
             raise error from exc
 
     def _compare(self, operation: Operation, work: NcclWork) -> None:
-        """The slow check of `NcclOptions.check`: everybody publishes and reads what everybody is about to do."""
+        """The slow check of `NcclOptions.check`: each rank publishes its operation and reads those of all ranks."""
         number = self._watchdog.state.sequence
         fingerprint = operation.fingerprint(number)
         try:

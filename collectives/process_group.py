@@ -376,7 +376,7 @@ class ProcessGroup(LowerCaseOperations):
         return list({id(backend): backend for backend in self._backends.values()}.values())
 
     def abort(self, reason: str = "abort() was called") -> None:
-        """Ends all operations at once, here and on the other ranks, with `GroupAborted`; never waits; idempotent.
+        """Ends all operations immediately, on all ranks, with `GroupAborted`; never waits; idempotent.
 
         The group is of no use; `destroy_process_group` frees it, and a new one can be made. `reason` is in the error.
         """

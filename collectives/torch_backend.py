@@ -257,7 +257,7 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]  # see _ProcessGro
         group_name: str | None = None,
         group_desc: str | None = None,
     ) -> TorchProcessGroup:
-        """A group of all that come to `store`, of whichever group they are: `torch_group` with ranks as they arrive."""
+        """A group of all processes that join at `store`: `torch_group` with ranks in the order of arrival."""
         name = group_name or f"{self.getGroupName()}:merge"
         merged = torch_group(store, store.add("mergeGroupRank", 1) - 1, size, timeout=timeout)
         merged._names = [name, group_desc or name]

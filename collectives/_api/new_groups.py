@@ -77,7 +77,7 @@ def _make(
     device_id: torch.device | None = None,
     sort_ranks: bool = True,
 ) -> ProcessGroup:
-    """The group on its members; they give it a name by which nobody else makes another one."""
+    """The group on its members, under a name that no other group gets."""
     world, parent = current_world(), default_group()
     backend, timeout = _checked(backend, timeout, parent)
     members = _members(ranks, parent.size(), sort_ranks)

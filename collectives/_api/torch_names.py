@@ -275,7 +275,7 @@ def _get_all_pg_configs() -> list[dict[str, object]]:
 
 
 def _abort_process_group(group: Group = None) -> None:
-    """Ends the operations of a group at once, and frees it; without a group, or with that of all ranks, all groups."""
+    """Ends the operations of a group immediately, and frees it; without a group or with the default one, of all."""
     if group == NON_GROUP_MEMBER:
         return
     target = group_or_default(group)

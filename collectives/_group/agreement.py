@@ -81,7 +81,7 @@ class Unlike:
 
 @dataclass(frozen=True, slots=True)
 class Displaced:
-    """A later process has come under the same rank."""
+    """A later process joined under the same rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ Result = Made | Unlike | Displaced | NotAll
 
 @dataclass(frozen=True, slots=True)
 class _Next:
-    """The next generation belongs to `owner`, if anybody; `gone` is a rank that gave up."""
+    """The next generation belongs to `owner`, or to no process; `gone` is a rank that gave up."""
 
     owner: _Arrival | None
     gone: int | None = None
@@ -282,7 +282,7 @@ class _Process:
         return None
 
     def _make_way(self) -> Steps[Displaced]:
-        """The next leader has come; it owns, or will own, the next generation."""
+        """The next leader has joined; it owns, or will own, the next generation."""
         yield Set((_twice_key(self.number + 1),), (str(self.me.wish.rank).encode(),))
         return Displaced()
 

@@ -154,7 +154,7 @@ class GroupBackend(ABC):
 
     @abstractmethod
     def abort(self, reason: str) -> None:
-        """Ends everything at once, here and on the other ranks, with `GroupAborted`; idempotent; never waits."""
+        """Ends everything immediately, on all ranks, with `GroupAborted`; idempotent; never waits."""
 
     @abstractmethod
     def close(self, timeout_s: float) -> None:

@@ -110,7 +110,7 @@ def make_group(
     description: str | None,
     make: MakeBackend = make_backend,
 ) -> ProcessGroup:
-    """Makes a group whose members, and nobody else, call this with one name; `world` registers it."""
+    """Creates a group whose members, and no other ranks, call this with one name; `world` registers it."""
     if world.store is None:
         raise ConfigError("Default process group has not been initialized, please call init_process_group first.")
     parent = default_group()

@@ -129,7 +129,7 @@ def awaited(previous: Sequence[Candidate], candidates: Sequence[Candidate]) -> l
 
 
 def is_complete(candidates: Sequence[Candidate], num_ranks: int, min_ranks: int) -> bool:
-    """Whether enough have come, once nobody else is waited for.
+    """Whether enough processes have joined when the wait for others is over.
 
     Args:
         candidates: those who have come.
@@ -181,7 +181,7 @@ class ElasticRecords:
     # ------------------------------------------------------------ rounds
 
     def first_open_round(self, after: int) -> int:
-        """The first round with a greater number that nobody has closed; rounds are closed in their order.
+        """The first open round with a greater number; rounds are closed in their order.
 
         Asks a number of times that grows with the logarithm of the rounds that were missed.
         """
@@ -207,7 +207,7 @@ class ElasticRecords:
         return self._read([f"{number}/closed"], size, ClosedRound.from_json)[0]
 
     def close_round(self, number: int, outcome: ClosedRound) -> ClosedRound:
-        """Writes the outcome down, unless somebody was faster; returns the one that counts."""
+        """Writes the outcome, unless another process was faster; returns the valid one."""
         key = f"{number}/closed"
         self._store.compare_set(key, b"", self._records.sign(self._store.full_key(key), outcome.to_json().encode()))
         return self.closed_round(number)
@@ -223,7 +223,7 @@ class ElasticRecords:
         return self._store.check([f"{number}/came"])
 
     def candidates(self, number: int, own: Candidate) -> list[Candidate]:
-        """Those who have come to a round, in their order; `own` has come."""
+        """The processes that have joined a round, in their order; `own` is one of them."""
         names = self._store.get(f"{number}/came") if self.somebody_came(number) else b""
         came = list(dict.fromkeys(names[: MAX_PROCESSES * 64].decode(errors="replace").split()))
         if len(came) > MAX_PROCESSES:
@@ -243,7 +243,7 @@ class ElasticRecords:
     # ------------------------------------------------------------ the end
 
     def leave(self, identity: str) -> None:
-        """Says that a process leaves, so that nobody waits for it."""
+        """Records that a process leaves, so that the others do not wait for it."""
         self._signed.set(f"gone/{identity}", "left")
 
     def has_left(self, identity: str) -> bool:

@@ -62,7 +62,7 @@ MAX_SHAPES: Final = 8
 
 
 class OperationTitle:
-    """The name of an operation, put together only when somebody reads it: most operations never fail."""
+    """The name of an operation, built only when it is read, because most operations never fail."""
 
     __slots__ = ("_group", "_kind", "_sequence")
 

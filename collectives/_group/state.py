@@ -91,7 +91,7 @@ def list_ranks(ranks: list[int] | tuple[int, ...] | frozenset[int]) -> str:
 
 
 class Reporter:
-    """Tells the other ranks what this one found out. The base class, for groups of one rank, tells nobody."""
+    """Tells the other ranks what this one found out. The base class, for groups of one rank, sends nothing."""
 
     def report(self, failure: GroupFailure) -> None:
         """The group failed here. Any thread; does not wait."""
@@ -108,7 +108,7 @@ class Reporter:
 def timeout_verdict(
     title: str, sequence: int, answers: Mapping[int, tuple[int, str]], world_ranks: tuple[int, ...]
 ) -> GroupFailure:
-    """Names the ranks that did not come to an operation. Pure.
+    """Names the ranks that did not call an operation. Pure.
 
     Args:
         answers: rank to its newest operation and what it does, for the ranks that answered.
@@ -269,7 +269,7 @@ class GroupState:
         return GroupFailure(FailureKind.LOST, reason, (rank,))
 
     def departure_before(self, sequence: int) -> GroupFailure | None:
-        """The failure of this operation because somebody left before it; None if nobody did."""
+        """The failure of this operation because a rank left before it; None if no rank did."""
         for rank, last_sequence in self.departed.items():
             if sequence > last_sequence:
                 return self.departure(rank)

@@ -226,7 +226,7 @@ class Watch(Reporter):
         return self._exchange
 
     def missing(self) -> list[int]:
-        """At rank 0: the ranks that have not come to the exchange under way."""
+        """At rank 0: the ranks that have not joined the current exchange."""
         return [rank for rank in range(len(self._world_ranks)) if rank not in self._values]
 
     def _brought(self, rank: int, message: Message) -> None:
@@ -350,7 +350,7 @@ class Watch(Reporter):
         self._failed(GroupFailure(FailureKind.LOST, f"rank {world_rank} was lost: {reason}", (rank,)), rank)
 
     async def _find_missing(self, title: str, sequence: int) -> None:
-        """Asks every rank where it is, and tells all of them who did not come to the operation."""
+        """Asks every rank where it is, and sends all of them the ranks that did not call the operation."""
         self._question += 1
         self._answers = {0: self._listener.where()}
         others = set(self._connections)

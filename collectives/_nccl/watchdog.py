@@ -1,4 +1,4 @@
-"""The watchdog of an NCCL group: a thread that asks the device whether operations end, since nobody else does.
+"""The watchdog of an NCCL group: a thread that asks the device whether operations have ended.
 
 Rules:
 

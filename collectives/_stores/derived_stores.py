@@ -134,7 +134,7 @@ class TorchStoreAdapter(Store):
         return self.underlying_store
 
     def close(self) -> None:
-        """Drops torch's store, which closes its connection when nobody else refers to it. Idempotent."""
+        """Drops torch's store, which closes its connection when no other reference exists. Idempotent."""
         self._underlying = None
 
     @property

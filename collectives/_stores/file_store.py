@@ -214,7 +214,7 @@ __all__ = ["FileStore"]
 
 
 class FileStore(Store):
-    """A store in a file. A process that is killed in the middle of a write harms nobody.
+    """A store in a file. A process that is killed during a write does no harm.
 
     All processes give the same path, and a new path for each job: keys that an earlier run left in the file would be
     taken for this one's. With a known `world_size`, the last of that many stores to be closed, or dropped, removes the

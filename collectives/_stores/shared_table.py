@@ -139,7 +139,7 @@ class SharedTable:
         self._waiting: dict[int, _Call] = {}
         self._closed_because = ""
         self.failure = ""
-        """Why the process that serves it gives up, if it does."""
+        """The reason why the serving process gives up, if it does."""
 
     @property
     def num_waiting(self) -> int:

@@ -68,7 +68,7 @@ class Store:
     # ------------------------------------------------------------ to implement
 
     def execute(self, operation: StoreOperation[object], deadline: Deadline) -> object:
-        """Carries out one operation. It may be called from several threads at once.
+        """Carries out one operation. It may be called from several threads at the same time.
 
         Args:
             operation: `Get`, `Wait` and `QueuePop` may have to wait; the others are done at once.
@@ -227,7 +227,7 @@ class Store:
         self._timeout_s = seconds(timeout)
 
     def note_failure(self, reason: str) -> None:  # most stores have nobody to tell
-        """Notes why this process gives up; if it serves the store, those who lose it by that are told. Never blocks."""
+        """Records why this process gives up, for processes that lose the store that it serves. Never blocks."""
 
     def has_extended_api(self) -> bool:
         """Whether `append`, `multi_get` and `multi_set` are one step each, and queues exist."""
@@ -310,7 +310,7 @@ class DroppedStores:
             self.close_all()
 
     def close_all(self) -> None:
-        """Closes what was dropped. An error is logged: nobody is there who could handle it."""
+        """Closes dropped stores. Errors are logged, because no caller can handle them."""
         while self._closers:
             try:
                 pid, close = self._closers.popleft()
@@ -328,7 +328,7 @@ class DroppedStores:
 
 
 DROPPED_STORES: Final = DroppedStores()
-"""Those of this process; finalizers have nobody else to turn to."""
+"""Those of this process, for its finalizers."""
 
 register_at_exit(DROPPED_STORES.at_exit)
 

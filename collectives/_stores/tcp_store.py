@@ -1,4 +1,4 @@
-"""The store that rank 0 serves and everybody else calls: the default of a job."""
+"""The store that rank 0 serves and all other ranks call: the default of a job."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class _Remote:
         return result_of(self._node.run(ask(), wait_s + self._timeout_s + 2 * STORE_GRACE_S + SLOW_WORK_LIMIT_S))
 
     def _rest_later(self) -> None:
-        """Ends the link when nobody has used it for a while: at rank 0, each costs a descriptor. On the I/O loop."""
+        """Ends an unused link, because each link costs rank 0 a descriptor. On the I/O loop."""
         if not self._num_calls and self._num_users > 0:
             self._resting = asyncio.get_running_loop().call_later(IDLE_LIMIT_S, self._rest)
 

@@ -46,7 +46,7 @@ class _Seen:
 
 
 class JobHistory:
-    """The looks at one job. Not for several threads at once."""
+    """The results of queries of one job. Not thread-safe."""
 
     def __init__(self) -> None:
         self._seen: dict[str, _Seen] = {}
@@ -202,7 +202,7 @@ class JobHistory:
                 self._note(at_s, "restarted", facts.worker, text)
 
     def _note_departures(self, answers: JobFacts, at_s: float) -> None:
-        """Workers that nobody names any more have left, or are lost."""
+        """Workers that no other worker names any more have left, or are lost."""
         known = {facts.worker for facts in answers.workers} | {silent.worker for silent in answers.silent}
         lost = {one.name for facts in answers.workers for one in facts.members if one.is_lost}
         for name in [name for name in self._seen if name not in known]:

@@ -26,7 +26,7 @@ Spans = list[tuple[str, SpanFacts]]
 
 
 class JobNotes:
-    """The notes of one job. Not for several threads at once."""
+    """The notes of one job. Not thread-safe."""
 
     def __init__(self) -> None:
         self._lines: deque[dict[str, Any]] = deque(maxlen=KEPT_LINES)

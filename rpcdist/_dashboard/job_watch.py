@@ -1,4 +1,4 @@
-"""Asks the workers of a job again and again, while somebody looks."""
+"""Queries the workers of a job periodically while there is a viewer."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ _HEADERS: Final = (
 
 
 def make_page_server(watch: JobWatch, token: str, is_ending: Callable[[], bool] = lambda: False) -> Starlette:
-    """The application; it looks at the job while it runs and somebody has the page open.
+    """The application; it queries the job while it runs and a browser has the page open.
 
     Args:
         watch: looks at the job.

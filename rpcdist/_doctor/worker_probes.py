@@ -161,7 +161,7 @@ class WorkerProbes:
 
 
 def _resolved(host: str) -> list[str]:
-    """The addresses that a name stands for. Raises `OSError`, also when nobody says it in time."""
+    """The addresses of a name. Raises `OSError`, also if no name server answers in time."""
     found: list[str] = []
     failed: list[OSError] = []
 

@@ -149,7 +149,7 @@ def _remove_all_but(path: Path, own: Path) -> bool:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
-    """Whether nobody else holds the lock of a folder; this process holds it then."""
+    """Takes the lock of a folder; False if another process holds it."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:  # another process has removed it

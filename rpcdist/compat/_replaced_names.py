@@ -18,7 +18,7 @@ ALIASES: Final = {
     f"{_ALGORITHMS}.model_averaging.hierarchical_model_averager": _AVERAGING,
     f"{_ALGORITHMS}.model_averaging.utils": _AVERAGING,
 }
-"""Modules that are ours as a whole, for everybody. Names below them that only torch has stay torch's."""
+"""Modules that are ours as a whole, for all code. Names below them that only torch has stay torch's."""
 
 MISSING: Final = {
     "torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook": "use ZeroRedundancyOptimizer without overlap",
@@ -50,7 +50,7 @@ VIEWS: Final = {
     "torch.utils.data": "rpcdist.data",
     "torch.utils.data.distributed": "rpcdist.data",
 }
-"""Modules that torch's own code goes on using as they are; everybody else finds our names in them where we have one."""
+"""Modules that torch's own code uses unchanged; other code finds our names in them where we have one."""
 
 LATE_VIEWS: Final = {
     "torch.distributed._tensor": "rpcdist.collectives.device_mesh",

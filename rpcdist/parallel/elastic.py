@@ -26,7 +26,7 @@ from rpcdist.torch_optimizers import take_step
 __all__ = ["ElasticDataParallel", "ElasticStep", "HasState"]
 
 MAX_TIMEOUTS = 3
-"""A step that runs out of time so often while nobody is lost is a mistake in the program."""
+"""A step that times out so often without a lost rank is a mistake in the program."""
 _OURS = ("process_group", "device_mesh", "init_sync", "delay_all_reduce_named_params", "param_to_hook_all_reduce")
 
 _STATE_METHODS = ("state_dict", "load_state_dict")
@@ -265,7 +265,7 @@ class ElasticDataParallel(nn.Module):
         self._buffers_before = [buffer.clone() for buffer in self.module.buffers()]
 
     def _commit(self) -> None:
-        """All gradients are there: what follows needs nobody else."""
+        """All gradients are complete: the rest of the step needs no other rank."""
         self._inside = False
         for optimizer in self._optimizers:
             take_step(optimizer)

@@ -1,4 +1,4 @@
-"""The state of a rank's messages: requests, what has come for none of them, and connections. It never waits.
+"""The state of a rank's messages: requests, unexpected messages, and connections. It never waits.
 
 1. Every method needs the messenger's lock.
 2. A request is completed once: it leaves `pending` and enters `settled`, from where a thread notifies its waiters.
@@ -328,7 +328,7 @@ class MessageState:
             self.complete(request, self._lost_error(request, peer, reason))
 
     def fail_unopened(self, connection: OutgoingConnection, shortage: str) -> None:
-        """Fails the sends of a connection that this process could not open for lack of something: nobody is lost."""
+        """Fails the sends of a connection that this process lacked resources to open; no rank is lost."""
         for request in connection.stream.clear():
             self.complete(request, self._short_error(request, shortage))
 
@@ -363,7 +363,7 @@ class MessageState:
         self._fail_receives(rank)
 
     def _fail_receives(self, rank: int) -> None:
-        """Fails the receives that nobody can fill, now that a rank is gone."""
+        """Fails the receives that no rank can fill after the loss of a rank."""
         for receive in (*self.matcher.receives(rank), *self.matcher.receives(None)):
             self._fail_if_gone(receive)
 

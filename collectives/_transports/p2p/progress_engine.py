@@ -119,7 +119,7 @@ class ProgressEngine:
     # ------------------------------------------------------------ without the lock
 
     def hurry(self) -> None:
-        """Lets the group's own thread lead at once, if none does: something waits for a request, but no thread does."""
+        """Lets the group's own thread lead immediately, if none does: a request has a waiter that is not a thread."""
         with self.entrance, self.lock:
             self._num_leads_seen, self._watching = self._num_leads, False
             self.changed()

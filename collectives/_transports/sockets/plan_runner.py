@@ -1,4 +1,4 @@
-"""Runs one plan: round by round, all messages of a round at once, on the caller's thread."""
+"""Runs one plan on the caller's thread: one round after the other, all messages of a round in parallel."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class Region:
 
 
 NOTHING = Region(0, 0, 0)
-"""The empty region: the message only says that its sender has come to this step."""
+"""The empty region: the message only says that its sender has reached this step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,7 +391,7 @@ def direct_all_gather(rank: int, size: int, counts: Sequence[int]) -> Plan:
 
 
 def gather(rank: int, size: int, root: int, counts: Sequence[int]) -> Plan:
-    """All send to the root at once. Buffer i is rank i's chunk; other ranks have only their own."""
+    """All ranks send to the root in parallel. Buffer i is rank i's chunk; other ranks have only their own."""
     if rank == root:
         others = [peer for peer in range(size) if peer != root]
         moves = Round((), tuple(ReceiveStep(peer, Region(peer, 0, counts[peer])) for peer in others))
@@ -401,7 +401,7 @@ def gather(rank: int, size: int, root: int, counts: Sequence[int]) -> Plan:
 
 
 def scatter(rank: int, size: int, root: int, counts: Sequence[int]) -> Plan:
-    """The root sends to all at once. Buffers as in `gather`."""
+    """The root sends to all ranks in parallel. Buffers as in `gather`."""
     if rank == root:
         others = [peer for peer in range(size) if peer != root]
         moves = Round(tuple(SendStep(peer, Region(peer, 0, counts[peer])) for peer in others))

@@ -328,7 +328,7 @@ class Publisher(VersionSource):
             current_agent().pool.submit(extract.update)
 
     def _drop_unused(self) -> list[Extract]:
-        """Closes the extracts that nobody uses; returns the others."""
+        """Closes unused extracts; returns the others."""
         if not self._extracts:
             return []
         with self._extracting:

@@ -233,7 +233,7 @@ class VersionReader:
             self._own[WAITING] = 0
 
     def close(self) -> None:
-        """Ends the connection. Tensors of `begin` stay mapped as long as somebody has them, and may be overwritten."""
+        """Ends the connection. Tensors of `begin` stay mapped while they are referenced, and may be overwritten."""
         self._has_ended = True
         self._connection.close()
 

@@ -72,7 +72,7 @@ def worker_of(source_name: str) -> str:
 
 
 def check_fetcher(source_name: str, known: Collection[str]) -> None:
-    """Raises `CallRefused` for the name of a source that nobody can have, or of one more than a worker may have.
+    """Raises `CallRefused` for an invalid name of a source, or if the worker has too many sources.
 
     Args:
         source_name: said by a peer. Things that are kept under it hold up the publisher, or take memory.
@@ -276,7 +276,7 @@ class VersionSource:
     # ------------------------------------------------------------ writing a version
 
     def _free_segment(self) -> int | None:
-        """A segment that nobody reads, for the next version, which one thread may write; None if there is none."""
+        """A segment without readers for the next version, which one thread may write; None if there is none."""
         words = self._memory.words
         with self._changed:
             self._forget_ended()
@@ -434,7 +434,7 @@ class VersionSource:
                 self._changed.wait(deadline.wait_s())
 
     def _num_chunks_of(self, version: int) -> int:
-        """How many chunks of a version that is kept for somebody are here; needs the lock."""
+        """The number of present chunks of a version that is kept for a reader; needs the lock."""
         return self._num_chunks
 
     def end_fetch(self, fetcher: str) -> None:

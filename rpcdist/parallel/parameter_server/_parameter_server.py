@@ -95,7 +95,7 @@ class ParameterServer(ShardedParameters):
 
     @off_loop("await server.pull_async(...)")
     def pull(self, requires_grad: bool = False) -> dict[str, Tensor]:
-        """The values by name, on the CPU; nobody waits.
+        """The values by name, on the CPU; it does not wait for other trainers.
 
         Args:
             requires_grad: inside `autograd.context()`, gradients flow back to the servers, where a

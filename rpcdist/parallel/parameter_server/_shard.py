@@ -135,7 +135,7 @@ class StepClock(Generic[T]):
         return self._released()
 
     def slowest(self) -> dict[str, int]:
-        """The trainers for which others wait, with their steps; empty while nobody waits."""
+        """The trainers for which others wait, with their steps; empty if no trainer waits."""
         if not self._waiting:
             return {}
         return {trainer: step for trainer, step in self._steps.items() if step == self.floor}
@@ -174,7 +174,7 @@ class ShardConfig:
 
     @property
     def steps_apart(self) -> int | None:
-        """Steps that a trainer may be ahead of the slowest one; None if nobody waits for anybody."""
+        """Steps that a trainer may be ahead of the slowest one; None if trainers do not wait for each other."""
         return 0 if self.mode == "sync" else self.staleness
 
 
@@ -273,7 +273,7 @@ class ParameterShard:
             return self._clock.slowest()
 
     def _lives(self, trainer: str) -> bool:
-        """False for one whose call arrived after its death: nobody shall wait for it."""
+        """False for a trainer whose call arrived after its death: others must not wait for it."""
         return trainer not in self._gone or any(worker.name == trainer for worker in rpc.workers())
 
     def on_change(self, change: rpc.MembershipChange) -> None:

@@ -176,7 +176,7 @@ class ShardedParameters:
 
     @off_loop("await server.leave_async(...)")
     def leave(self) -> None:
-        """This trainer takes no more steps: nobody waits for it. It takes part again by its next step."""
+        """This trainer takes no more steps, so the others do not wait for it. Its next step lets it take part again."""
         self._step = None
         self._ask("leave", _my_name())
 

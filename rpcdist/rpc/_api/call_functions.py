@@ -338,7 +338,7 @@ def remote(
     checkpoint_every: int = 1,
     device_map: Mapping[DeviceType, DeviceType] | None = None,
 ) -> RRef[Any] | RestartingActor[Any]:
-    """Runs a function on another worker, leaves its result there, and returns a reference to it at once.
+    """Runs a function on another worker, leaves its result there, and immediately returns a reference to it.
 
         counter = rpc.remote("worker1", Counter, serial=True)
         counter.rpc_sync().add(1)

@@ -155,7 +155,7 @@ async def init_rpc_async(
 
 
 async def shutdown_async(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> dict[str, str]:  # noqa: ASYNC109  # as `shutdown` has it
-    """`shutdown` for coroutines. When the task is cancelled, the worker leaves at once: calls in flight fail."""
+    """`shutdown` for coroutines. When the task is cancelled, the worker leaves immediately: calls in flight fail."""
     return await run_in_thread(partial(shutdown, graceful, timeout), _leave_at_once, name="rpcdist-shutdown")
 
 

@@ -1,4 +1,4 @@
-"""Calls to many workers at once: `call_each`, for workers by name or by role."""
+"""Calls to many workers in parallel: `call_each`, for workers by name or by role."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def call_each(
     timeout: float = UNSET_RPC_TIMEOUT,
     **kwargs: Any,
 ) -> list[Any]:
-    """Runs a function on several workers at once, and waits for the results: a list in the order of the workers.
+    """Runs a function on several workers in parallel, and returns the results in the order of the workers.
 
         rpc.call_each(["worker1", "worker2"], load, path)
         rpc.call_each("generator", set_temperature, 0.7)  # all workers of a role

@@ -1,4 +1,4 @@
-"""`new_group`: a process group of workers by their names, of which nobody else knows."""
+"""`new_group`: a process group of workers by their names, which other workers do not know."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def new_group(
     timeout: timedelta | None = None,
     group_desc: str | None = None,
 ) -> ProcessGroup:
-    """A process group of workers. Each of them calls this with the same workers, and nobody else does or knows of it.
+    """A process group of workers. Each of them calls this with the same workers; other workers take no part.
 
         group = rpc.new_group(["trainer0", "trainer1"])
         collectives.all_reduce(gradients, group=group)

@@ -102,7 +102,7 @@ def forget_hooks() -> None:
 
 @contextlib.contextmanager
 def blocking() -> Iterator[None]:
-    """While it lasts, this thread does not count as running, so that another may take its place at once."""
+    """While it lasts, this thread does not count as running, so that another one may run immediately."""
     enter, leave = hooks.enter, hooks.leave
     if enter is None or leave is None:
         yield

@@ -97,7 +97,7 @@ class UserCall(Coroutine[Any, Any, None]):
     # -- everything below: on the loop's thread ------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Starts the task, or ends at once where the deadline is over already."""
+        """Starts the task, or ends immediately if the deadline is over."""
         loop = self._host.loop
         if self._is_over:
             return

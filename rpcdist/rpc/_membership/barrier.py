@@ -259,7 +259,7 @@ class Gatherings:
                 round_.fail(lost)
 
     def missing(self, names: Sequence[str]) -> list[str]:
-        """The workers that have not come to the open round of these names, or to the one given up last."""
+        """The workers that have not joined the open round of these names, or the one given up last."""
         key = names_for(sorted(names))
         key = key if isinstance(key, str) else tuple(key)
         rounds = self._rounds.get(key)

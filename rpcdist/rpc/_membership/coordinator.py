@@ -299,7 +299,7 @@ class CoordinatorSearch:
         return self._task is not None and not self._task.done()
 
     def begin_watching(self) -> None:
-        """Makes sure that the coordinator's death is noticed. It connects to everybody, unless it dies before that."""
+        """Makes sure that the coordinator's death is noticed. It connects to all workers, unless it dies before."""
         if self._coordinator.service is None:
             self._check_handle = self._io.loop.call_later(self._recovery_s, self._check)
 

@@ -67,7 +67,7 @@ class Recovery:
         return sorted((identity for identity in self._named if identity.id not in taken), key=lambda one: one.id)
 
     def is_complete(self, present: Iterable[Identity]) -> bool:
-        """Whether everybody is there, the coordinator included."""
+        """Whether all workers are present, including the coordinator."""
         present = list(present)
         return not self.missing(present) and any(identity.id == self._coordinator for identity in present)
 
@@ -122,7 +122,7 @@ Probe = Callable[[Member], Awaitable[bool]]
 
 
 def max_at_once() -> int:
-    """How many questions this process asks at once, each of which takes a descriptor: a quarter of all.
+    """The number of concurrent questions of this process, each of which takes a descriptor: a quarter of all.
 
     A question where nothing answers lasts for the peer timeout, and those that wait behind it may come too late: many.
     """

@@ -1,4 +1,4 @@
-"""How workers hear of workers that come and go: the coordinator tells each member, and the members confirm.
+"""The news of workers that join and leave: the coordinator tells each member, and the members confirm.
 
 The messages are control messages: numbered, sent again over a new connection, applied once, in order. `MembershipWatch`
 calls functions of the user when a worker comes or goes, and logs a line about each.
@@ -70,7 +70,7 @@ class MembershipNews:
                     self._watch(member.identity.id, "the membership of the job")
 
     def _on_change(self, is_urgent: bool) -> None:
-        """The list here has changed: this worker knows it at once, and the others soon."""
+        """The list has changed: this worker is told immediately, and the others soon."""
         me, service = self._directory.me, self._service
         assert service is not None  # it is the one that calls this
         news = service.table.since(self._directory.version)

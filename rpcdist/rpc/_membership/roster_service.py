@@ -358,7 +358,7 @@ class MembershipService:
         return [member for member in self.table.members if member.identity != me]
 
     async def alone(self, me: Identity, timeout_s: float) -> bool:
-        """Waits until all but this worker have left or are lost, and takes in nobody after that.
+        """Waits until all other workers have left or are lost, and then admits no more workers.
 
         Returns:
             False when the time was over before; then workers may still join.

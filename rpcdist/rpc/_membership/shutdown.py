@@ -197,7 +197,7 @@ class ShutdownRounds:
         return await self.depart(name, had_work)
 
     async def _not_arrived(self) -> list[str]:
-        """The living workers that have not come to the open round, or to the one given up last."""
+        """The living workers that have not joined the open round, or the one given up last."""
         return self._absent(self._rounds[0]) if self._rounds else self._last_missing
 
 

@@ -98,7 +98,7 @@ class Connections:
             logger.debug("not everything was written within %s s", timeout_s)
 
     def close(self, reason: str) -> None:
-        """Ends all of them at once."""
+        """Ends all of them immediately."""
         self._router.close(reason)
         for session in list(self.taken):
             session.close(reason)

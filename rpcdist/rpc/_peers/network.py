@@ -72,7 +72,7 @@ class Loopback:
         return False
 
     def abort_transfer(self, number: int, reason: str) -> None:
-        """Nothing is under way: `send` copies at once."""
+        """Nothing is in flight: `send` copies immediately."""
 
     def transfer_progress(self, number: int) -> tuple[int, int] | None:
         return None

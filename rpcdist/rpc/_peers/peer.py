@@ -57,7 +57,7 @@ MAX_LATE_ATTEMPTS = 5
 
 
 def was_refused(exc: TransportError) -> bool:
-    """Whether nobody listens at that port."""
+    """Whether no process listens at that port."""
     return isinstance(exc, ConnectFailed) and "refused" in exc.reason.lower()
 
 

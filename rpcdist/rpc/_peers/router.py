@@ -270,7 +270,7 @@ class Router:
         return any(one is not None and one.closed_reason is None and one.last_received > since for one in sessions)
 
     def is_reachable(self, worker_id: int) -> bool:
-        """Whether a worker lives, as far as is known here; the coordinator, which nobody else judges, beyond doubt."""
+        """Whether a worker lives, as far as this process knows; False for a coordinator that may be lost."""
         if worker_id == self._directory.coordinator:
             return not self.misses_coordinator()
         return self._directory.is_living(worker_id)
@@ -421,7 +421,7 @@ class Router:
             peer.declare_lost(REPLACED)
 
     def close(self, reason: str) -> None:
-        """Ends all connections at once; on the I/O loop."""
+        """Ends all connections immediately; on the I/O loop."""
         for peer in self._peers.values():
             peer.close(reason)
 
