@@ -57,10 +57,16 @@ def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEv
     return LOOP_FACTORIES
 
 
-def pytest_collection_finish() -> None:
-    """Tests that collect garbage need not look through all that was imported for the tests."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Imports without collections, and tests that collect garbage need not look through all that was imported."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

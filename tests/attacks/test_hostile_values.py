@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import ctypes
 import time
 import tracemalloc
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import product
+from pathlib import Path
 from struct import pack
+from typing import Any
 
 import pytest
 import torch
@@ -23,9 +24,10 @@ from rpcdist.errors import ProtocolViolation, SerializationError
 from rpcdist.ids import Identity
 from rpcdist.rpc._peers.network import Demultiplexer, Lifetime
 from rpcdist.rpc._rref.messages import decode_messages
-from rpcdist.rpc._values import decode
+from rpcdist.rpc._values import decode, encode_into
 from rpcdist.rpc._values.rebuild import MAX_UNTRUSTED_TENSORS, TENSOR_BYTES
 from rpcdist.rpc.options import RpcOptions
+from rpcdist.testing import WorkerPool
 from rpcdist.transport._framing.frames import Chunk, parse
 from rpcdist.transport._framing.incoming import BUFFER_BYTES, TRANSFER_BYTES, Incoming, IncomingBuffer, heap_buffer
 from rpcdist.transport._framing.message_parts import parsed, parsed_cost
@@ -364,18 +366,7 @@ def test_a_value_costs_three_times_its_weight_and_1_mib(kind: str) -> None:
             decode(message, received[:-1], plain_only=True)
 
 
-TENSORS_ALONE = """
-import sys
-import torch
-from rpcdist._proto import value_pb2
-from rpcdist.rpc._values import decode, encode_into
-from rpcdist.transport._framing.message_parts import parsed
-
-def resident_bytes():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096
-
-kinds = {
+MANY_TENSORS: dict[str, Callable[[], list[torch.Tensor]]] = {
     "empty": lambda: [torch.zeros(0) for _ in range(6_000)],
     "many dimensions": lambda: [torch.zeros((1,) * 40 + (0,)) for _ in range(6_000)],
     "strided": lambda: [torch.empty_strided((1,) * 63 + (0,), (3,) * 64) for _ in range(3_000)],
@@ -383,30 +374,34 @@ kinds = {
     "parameters": lambda: [torch.nn.Parameter(torch.ones(index % 3 + 1)) for index in range(6_000)],
     "run": lambda: [torch.ones(1) for _ in range(6_000)],
 }
-sent = kinds[sys.argv[1]]()
-message = value_pb2.Value()
-large = encode_into(message, sent, None, plain_only=True)
-data = message.SerializeToString()
-weight = len(data) + sum(buffer.size for buffer in large)
-before = resident_bytes()
-received = [buffer.copy() for buffer in large]
-arrived = parsed(value_pb2.Value, data)
-made = decode(arrived, received, plain_only=True)
-taken = len(data) + resident_bytes() - before
-assert len(made) == len(sent)
-print(weight, taken)
-"""
+
+
+def resident_bytes() -> int:
+    """The memory of this process that is no file's."""
+    return next(int(line.split()[1]) for line in Path("/proc/self/status").open() if line.startswith("RssAnon")) << 10
+
+
+def weight_and_memory(kind: str) -> tuple[int, int]:
+    sent = MANY_TENSORS[kind]()
+    message = value_pb2.Value()
+    large = encode_into(message, sent, None, plain_only=True)
+    data = message.SerializeToString()
+    weight = len(data) + sum(buffer.size for buffer in large)
+    ctypes.CDLL(None).malloc_trim(0)  # what is used again counts
+    before = resident_bytes()
+    received = [buffer.copy() for buffer in large]
+    arrived = parsed(value_pb2.Value, data)
+    made: Any = decode(arrived, received, plain_only=True)
+    taken = len(data) + resident_bytes() - before
+    assert len(made) == len(sent)
+    return weight, taken
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("kind", ["empty", "many dimensions", "strided", "small", "parameters", "run"])
-def test_tensors_cost_three_times_their_weight_and_1_mib(kind: str) -> None:
+@pytest.mark.parametrize("kind", MANY_TENSORS)
+def test_tensors_cost_three_times_their_weight_and_1_mib(worker_pool: WorkerPool, kind: str) -> None:
     """The headers of 1 MiB took 64. In a process of its own: what torch and protobuf take is seen in its size alone."""
-    done = subprocess.run(
-        [sys.executable, "-c", TENSORS_ALONE, kind], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    weight, taken = map(int, done.stdout.split())
+    weight, taken = worker_pool.start("alone").run(weight_and_memory, kind)
     room = 1 << 20  # of the allocators
     assert taken <= 3 * weight + (1 << 20) + room, f"{taken / 2**20:.1f} MiB for {weight / 2**20:.1f}"
 

@@ -1,4 +1,4 @@
-"""A rank of tests/collectives/test_collectives_hosts.py, started by hand or by torchrun. Prints one line of JSON."""
+"""A rank of tests/collectives/test_collectives_hosts.py: a worker of a pool, or a program under torchrun."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 import rpcdist.collectives as dist
 
 
-def main() -> None:
+def main() -> dict[str, object]:
+    """What this rank found out; also a line of JSON on standard output."""
     torch.set_num_threads(1)
     dist.init_process_group("tcp", timeout=timedelta(seconds=40))
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -34,7 +35,7 @@ def main() -> None:
     dist.barrier()
     world = dist.group.WORLD
     assert world is not None
-    found = {
+    found: dict[str, object] = {
         "rank": rank,
         "transport": repr(world.backend("cpu")),
         "small": small.tolist(),
@@ -45,6 +46,7 @@ def main() -> None:
     }
     dist.destroy_process_group()
     sys.stdout.write(json.dumps(found) + "\n")
+    return found
 
 
 if __name__ == "__main__":

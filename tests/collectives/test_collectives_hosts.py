@@ -10,12 +10,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import hosts_program
 import pytest
 from full_sets import FULL_ONLY
+from network_cable import enter_namespace
+
+from rpcdist.testing import WorkerPool
 
 pytestmark = pytest.mark.multiproc
 
-PROGRAM = str(Path(__file__).with_name("hosts_program.py"))
+PROGRAM = str(Path(hosts_program.__file__))
 LIMIT_S = 90.0
 PORT = "29511"
 
@@ -99,12 +103,13 @@ def check(found: list[dict[str, object]], transport: str) -> None:
         pytest.param([0, 1, 0], "Hierarchical", id="two ranks on one host, interleaved", marks=FULL_ONLY),
     ],
 )
-def test_ranks_on_two_hosts(hosts: list[Host], places: list[int], transport: str) -> None:
+def test_ranks_on_two_hosts(worker_pool: WorkerPool, hosts: list[Host], places: list[int], transport: str) -> None:
     address = {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": PORT, "WORLD_SIZE": str(len(places))}
-    processes = [
-        hosts[place].start([sys.executable, PROGRAM], RANK=str(rank), **address) for rank, place in enumerate(places)
-    ]
-    check(results(processes), transport)
+    ranks = [worker_pool.start(f"rank{rank}", {"RANK": str(rank), **address}) for rank in range(len(places))]
+    for rank, place in zip(ranks, places, strict=True):
+        rank.run(enter_namespace, hosts[place].namespace)
+    running = [rank.begin(hosts_program.main) for rank in ranks]
+    check([found.result(LIMIT_S) for found in running], transport)
 
 
 @FULL_ONLY  # the same ranks as above; `test_torchrun.py` always has several agents

@@ -1,4 +1,7 @@
-"""A program for torch in the manner of its DDP tutorial: processes by `mp.spawn`, a checkpoint, a comm hook."""
+"""A program for torch in the manner of its DDP tutorial: processes by `mp.spawn`, a checkpoint, a comm hook.
+
+Then the processes run another program, `unmodified_zero.py`.
+"""
 
 import os
 import sys
@@ -11,6 +14,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DataParallel, DistributedDataParallel  # one of them stays torch's
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from unmodified_zero import main as train_with_zero
 
 
 def train(rank: int, world_size: int, port: str, folder: str) -> None:
@@ -42,6 +46,8 @@ def train(rank: int, world_size: int, port: str, folder: str) -> None:
     torch.distributed.all_reduce(total, op=torch.distributed.ReduceOp.SUM)
     print(f"rank {rank}: total {total.item():g}, DDP of {type(model).__module__}, not of {DataParallel.__module__}")
     dist.destroy_process_group()
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))  # as torchrun sets it
+    train_with_zero()
 
 
 if __name__ == "__main__":

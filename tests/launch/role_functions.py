@@ -11,7 +11,7 @@ from pathlib import Path
 from rpcdist import placement_from_environment
 from rpcdist.errors import WorkerLost
 
-__all__ = ["call_until_back", "die_once", "exit_after_lines", "name_and_threads", "stay", "wait_for_ever"]
+__all__ = ["call_until_back", "die_once", "exit_after_lines", "name_and_threads", "wait_for_ever"]
 
 
 def name_and_threads(rank: int, word: str) -> tuple[int, str, str | None, str]:
@@ -32,19 +32,13 @@ def exit_after_lines(rank: int) -> None:
     os._exit(3)
 
 
-def stay(rank: int) -> None:
-    from rpcdist import rpc
-
-    rpc.init_rpc(_name())
-    rpc.shutdown()
-
-
 def die_once(rank: int, folder: str) -> str:
     from rpcdist import rpc
 
     rpc.init_rpc(_name())
-    first = Path(folder, f"was{rank}")
+    first = Path(folder, "was there")
     if not first.exists():
+        first.parent.mkdir()
         first.touch()
         # Not before the others have joined and called.
         while not Path(folder, "called").exists():
@@ -54,21 +48,25 @@ def die_once(rank: int, folder: str) -> str:
     return "came back"
 
 
-def call_until_back(rank: int, folder: str, victim: str) -> tuple[bool, bool]:
-    """Whether the victim was lost, and was another process afterwards."""
+def call_until_back(rank: int, victims: dict[str, str]) -> list[tuple[bool, bool]]:
+    """Whether each victim, for which there is a folder, was lost, and was another process afterwards; in turn."""
     from rpcdist import rpc
 
     rpc.init_rpc(_name())
-    before = rpc.rpc_sync(victim, os.getpid, timeout=60)
-    Path(folder, "called").touch()
-    was_lost, pid = False, before
-    while pid == before:
-        try:
-            pid = rpc.rpc_sync(victim, os.getpid, timeout=60)
-        except WorkerLost:
-            was_lost = True
+    found = []
+    for victim, folder in victims.items():
+        before = rpc.rpc_sync(victim, os.getpid, timeout=60)
+        Path(folder, "called").touch()
+        was_lost, pid = False, before
+        while pid == before:
+            try:
+                pid = rpc.rpc_sync(victim, os.getpid, timeout=60)
+            except WorkerLost:
+                was_lost = True
+                rpc.wait_for_worker(victim, timeout=60)
+        found.append((was_lost, pid != before))
     rpc.shutdown()
-    return was_lost, pid != before
+    return found
 
 
 def _name() -> str:

@@ -56,23 +56,15 @@ def test_the_last_lines_of_a_rank_that_died_are_in_the_error() -> None:
     assert caught.value.outcomes == {"waiter0": "stopped", "bad0": died}
 
 
-def test_a_killed_rank_comes_back_under_its_name(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    roles = [
-        Role("server", functions.stay, 1),
-        Role("dying", functions.die_once, 1, (str(tmp_path),), max_restarts=1),
-        Role("caller", functions.call_until_back, 1, (str(tmp_path), "dying0")),
-    ]
-    results = launch(roles=roles, log_dir=tmp_path)
-    assert results == {"server": [None], "dying": ["came back"], "caller": [(True, True)]}
-    assert sorted(path.name for path in tmp_path.glob("dying0.*")) == ["dying0.0.log", "dying0.1.log"]
-
-
-def test_rank_0_comes_back_as_well(tmp_path: Path) -> None:
-    roles = [
-        Role("dying", functions.die_once, 1, (str(tmp_path),), max_restarts=1),
-        Role("caller", functions.call_until_back, 1, (str(tmp_path), "dying0")),
-    ]
-    assert launch(roles=roles) == {"dying": ["came back"], "caller": [(True, True)]}
+def test_killed_ranks_come_back_under_their_names(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Rank 0, to which the others connect, and then another one."""
+    folders = {name: str(tmp_path / name) for name in ("first", "second")}
+    dying = [Role(name, functions.die_once, 1, (folder,), max_restarts=1) for name, folder in folders.items()]
+    victims = {f"{name}0": folder for name, folder in folders.items()}
+    results = launch(roles=[*dying, Role("caller", functions.call_until_back, 1, (victims,))], log_dir=tmp_path)
+    assert results == {"first": ["came back"], "second": ["came back"], "caller": [[(True, True)] * 2]}
+    for name in victims:
+        assert sorted(path.name for path in tmp_path.glob(f"{name}.*")) == [f"{name}.0.log", f"{name}.1.log"]
 
 
 def test_restarts_that_are_used_up_are_counted(capfd: pytest.CaptureFixture[str]) -> None:
@@ -188,11 +180,11 @@ def test_what_a_killed_program_leaves_is_no_job() -> None:
         (["--workers", "2", "role_functions"], "'role_functions': write MODULE:FUNCTION"),
         (["--workers", "2", "no_such_module:f"], "No module named 'no_such_module'"),
         (["--workers", "2", "role_functions:nothing"], "the module role_functions has no function 'nothing'"),
-        (["--role", "a:role_functions:stay"], "there is no '='"),
-        (["--role", "a=x:role_functions:stay"], "with a number for N"),
-        (["--role", "a=1:role_functions:stay", "--daemon", "b"], "no --role defines 'b'; there are a"),
-        (["--role", "a=1:role_functions:stay", "--max-restarts", "b=2"], "no --role defines 'b'"),
-        (["--role", "a=1:role_functions:stay", "--max-restarts", "many"], "write a number, or NAME=NUMBER"),
+        (["--role", "a:role_functions:wait_for_ever"], "there is no '='"),
+        (["--role", "a=x:role_functions:wait_for_ever"], "with a number for N"),
+        (["--role", "a=1:role_functions:wait_for_ever", "--daemon", "b"], "no --role defines 'b'; there are a"),
+        (["--role", "a=1:role_functions:wait_for_ever", "--max-restarts", "b=2"], "no --role defines 'b'"),
+        (["--role", "a=1:role_functions:wait_for_ever", "--max-restarts", "many"], "write a number, or NAME=NUMBER"),
     ],
 )
 def test_wrong_commands_are_explained(
