@@ -18,6 +18,7 @@ from threads_at_once import problems_of_threads
 
 from rpcdist import rpc
 from rpcdist.rpc._current import current_agent
+from rpcdist.testing import LIMIT_S
 
 _doubled = itertools.count(1)
 _num_doubled = 0
@@ -129,7 +130,7 @@ def fork_while_another_leads(to: str) -> tuple[int, float]:
 @contextmanager
 def _until_led(to: str, by: threading.Thread) -> Iterator[None]:
     agent = current_agent()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline:
         session: Any = agent.router.session_with(agent.directory.resolve(to))
         if session is not None and session._direct._lead._holder == by.ident:

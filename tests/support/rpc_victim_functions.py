@@ -298,7 +298,7 @@ def call_until_it_works(to: str, limit_s: float = 20.0) -> int:
 def left_behind() -> list[str]:
     """What RPC has left in this process after its shutdown."""
     try:
-        eventually(lambda: not _threads_and_sockets(), "nothing is left", 5.0)
+        eventually(lambda: not _threads_and_sockets(), "nothing is left", 20.0)
     except AssertionError:
         return _threads_and_sockets()
     return []
