@@ -41,6 +41,7 @@ from rpcdist.time_limits import (
 from rpcdist.transport import LARGEST_UNCUT_BYTES, Link, Node, acquire_node
 from rpcdist.transport.addresses import split_address
 from rpcdist.transport.fork import check_not_forked, in_forked_child
+from rpcdist.transport.keys import REFUSED
 from rpcdist.waiters import noticed
 
 __all__ = ["TCPStore"]
@@ -330,7 +331,9 @@ def _timed_out_join(timeout_s: float, came: int, world_size: int, address: str) 
 
 
 def _lost(address: str, operation: StoreOperation[object], reason: Exception) -> DistNetworkError:
-    text = f"the store at {address} was lost during {type(operation).__name__}: {str(reason).removesuffix('.')}. "
-    if CLOSED not in text:
+    was_refused = REFUSED in str(reason)
+    what = "gave no answer to" if was_refused else "was lost during"
+    text = f"the store at {address} {what} {type(operation).__name__}: {str(reason).removesuffix('.')}. "
+    if CLOSED not in text and not was_refused:
         text += "The process that serves it (rank 0) has ended, or the network is broken; "
     return DistNetworkError(f"{text}It is unknown whether the operation took place.")

@@ -99,6 +99,8 @@ def framed(*fields: bytes) -> bytes:
 
 
 PACKAGE: Final = "rpcdist"
+REFUSED: Final = "refused the call"
+"""In the text of the error of a unary call that its server did not answer, while the connection stands."""
 SESSION_PATH: Final = f"/{PACKAGE}.Rpc/Session"  # needs no such proof: its handshake is on the stream itself
 SESSION_KEY: Final = "rpcdist-session-bin"
 COUNTER_KEY: Final = "rpcdist-counter"

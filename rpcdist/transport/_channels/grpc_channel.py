@@ -26,6 +26,7 @@ from rpcdist.time_limits import ATTEMPT_LIMIT_S
 from rpcdist.transport._framing.frames import CHUNK_BYTES, MAX_ENVELOPE_BYTES, MAX_FRAME_BYTES
 from rpcdist.transport._tls.certificate import Certificate, fingerprint_of_pem
 from rpcdist.transport.handshake import STRANGE_CERTIFICATE
+from rpcdist.transport.keys import REFUSED
 
 _REASONS: Final = (
     ("Connection refused", "connection refused: no process listens there"),
@@ -176,6 +177,8 @@ def _error_for(code: grpc.StatusCode, details: str, address: str) -> RpcdistErro
         if (failure := tls_failure(details)) is not None:
             return AuthenticationFailed(failure)
         return ConnectFailed(address, connect_reason(details))
+    if code is grpc.StatusCode.FAILED_PRECONDITION:
+        return TransportError(f"{address} {REFUSED}: {details}")
     if code is grpc.StatusCode.ABORTED:
         return TransportError(f"{address} closed the connection: {details}")
     if code is grpc.StatusCode.CANCELLED:
