@@ -7,6 +7,7 @@ import os
 import struct
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -266,8 +267,9 @@ def has_secret() -> bool:
     with open("/proc/self/mem", "rb", 0) as memory:
         for first, last in (line[0].split("-") for line in lines if line[1].startswith("r")):
             memory.seek(int(first, 16))
-            if wanted in memory.read(int(last, 16) - int(first, 16)):
-                return True
+            with suppress(OSError):  # the map has ended meanwhile
+                if wanted in memory.read(int(last, 16) - int(first, 16)):
+                    return True
     return False
 
 
