@@ -297,10 +297,9 @@ class StoredEntries:
         except CheckpointError:
             raise
         except Exception as exc:
-            raise CheckpointError(
-                f"the checkpoint at {self._folder} cannot be read ({type(exc).__name__}: {str(exc)[:300]}): it is "
-                "damaged, was replaced by a newer one meanwhile, or has classes that this process cannot import"
-            ) from exc
+            why = "it is damaged, was replaced by a newer one meanwhile, or has classes that this process cannot import"
+            text = f"the checkpoint at {self._folder} cannot be read ({type(exc).__name__}: {str(exc)[:300]})"
+            raise CheckpointError(f"{text}: {own_shortage(exc) or why}") from exc
 
     def _empty(self, key: str) -> Tensor:
         """A tensor for an entry, on the CPU."""

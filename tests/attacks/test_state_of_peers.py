@@ -35,7 +35,7 @@ def test_a_peer_brings_a_bounded_number_of_contexts(monkeypatch: pytest.MonkeyPa
     table = ContextTable(0)
     ids = [make_id(7, number) for number in range(1, 5)]
     assert all(table.join(id, 7) for id in ids[:3]) and table.join(ids[0], 7) is table.find(ids[0])
-    with pytest.raises(CallRefused, match="worker 7 has brought 3 autograd contexts"):
+    with pytest.raises(CallRefused, match="worker 7 has 3 open autograd contexts"):
         table.join(ids[3], 7)
     assert table.join(ids[3], 8) is not None  # another worker brings it
     table.release(ids[0])

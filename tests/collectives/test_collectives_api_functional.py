@@ -127,7 +127,7 @@ def test_what_has_no_gradient_is_refused_where_one_is_wanted() -> None:
         with torch.no_grad():
             assert functional.all_reduce(x, ReduceOp.MAX).tolist() == [1, 1]
         assert x.tolist() == [rank, rank]
-        with pytest.raises(ConfigError, match="scatter wants 2 tensors of one shape"):
+        with pytest.raises(ConfigError, match="scatter needs 2 tensors of one shape"):
             functional.scatter([x], 0)
 
     run_ranks(2, on_rank)

@@ -59,6 +59,8 @@ def test_the_last_lines_of_a_rank_that_died_are_in_the_error() -> None:
 def test_killed_ranks_come_back_under_their_names(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Rank 0, to which the others connect, and then another one."""
     folders = {name: str(tmp_path / name) for name in ("first", "second")}
+    for folder in folders.values():
+        Path(folder).mkdir()
     dying = [Role(name, functions.die_once, 1, (folder,), max_restarts=1) for name, folder in folders.items()]
     victims = {f"{name}0": folder for name, folder in folders.items()}
     results = launch(roles=[*dying, Role("caller", functions.call_until_back, 1, (victims,))], log_dir=tmp_path)
