@@ -51,8 +51,8 @@ def keep_newest(most: int) -> Callable[[Callable[[], bool], Callable[[], object]
     """Bounds the connections of a server that anybody may open; each takes a descriptor, and some a thread.
 
     Returns:
-        What is told of each new connection: how to ask whether it is open, and how to end it. It ends the oldest one of
-        more than `most`. One thread at a time may call it.
+        A function to call for each new connection, with a function that says whether it is open, and one that ends it.
+        It ends the oldest connection if more than `most` are open. One thread at a time may call it.
     """
     newest: list[tuple[Callable[[], bool], Callable[[], object]]] = []
 
