@@ -78,7 +78,7 @@ def test_a_job_goes_on_when_its_page_is_slow_stopped_or_killed(no_agent: None, m
 @pytest.mark.multiproc
 @pytest.mark.timeout(240)
 def test_several_jobs_of_a_host_are_listed(no_agent: None, module_pool: WorkerPool) -> None:
-    token = {"RPCDIST_TOKEN": "only of the two jobs here"}  # other tests have jobs on this host meanwhile
+    token = {"RPCDIST_TOKEN": f"only of the two jobs of {os.getpid()}"}  # other tests have jobs on this host meanwhile
     workers = [module_pool.start(name, token) for name in ("first", "second")]
     for worker in workers:
         worker.run(join, "worker0", 0, 1, module_pool.new_url())
