@@ -5,9 +5,9 @@
 
 Each worker notes the calls that it has made and served while the block lasts, the operations of its process groups, the
 parts and messages of its backward passes, the streams that it reads, the buckets of `DistributedDataParallel` and the
-actions of its pipeline stages. At the
-end of the block this worker gathers the notes, sets the clocks by round trips, and writes the file: a process for each
-worker, a slice for each call at both ends, and arrows between them for the call and the reply.
+actions of its pipeline stages. At the end of the block this worker gathers the notes, sets the clocks by round trips,
+and writes the file: a process for each worker, a slice for each call at both ends, and arrows between them for the call
+and the reply.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ import os
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -52,6 +53,7 @@ _NEVER_SHOWN: Final = "rpcdist.tracing"
 
 
 Hop = tuple[int, int, bool, int, float, float]
+Slice = tuple[float, float, Any]  # begin, end and content
 
 
 class Notes(NamedTuple):
@@ -179,32 +181,30 @@ def trace_events(notes: Iterable[Notes]) -> Iterator[dict[str, Any]]:
         clock = f", clock known to {one.error_s * 1e3:.2f} ms" if one.error_s else ""
         yield {"ph": "M", "pid": one.id, "name": "process_name", "args": {"name": f"{one.worker}{clock}"}}
         yield {"ph": "M", "pid": one.id, "name": "process_sort_index", "args": {"sort_index": one.id}}
-        names = itertools.count(1)
-        for title, rows, is_served in (("calls made", one.made, False), ("calls served", one.served, True)):
-            for lane in _lanes([(row[3], row[4], row) for row in rows]):
-                tid = next(names)
+        tracks: list[tuple[str, list[Slice], Callable[[Notes, int, Any, float, float], Iterable[dict[str, Any]]]]] = [
+            (title, [(row[3], row[4], row) for row in rows], partial(_call_events, is_served=is_served, known=known))
+            for title, rows, is_served in (("calls made", one.made, False), ("calls served", one.served, True))
+        ]
+        hops = [(hop[4], hop[5], hop) for hop in one.hops]
+        tracks.append(("messages of backward passes", hops, partial(_hop_events, arrived=arrived)))
+        spans: dict[str, list[Slice]] = {}
+        for title, name, begin, end in one.spans:
+            spans.setdefault(title, []).append((begin, end, name))
+        tracks += [(title, slices, partial(_span_events, title)) for title, slices in spans.items()]
+        ids = itertools.count(1)
+        for title, slices, events in tracks:
+            for lane in _lanes(slices):
+                tid = next(ids)
                 yield {"ph": "M", "pid": one.id, "tid": tid, "name": "thread_name", "args": {"name": title}}
-                for begin, end, row in lane:
-                    yield from _call_events(one, tid, row, begin - zero, end - zero, is_served, known)
-        for packed_hops in _lanes([(hop[4], hop[5], hop) for hop in one.hops]):
-            tid = next(names)
-            name = "messages of backward passes"
-            yield {"ph": "M", "pid": one.id, "tid": tid, "name": "thread_name", "args": {"name": name}}
-            for begin, end, hop in packed_hops:
-                yield from _hop_events(one, tid, hop, begin - zero, end - zero, _way(one, hop) in arrived)
-        by_lane: dict[str, list[tuple[float, float, str]]] = {}
-        for lane_name, name, begin, end in one.spans:
-            by_lane.setdefault(lane_name, []).append((begin, end, name))
-        for lane_name, spans in by_lane.items():
-            for packed in _lanes(spans):
-                tid = next(names)
-                yield {"ph": "M", "pid": one.id, "tid": tid, "name": "thread_name", "args": {"name": lane_name}}
-                for begin, end, name in packed:
-                    start_us = (begin + one.offset_s - zero) * 1e6
-                    yield {
-                        "ph": "X", "pid": one.id, "tid": tid, "name": name, "cat": lane_name,
-                        "ts": round(start_us, 1), "dur": round(max(0.0, end - begin) * 1e6, 1),
-                    }  # fmt: skip
+                for begin, end, content in lane:
+                    yield from events(one, tid, content, begin - zero, end - zero)
+
+
+def _span_events(title: str, one: Notes, tid: int, name: str, begin: float, end: float) -> Iterator[dict[str, Any]]:
+    yield {
+        "ph": "X", "pid": one.id, "tid": tid, "name": name, "cat": title,
+        "ts": round((begin + one.offset_s) * 1e6, 1), "dur": round(max(0.0, end - begin) * 1e6, 1),
+    }  # fmt: skip
 
 
 def _call_events(
@@ -261,7 +261,7 @@ def _way(one: Notes, hop: Hop) -> tuple[int, int, int, int]:
 
 
 def _hop_events(
-    one: Notes, tid: int, hop: Hop, begin: float, end: float, has_both_ends: bool
+    one: Notes, tid: int, hop: Hop, begin: float, end: float, arrived: Container[tuple[int, int, int, int]]
 ) -> Iterator[dict[str, Any]]:
     """A slice for a message of a backward pass, and its end of the arrow to the slice at the other worker."""
     id, peer, is_sent, _, _, _ = hop
@@ -270,14 +270,14 @@ def _hop_events(
     arguments = {"pass": id, "receiver" if is_sent else "sender": peer}
     name = "sends gradients" if is_sent else "takes gradients"
     yield {"ph": "X", **here, "name": name, "cat": "backward", "dur": duration_us, "args": arguments}
-    if has_both_ends:
+    if _way(one, hop) in arrived:  # the notes of both ends have it
         head = {"ph": "s"} if is_sent else {"ph": "f", "bp": "e"}
         yield {**head, **here, "id": "pass " + ".".join(map(str, _way(one, hop))), "name": "hop", "cat": "hop"}
 
 
-def _lanes(items: list[tuple[float, float, Any]]) -> list[list[tuple[float, float, Any]]]:
+def _lanes(items: list[Slice]) -> list[list[Slice]]:
     """Spreads slices over lanes, in each of which no two overlap."""
-    lanes: list[list[tuple[float, float, Any]]] = []
+    lanes: list[list[Slice]] = []
     taken: list[tuple[float, int]] = []  # until when, and which lane; both are heaps, for thousands of lanes
     free: list[int] = []
     for item in sorted(items, key=lambda item: item[0]):
