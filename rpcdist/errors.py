@@ -116,6 +116,17 @@ def listed(items: Iterable[object], limit: int = 10) -> str:
     return ", ".join(texts[:limit]) + (f" and {len(texts) - limit} more" if len(texts) > limit else "")
 
 
+def abridged(value: object, depth: int = 2) -> str:
+    """A value of a peer, for a message: short, and in bounded time. `repr` of lists that share lists may not end."""
+    if isinstance(value, str | bytes):
+        return repr(value[:200])
+    if isinstance(value, list | tuple) and depth:
+        texts = [abridged(item, depth - 1) for item in value[:4]]
+        return f"({', '.join(texts)}{', ...' if len(value) > len(texts) else ''})"
+    is_short = value is None or isinstance(value, float) or (isinstance(value, int) and value.bit_length() <= 64)
+    return repr(value) if is_short else f"a {type(value).__name__}"
+
+
 def refuse_pickling(value: object, _protocol: object = None) -> NoReturn:
     """The `__reduce_ex__` of what belongs to one process: it cannot be pickled, sent or copied."""
     raise TypeError(

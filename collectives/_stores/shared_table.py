@@ -39,7 +39,7 @@ Woken = tuple[int, object]
 class _Waiter:
     number: int
     operation: StoreOperation[object]
-    watched: str  # the missing key that is looked at; when it comes, the operation is tried again
+    missing: list[str]  # keys that were missing; the last one is looked at, and when all have come, all keys are
 
     @property
     def pops(self) -> bool:
@@ -71,8 +71,8 @@ class StoreTable:
     def park(self, operation: StoreOperation[object], missing: Missing) -> int:
         """Adds a waiter for an operation of which `missing` was just the result; returns the waiter's number."""
         self._last_number += 1
-        waiter = self._waiters[self._last_number] = _Waiter(self._last_number, operation, missing.keys[-1])
-        self._watch(waiter, missing)
+        waiter = self._waiters[self._last_number] = _Waiter(self._last_number, operation, list(missing.keys))
+        self._watch(waiter)
         return waiter.number
 
     def forget(self, number: int) -> None:
@@ -96,26 +96,28 @@ class StoreTable:
     def _appeared(self, key: str) -> list[Woken]:
         woken: list[Woken] = []
         for waiter in sorted(self._watching.get(key, {}).values(), key=lambda waiter: waiter.pops):
-            result, others = self.execute(waiter.operation)
-            if isinstance(result, Missing):
-                self._watch(waiter, result)
+            self._unwatch(waiter)
+            while waiter.missing and not self.contents.without_value_or_queue(waiter.missing[-1:]):
+                waiter.missing.pop()
+            result, others = (None, []) if waiter.missing else self.execute(waiter.operation)
+            if isinstance(result, Missing):  # some were deleted meanwhile
+                waiter.missing = list(result.keys)
+            if waiter.missing:
+                self._watch(waiter)
             else:
-                self.forget(waiter.number)
+                del self._waiters[waiter.number]
                 woken += [(waiter.number, result), *others]
         return woken
 
-    def _watch(self, waiter: _Waiter, missing: Missing) -> None:
+    def _watch(self, waiter: _Waiter) -> None:
         # Keys usually come in the order in which they are asked for, by rank: so the last is the one to watch.
-        if missing.keys[-1] != waiter.watched:
-            self._unwatch(waiter)
-            waiter.watched = missing.keys[-1]
-        self._watching.setdefault(waiter.watched, {})[waiter.number] = waiter
+        self._watching.setdefault(waiter.missing[-1], {})[waiter.number] = waiter
 
     def _unwatch(self, waiter: _Waiter) -> None:
-        watching = self._watching[waiter.watched]
+        watching = self._watching[waiter.missing[-1]]
         del watching[waiter.number]
         if not watching:
-            del self._watching[waiter.watched]
+            del self._watching[waiter.missing[-1]]
 
 
 class _Call:

@@ -18,6 +18,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
+from itertools import filterfalse
 from typing import ClassVar, Final, Generic, NamedTuple, Self, TypeVar
 
 from rpcdist.errors import DistStoreError
@@ -47,16 +48,16 @@ class Contents:
     """Keys with values, and queues, which have names of their own. An empty queue is removed."""
 
     def __init__(self) -> None:
-        self.values: dict[str, bytes] = {}
+        self.values: dict[str, bytes | bytearray] = {}  # one that grows is changed in place, and not copied each time
         self.queues: dict[str, deque[bytes]] = {}
 
     def without_value(self, keys: Iterable[str]) -> tuple[str, ...]:
         """Those of `keys` that have no value, in their order."""
-        return tuple(key for key in keys if key not in self.values)
+        return tuple(filterfalse(self.values.__contains__, keys))
 
     def without_value_or_queue(self, keys: Iterable[str]) -> tuple[str, ...]:
         """Those of `keys` that name neither a value nor a queue, in their order."""
-        return tuple(key for key in keys if key not in self.values and key not in self.queues)
+        return tuple(filterfalse(self.queues.__contains__, self.without_value(keys)))
 
     def apply(self, change: Change) -> None:
         """Carries out a change. `OPENED` and `CLOSED` concern the file alone and change nothing here."""
@@ -65,7 +66,10 @@ class Contents:
             case Code.SET:
                 self.values[key] = value
             case Code.APPEND:
-                self.values[key] = self.values.get(key, b"") + value
+                found = self.values.get(key, b"")
+                if not isinstance(found, bytearray):
+                    found = self.values[key] = bytearray(found)
+                found += value
             case Code.DELETE:
                 del self.values[key]
             case Code.PUSH:
@@ -82,6 +86,7 @@ LARGEST_BYTES: Final = 128 << 20
 """Of the keys and values of one operation, of a value, and of an answer that comes from another process."""
 _ITEM_BYTES: Final = 8  # what a message needs for each key and value beside its bytes
 _NUMBER = re.compile(rb"\s*([+-]?\d{1,30})")
+_MAX_NUMBER_BYTES: Final = 100  # with white space before it, of which a value may have any amount
 _NAMES_KEYS: Final = frozenset({"key", "keys", "prefix"})
 """The fields of operations that name keys, or the start of some."""
 _WORD_START = re.compile("(?<!^)(?=[A-Z])")
@@ -165,7 +170,7 @@ class Get(StoreOperation[tuple[bytes, ...]]):
 
     def decide(self, contents: Contents) -> Decision[tuple[bytes, ...]]:
         missing = contents.without_value(self.keys)
-        return (Missing(missing) if missing else tuple(contents.values[key] for key in self.keys)), ()
+        return (Missing(missing) if missing else tuple(bytes(contents.values[key]) for key in self.keys)), ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +239,7 @@ class CompareSet(StoreOperation[bytes]):
             return self.expected, ()
         if current is None or current == self.expected:
             return self.desired, (Change(Code.SET, self.key, self.desired),)
-        return current, ()
+        return bytes(current), ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,15 +321,15 @@ def _size_bytes(argument: object) -> int:
     return _ITEM_BYTES
 
 
-def next_number(key: str, text: bytes | None, amount: int) -> int:
+def next_number(key: str, text: bytes | bytearray | None, amount: int) -> int:
     """The sum that `add` stores, wrapped to a signed 64-bit number as in torch.
 
     Raises:
         DistStoreError: `text` does not start with a number.
     """
-    match = _NUMBER.match(text) if text is not None else None
+    match = _NUMBER.match(text[:_MAX_NUMBER_BYTES]) if text is not None else None
     if text is not None and match is None:
-        shown = text[:40] if len(text) <= 40 else text[:40] + b"..."
+        shown = bytes(text) if len(text) <= 40 else bytes(text[:40]) + b"..."
         raise DistStoreError(f"cannot add to key {key!r}: its value {shown!r} is not a number")
     total = (int(match[1]) if match else 0) + amount
     return (total + 2**63) % 2**64 - 2**63

@@ -192,7 +192,7 @@ def _logs(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"the job {job.name} has no worker {arguments.worker!r}; there are {', '.join(job.states)}")
     for name in [arguments.worker] if arguments.worker is not None else list(job.states):
         attempt = 0
-        while os.path.exists(path := os.path.join(job.log_dir, f"{name}.{attempt}.log")):
+        while os.path.isfile(path := os.path.join(job.log_dir, f"{name}.{attempt}.log")):
             print(f"==> {path}")
             with open(path, errors="replace") as file:
                 sys.stdout.writelines(file)

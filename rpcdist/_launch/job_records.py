@@ -99,15 +99,18 @@ def jobs() -> Iterator[LaunchedJob]:
         return
     for name in names:
         path = os.path.join(folder, name)
-        if name.endswith(_UNFINISHED) and not start_of(int(name.partition("-")[0])):  # its program was killed meanwhile
+        pid = name.partition("-")[0]
+        if (
+            name.endswith(_UNFINISHED) and pid.isdecimal() and not start_of(int(pid))
+        ):  # its program was killed meanwhile
             with suppress(FileNotFoundError):
                 os.unlink(path)
-        if not name.endswith(_SUFFIX):
+        if not name.endswith(_SUFFIX) or not os.path.isfile(path):
             continue
         try:
             with open(path) as file:
                 job = LaunchedJob(**json.load(file))
-        except (OSError, ValueError, TypeError):
+        except (OSError, ValueError, TypeError, RecursionError):
             continue  # it ended just now, or another version wrote it
         if start_of(job.pid) == job.started != "":
             yield job

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 import sys
 from collections import deque
 from typing import IO, Final
@@ -54,13 +55,27 @@ class JobOutput:
         return self._workers[name].tail(num_lines) if name in self._workers else ""
 
 
+def _opened(path: str) -> IO[bytes]:
+    """An empty file for a log. Raises `ConfigError` for what others may have put there, such as a link to a file."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    except OSError as exc:
+        raise ConfigError(f"the log {path} cannot be written: {exc.strerror}; use another log_dir") from exc
+    file = open(descriptor, "wb", buffering=0)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        file.close()
+        raise ConfigError(f"the log {path} is not a regular file; use another log_dir")
+    file.truncate()
+    return file
+
+
 class WorkerOutput:
     """The two output streams of one process. Used on one thread; `tail` on any."""
 
     def __init__(self, prefix: str | None, path: str | None, colour: int) -> None:
         self.colour = colour
         self._prefix = prefix
-        self._file: IO[bytes] | None = None if path is None else open(path, "wb", buffering=0)
+        self._file: IO[bytes] | None = None if path is None else _opened(path)
         self._kept: deque[bytes] = deque(maxlen=KEPT_LINES)
         self._begun = {"stdout": b"", "stderr": b""}  # lines without an end so far
 

@@ -13,12 +13,21 @@ import torch
 from values_helpers import encode
 
 from rpcdist import rpc
+from rpcdist._launch.job_records import JobRecord, jobs
+from rpcdist._launch.output import JobOutput
+from rpcdist._proto import membership_pb2 as pb
 from rpcdist._proto import rpc_pb2
 from rpcdist.collectives import FileStore
 from rpcdist.collectives._group.watch import WatchConnection
-from rpcdist.errors import DistStoreError, ProtocolViolation, TransportError
+from rpcdist.errors import ConfigError, DistStoreError, ProtocolViolation, TransportError
+from rpcdist.ids import Identity
+from rpcdist.private_files import runtime_folder
+from rpcdist.rpc._membership.roster import MembershipTable
+from rpcdist.rpc._membership.roster_messages import member_from_proto
+from rpcdist.rpc._peers.directory import Member
 from rpcdist.testing import InProcessCluster, eventually
 from rpcdist.transport._framing.outgoing import Outgoing
+from rpcdist.transport.identities import identity_to_proto
 
 
 @pytest.mark.parametrize("mode", [0o660, 0o606, 0o622])
@@ -118,3 +127,54 @@ def test_what_is_kept_of_a_worker_goes_with_its_replacement() -> None:
             cluster.restart("c")
             assert cluster.run("c", rpc.rpc_sync, "b", max, (1, 2)) == 2
         eventually(lambda: now not in incarnations(), "b has forgotten the last c that was killed")
+
+
+def test_a_log_is_written_into_no_file_that_others_have_linked_there(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("of the user")
+    (tmp_path / "a.0.log").symlink_to(precious)
+    os.mkfifo(tmp_path / "b.0.log")
+    (tmp_path / "c.0.log").write_text("of an earlier job")
+    output = JobOutput(log_dir=tmp_path)
+    for name in ("a", "b"):
+        with pytest.raises(ConfigError, match="use another log_dir"):
+            output.open(name, 0)
+    reader = os.open(tmp_path / "b.0.log", os.O_RDONLY | os.O_NONBLOCK)  # without one, a pipe cannot be opened
+    with pytest.raises(ConfigError, match="is not a regular file"):
+        output.open("b", 0)
+    os.close(reader)
+    assert precious.read_text() == "of the user"
+    log = output.open("c", 0)
+    log.write("stdout", b"new\n")
+    log.close()
+    assert (tmp_path / "c.0.log").read_bytes() == b"new\n"
+
+
+def test_files_that_are_no_records_of_jobs_stop_no_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    folder = Path(runtime_folder(create=True))
+    os.mkfifo(folder / "1-1.json")
+    (folder / "1-2.json").write_text("[" * 100_000)
+    (folder / "1-3.json").write_text("3")
+    (folder / "note.json.new").write_text("")
+    with JobRecord("training", "127.0.0.1:1", None):
+        assert [job.name for job in jobs()] == ["training"]
+
+
+def test_what_a_newcomer_says_of_itself_is_short() -> None:
+    """Every member keeps it, and is sent it again and again."""
+    told = pb.Member(identity=identity_to_proto(Identity("a", 0, 1)), address="127.0.0.1:1", role="trainer")
+    assert member_from_proto(told).role == "trainer"
+    for field in ("role", "address"):
+        long = pb.Member()
+        long.CopyFrom(told)
+        setattr(long, field, "x" * 1000)
+        with pytest.raises(ProtocolViolation, match="the role and the address of a member have"):
+            member_from_proto(long)
+
+
+def test_a_world_has_a_size_that_can_be_counted() -> None:
+    """The ranks that are missing were listed, up to any number that a newcomer named."""
+    table = MembershipTable()
+    verdict = table.join(Member(Identity("a", 0, 1), "127.0.0.1:1"), 1 << 62)
+    assert verdict.outcome == pb.JoinReply.Outcome.ID_OUT_OF_RANGE and len(table) == 0 and table.world_size is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from contextlib import closing
+from typing import Any
 
 import pytest
 import torch
@@ -13,13 +14,13 @@ from rpcdist import rpc
 from rpcdist.errors import CallRefused, ConfigError, TransportError
 from rpcdist.parallel import Published, TensorPart
 from rpcdist.parallel._published import _hosts
-from rpcdist.parallel._published._hosts import MAX_EXTRACTS, HostCopy, Publisher
+from rpcdist.parallel._published._hosts import MAX_EXTRACTS, MAX_VERSION, HostCopy, Publisher
 from rpcdist.parallel._published._layout import VersionLayout
 from rpcdist.parallel._published._parts import NEWEST, PAGE_BYTES, READING, VERSION_IN, packed, pieces_of
 from rpcdist.parallel._published._reader import VersionReader
 from rpcdist.parallel._published._shard_connection import _names, actor_name, follow, known
-from rpcdist.parallel._published._source import MAX_SOURCES_OF_WORKER, ask
-from rpcdist.testing import InProcessCluster
+from rpcdist.parallel._published._source import MAX_SOURCES_OF_WORKER, _AdmittedReader, ask
+from rpcdist.testing import InProcessCluster, eventually
 
 LIMIT_S = 20.0
 
@@ -44,7 +45,7 @@ def test_a_peer_keeps_a_bounded_number_of_versions_from_being_overwritten(cluste
     """A million names of sources that nobody has were kept, and the publisher had no room for another version."""
     origin = publisher_of(cluster)
     with cluster.use("evil"):
-        with pytest.raises(CallRefused, match="no worker of this job has a source"):
+        with pytest.raises(CallRefused, match="cannot speak for worker 'nobody'"):
             ask(origin.source_name, "begin_fetch", "nobody/1", 1, 1.0, timeout=LIMIT_S).wait()
         for number in range(MAX_SOURCES_OF_WORKER):
             ask(origin.source_name, "begin_fetch", f"evil/{number}", 1, 1.0, timeout=LIMIT_S).wait()
@@ -60,7 +61,7 @@ def test_a_peer_adds_a_bounded_number_of_hosts_to_the_chain(
     monkeypatch.setattr(origin, "_tell", lambda *_: None)  # an attacker would not say that it has no such source
     names = [f"evil/{number}" for number in range(MAX_SOURCES_OF_WORKER)]
     with cluster.use("evil"):
-        with pytest.raises(CallRefused, match="no worker of this job has a source"):
+        with pytest.raises(CallRefused, match="cannot speak for worker 'nobody'"):
             ask(origin.source_name, "join", "nobody/1", "", None, [], timeout=LIMIT_S).wait()
         for name in names:
             ask(origin.source_name, "join", name, "", None, names, timeout=LIMIT_S).wait()
@@ -140,3 +141,66 @@ def test_a_source_whose_newest_version_is_not_there_is_an_error(segment: int, he
         with pytest.raises(TransportError, match="announced version 5 as its newest"):
             reader.begin()
         assert own[READING] == 0
+
+
+def test_a_source_is_spoken_for_by_its_worker_alone(cluster: InProcessCluster) -> None:
+    """Any member could end the fetch of another host, whose version was overwritten, or take it out of the chain."""
+    origin = publisher_of(cluster)
+    with cluster.use("g0"):
+        copy = HostCopy("policy", origin.layout, 2, origin.source_name)
+        copy.join(origin.source_name, None)
+        eventually(lambda: copy.newest == 1, "the host has the version")
+        ask(origin.source_name, "begin_fetch", copy.source_name, 1, 1.0, timeout=LIMIT_S).wait()
+    name = copy.source_name
+    with cluster.use("evil"):
+        for source, method, arguments in (
+            (origin.source_name, "end_fetch", (name,)),
+            (origin.source_name, "forget", (name,)),
+            (origin.source_name, "join", (name, "", None, [])),
+            (origin.source_name, "upstream_of", (name, "")),
+            (origin.source_name, "chunk", (name, 1, 0, 1.0)),
+            (name, "fetch", (origin.source_name, 99)),
+            (name, "fetch", ()),
+            (name, "fetch", (3, 99)),
+        ):
+            with pytest.raises(CallRefused, match="'evil' cannot speak for worker"):
+                ask(source, method, *arguments, timeout=LIMIT_S).wait()
+    assert list(origin._hosts) == [name] == list(origin._pins)
+    cluster.run("g0", copy.leave)
+    eventually(lambda: not origin._hosts, "it has left the chain")
+
+
+def test_a_version_that_nobody_can_have_seen_stops_no_publisher(cluster: InProcessCluster) -> None:
+    """One that was said to be the last possible number left none for the next version."""
+    origin = publisher_of(cluster)
+    with cluster.use("evil"):
+        there = rpc.get_actor(actor_name("policy", 0), LIMIT_S)
+        for number in (MAX_VERSION, 2 * MAX_VERSION, -1, True, 1.5):
+            with pytest.raises(TransportError):
+                there.rpc_sync(timeout=LIMIT_S).describe(number)
+        there.rpc_sync(timeout=LIMIT_S).describe(MAX_VERSION - 1)
+    with cluster.use("trainer"):
+        assert origin.publish([torch.ones(4)], None, None) == MAX_VERSION + 1
+    with cluster.use("g0"):
+        mine, target = Published("policy"), {"a": torch.zeros(4)}
+        assert mine.pull_into(target) == MAX_VERSION + 1 and target["a"].eq(1).all()
+        mine.close()
+    assert there.rpc_sync(timeout=LIMIT_S).describe(MAX_VERSION + 1)[0] == origin.source_name
+
+
+class EndlessBytes:
+    """A connection whose other end sends as fast as it is read."""
+
+    def recv(self, size: int) -> bytes:
+        return bytes(size)
+
+    def close(self) -> None: ...
+
+
+def test_a_reader_or_source_that_sends_without_end_is_not_read_without_end() -> None:
+    """A publisher, or a consumer, read it for ever, with its lock."""
+    connection: Any = EndlessBytes()
+    own, source = (memoryview(bytearray(PAGE_BYTES)).cast("q") for _ in range(2))
+    assert not _AdmittedReader("evil", own, connection).has_ended()
+    layout = VersionLayout.of(pieces_of({"a": torch.ones(4)}, "tensors", []))
+    assert not VersionReader(layout, source, own, [], connection).has_ended

@@ -129,7 +129,7 @@ class Job:
                 assert isinstance(made, _AllHere)
                 assert made.tickets[process.wish.ranks.index(process.wish.rank)] == process.ticket
         for key in self.contents.values:
-            if key.endswith("/outcome") and isinstance(made := _outcome(self.contents.values[key]), _AllHere):
+            if key.endswith("/outcome") and isinstance(made := _outcome(bytes(self.contents.values[key])), _AllHere):
                 members = [by_ticket[ticket] for ticket in made.tickets]
                 assert [member.wish.rank for member in members] == list(members[0].wish.ranks)
                 for member in members:
@@ -138,7 +138,7 @@ class Job:
                     assert member.died is None or member.died > members[0].came
 
     def outcome(self, number: int) -> object:
-        return _outcome(self.contents.values[f"{number}/outcome"])
+        return _outcome(bytes(self.contents.values[f"{number}/outcome"]))
 
 
 def every_order(run: Callable[[Callable[[int], int]], None], limit: int) -> int:

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rpcdist.collectives._transports.p2p.message_state import Matcher
+from rpcdist.collectives._transports.p2p.message_state import Matcher, MessageState
+from rpcdist.collectives._transports.p2p.requests import Header, MessageFrame
 
 Event = tuple[str, int | None, int]  # "recv" or "msg", source, tag
 
@@ -134,3 +135,15 @@ def test_when_a_source_is_read() -> None:
     assert matcher.should_read(1, a_send_is_stuck=False)
     assert matcher.post(0, 7, "takes one") == "one"
     assert matcher.buffered_bytes(0) == 41
+
+
+def test_messages_without_a_payload_count_for_what_they_take() -> None:
+    """A rank whose send is stuck read any number of them, since their sizes are 0."""
+    state = MessageState(0, (0, 1), 1 << 16)
+    for number in range(100):
+        state.begin(1, Header(MessageFrame.MESSAGE, 0, number, number, 0))
+    assert state.matcher.num_messages == 100 and not state.matcher.should_read(1, a_send_is_stuck=True)
+    for number in range(100):
+        assert state.matcher.post(1, number, None) is not None  # type: ignore[arg-type]
+        state.matcher.withdraw(number, None)  # type: ignore[arg-type]
+    assert state.matcher.buffered_bytes(1) == 0

@@ -281,3 +281,50 @@ def test_against_a_model_that_looks_at_everything_after_each_step(steps: list[tu
         assert table.num_waiters == len(waiting) + len(popping)
         assert set(table.contents.values) == values
         assert results(table, *map(QueueLen, "abc")) == [len(queues[k]) for k in "abc"]
+
+
+def test_white_space_before_a_number_is_bounded() -> None:
+    """For megabytes of it, each `add` held the interpreter's lock for a second."""
+    assert next_number("k", b" " * 60 + b"41", 1) == 42
+    with pytest.raises(DistStoreError, match="is not a number"):
+        next_number("k", b" " * 1000 + b"41", 1)
+
+
+def test_a_value_that_grows_is_not_copied_for_each_append() -> None:
+    table = StoreTable()
+    table.execute(put("k", b"1"))
+    table.execute(Append("k", b"2"))
+    grown = table.contents.values["k"]
+    table.execute(Append("k", b"3"))
+    assert table.contents.values["k"] is grown
+    assert results(table, get("k"), CompareSet("k", b"x", b"y"), Add("k", 1)) == [(b"123",), b"123", 124]
+    assert all(type(value) is bytes for value in table.contents.values.values())
+
+
+class CountingDict(dict[str, bytes | bytearray]):
+    """Counts the questions for keys."""
+
+    num_looks = 0
+
+    def __contains__(self, key: object) -> bool:
+        self.num_looks += 1
+        return super().__contains__(key)
+
+
+def test_who_waits_for_many_keys_is_not_looked_at_again_for_each_of_them() -> None:
+    """One small message had a store look up all keys of all waits."""
+    table = StoreTable()
+    table.contents.values = counting = CountingDict()
+    keys = tuple(map(str, range(1000)))
+    number = parked(table, Wait(keys))
+    other = parked(table, get(*keys, "last"))
+    counting.num_looks = 0
+    for key in keys[:0:-1]:
+        assert woken_by(table, put(key)) == []
+    assert counting.num_looks < 10 * len(keys)
+    table.execute(DeleteKey("500"))
+    assert woken_by(table, put("0")) == []
+    assert woken_by(table, put("500")) == [(number, None)]
+    table.execute(QueuePush("last", b"not a value"))
+    assert woken_by(table, put("last")) == [(other, (b"v",) * 1001)]
+    assert table.num_waiters == 0 and not table._watching

@@ -219,3 +219,22 @@ def test_passing_by_is_arriving_and_being_taken() -> None:
         assert drain(plain) == drain(quick)
         assert repr(plain) == repr(quick)
     assert num_passed > 200
+
+
+def test_a_call_is_not_looked_for_among_all_that_came_early() -> None:
+    """Each call that told of the end of others had the owner look at up to 65,536 that waited."""
+    chance = random.Random(3)
+    queue: TurnQueue[str, object] = TurnQueue()
+    floor = 0
+    for _ in range(2000):
+        floor += chance.choice((0, 0, 0, 1, 5))
+        number = floor + chance.randrange(40)
+        if chance.random() < 0.3:
+            queue.over("a", 0, (number,))
+        else:
+            queue.arrive("a", CallNumber(0, number, floor), number)
+        [caller] = queue._callers.values()
+        assert sorted(caller.numbers) == sorted(caller.early)
+        assert all(each >= caller.next for each in (*caller.early, *caller.over))
+    queue.gone("a")
+    assert not caller.numbers and len(drain(queue)) > 1000

@@ -39,6 +39,8 @@ _LATE: Final = "Timed out waiting"
 """torch's words, which programs look for in the text of an error."""
 _REFUSED_BEFORE: Final = "An earlier message was refused, which could not be reported before."
 
+_KEPT_BYTES: Final = 1 << 10  # what a message without a payload takes that is kept, rounded up
+
 _Source = int | None  # None for any
 
 
@@ -267,7 +269,7 @@ class MessageState:
         except RuntimeError as exc:
             raise MemoryError(str(exc)) from exc
         arrived = UnexpectedMessage(source, header, memory)
-        self.matcher.keep(source, header.tag, header.size_bytes, arrived)
+        self.matcher.keep(source, header.tag, max(header.size_bytes, _KEPT_BYTES), arrived)
         return arrived
 
     def end(self, target: Target) -> None:

@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from rpcdist import rpc
 from rpcdist.deadline import Deadline
-from rpcdist.errors import CallRefused, ConfigError, DeadlineExceeded, RpcdistError, TransportError
+from rpcdist.errors import CallRefused, ConfigError, DeadlineExceeded, RpcdistError, TransportError, abridged
 from rpcdist.parallel._published._layout import PlainLayout, PlainSelection, Selection, VersionLayout, have_dtypes
 from rpcdist.parallel._published._parts import MAX_SEGMENTS, NEWEST, unpacked
 from rpcdist.parallel._published._reader import SmallTensors, copy_tensors, small_ones
@@ -47,6 +47,7 @@ Comparison = Literal["counter", "value"]
 
 MAX_SHARDS: Final = 1 << 16
 MAX_VERSION: Final = 1 << 56
+"""Numbers that users give, and those that peers have seen, are lower; those of further versions go on from there."""
 
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -61,7 +62,7 @@ def check_description(description: Description) -> None:
         or not 1 <= num_shards <= MAX_SHARDS
         or any(type(text) is not str for text in (source_name, *addresses))
     ):
-        raise TransportError(f"an invalid description of published tensors arrived: {description!r:.200}")
+        raise TransportError(f"an invalid description of published tensors arrived: {abridged(description)}")
 
 
 class Publisher(VersionSource):
@@ -121,7 +122,8 @@ class Publisher(VersionSource):
         """
         with self._publishing:
             number = self._next if version is None else version
-            if isinstance(number, bool) or not isinstance(number, int) or not 0 < number < MAX_VERSION:
+            most = MAX_VERSION if version is not None else 2 * MAX_VERSION
+            if isinstance(number, bool) or not isinstance(number, int) or not 0 < number < most:
                 raise ConfigError(f"version={number!r:.100}: version numbers are 1 to {MAX_VERSION - 1}")
             if number < self._next:
                 raise ConfigError(
@@ -222,6 +224,8 @@ class Publisher(VersionSource):
         with self._changed:
             if have < self._next:
                 return
+            if have >= MAX_VERSION:
+                raise TransportError(f"version {have} of {self.name!r} cannot have been seen")
             self._next = have + 1
             newest = self._memory.words[NEWEST]
             if newest:
@@ -676,8 +680,8 @@ def _has_equal_bytes(view: Tensor, tensor: Tensor) -> bool:
 
 def _checked_number(number: object) -> int:
     """The number of a version, which a peer has sent."""
-    if type(number) is not int or not 0 <= number < MAX_VERSION:
-        raise TransportError(f"{number!r:.100} is not the number of a version")
+    if type(number) is not int or not 0 <= number < 2 * MAX_VERSION:
+        raise TransportError(f"{abridged(number)} is not the number of a version")
     return number
 
 
@@ -687,7 +691,7 @@ def _checked_beginning(began: object, at_least: int, num_chunks: int) -> tuple[i
         version, changes = _checked_number(began[0]), began[1]
         if version >= at_least and (changes is None or (type(changes) is list and len(changes) == num_chunks)):
             return version, None if changes is None else list(map(_checked_number, changes))
-    raise TransportError(f"a source of published tensors answered {began!r:.200} in place of a version")
+    raise TransportError(f"a source of published tensors answered {abridged(began)} in place of a version")
 
 
 def _try_to_tell(source: str, method: str, *args: object) -> None:

@@ -11,11 +11,13 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from rpcdist.errors import ConfigError, TransportError, listed
+from rpcdist.errors import ConfigError, TransportError, abridged, listed
 from rpcdist.parallel._published._parts import Box, Pieces, common, shown, without
 
 _ALIGNMENT: Final = 64
 _MAX_BYTES: Final = 1 << 46  # more than the address space has room for: a layout that says so is nonsense
+
+_MAX_DIMS: Final = 64  # as torch
 
 PlainLayout = tuple[list[str], list[str], list[list[int]], list[list[list[int]]]]
 """A layout as plain values, which travel without pickle: names, dtypes, shapes, parts."""
@@ -383,14 +385,14 @@ def copies_for(
 
 def _numbers(values: Sequence[Any]) -> tuple[int, ...]:
     numbers = tuple(values)
-    if any(type(number) is not int or not 0 <= number < _MAX_BYTES for number in numbers):
-        raise ValueError(f"{numbers!r:.100} are not indices")
+    if len(numbers) > _MAX_DIMS or any(type(number) is not int or not 0 <= number < _MAX_BYTES for number in numbers):
+        raise ValueError(f"{abridged(numbers)} are not indices")
     return numbers
 
 
 def _text(value: object) -> str:
     if type(value) is not str:
-        raise TypeError(f"{value!r:.100} is no name")
+        raise TypeError(f"{abridged(value)} is no name")
     return value
 
 

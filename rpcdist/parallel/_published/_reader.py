@@ -40,6 +40,9 @@ from rpcdist.time_limits import CHECK_INTERVAL_S, SLOW_ANSWER_LIMIT_S
 from rpcdist.transport._tls.tls_socket import NO_SIGPIPE
 from rpcdist.transport.shared_memory import MappedSegment, Segment
 
+MAX_RECEIVES: Final = 64
+"""Receives of 4 KiB, more than a socket usually holds, before a thread goes on that reads what wakes it up."""
+
 HELLO: Final = struct.Struct("<8sQQ")
 """The bytes beside the descriptors of a source's page, the reader's page and the segments: their size and number."""
 HELLO_MAGIC: Final = b"rpcdpub1"
@@ -142,9 +145,10 @@ class VersionReader:
         if not self._has_ended:
             with suppress(BlockingIOError, InterruptedError):
                 try:
-                    while data := self._connection.recv(4096):
-                        del data  # bytes that woke this reader up
-                    self._has_ended = True
+                    for _ in range(MAX_RECEIVES):
+                        if not self._connection.recv(4096):  # else bytes that woke this reader up
+                            self._has_ended = True
+                            break
                 except (ConnectionError, ValueError):
                     self._has_ended = True
         return self._has_ended

@@ -18,7 +18,7 @@ from torch import Tensor
 from rpcdist import rpc
 from rpcdist.collectives._transports.shm.futex import unsupported_here
 from rpcdist.deadline import Deadline
-from rpcdist.errors import CallRefused, DeadlineExceeded, TransportError
+from rpcdist.errors import CallRefused, DeadlineExceeded, TransportError, abridged
 from rpcdist.parallel._published._layout import VersionLayout
 from rpcdist.parallel._published._parts import (
     ASKED,
@@ -31,8 +31,16 @@ from rpcdist.parallel._published._parts import (
     packed,
     unpacked,
 )
-from rpcdist.parallel._published._reader import HELLO, HELLO_MAGIC, VersionReader, memory_of_segment, words_of
+from rpcdist.parallel._published._reader import (
+    HELLO,
+    HELLO_MAGIC,
+    MAX_RECEIVES,
+    VersionReader,
+    memory_of_segment,
+    words_of,
+)
 from rpcdist.rpc._current import current_agent
+from rpcdist.rpc._peers.network import check_speaks_for, functions_that_ask
 from rpcdist.time_limits import CHECK_INTERVAL_S, PARKED_LIMIT_S, SLOW_ANSWER_LIMIT_S
 from rpcdist.transport import Node
 from rpcdist.transport._tls.tls_socket import NO_SIGPIPE, StreamSocket
@@ -82,7 +90,7 @@ def check_fetcher(source_name: str, known: Collection[str]) -> None:
     if source_name in known:
         return
     if all(member.name != worker for member in rpc.workers()):
-        raise CallRefused(f"no worker of this job has a source of published tensors {source_name!r:.200}")
+        raise CallRefused(f"no worker of this job has a source of published tensors {abridged(source_name)}")
     if sum([worker_of(other) == worker for other in known]) >= MAX_SOURCES_OF_WORKER:
         raise CallRefused(f"worker {worker!r} has {MAX_SOURCES_OF_WORKER} sources of these tensors already")
 
@@ -98,10 +106,15 @@ def _answer(source_name: str, method: str, args: tuple[object, ...]) -> object:
     if source is None:
         if method == "fetch":  # the publisher forgets it
             return None
-        raise TransportError(f"the source {source_name!r} of published tensors has been closed")
+        raise TransportError(f"the source {abridged(source_name)} of published tensors has been closed")
     if method not in _CALLED_BY_PEERS:
-        raise CallRefused(f"{method!r} of a source of published tensors cannot be called by other workers")
+        raise CallRefused(f"{abridged(method)} of a source of published tensors cannot be called by other workers")
+    if method != "behind":  # the first argument is the source for which the worker that calls speaks
+        check_speaks_for(worker_of(args[0]) if args and isinstance(args[0], str) else "")
     return getattr(source, method)(*args)
+
+
+functions_that_ask.add(f"{__name__}:{_answer.__name__}")
 
 
 class _AdmittedReader:
@@ -118,12 +131,12 @@ class _AdmittedReader:
         """Whether the reader has closed its end, or its process is gone."""
         with suppress(BlockingIOError, InterruptedError):
             try:
-                while self.socket.recv(4096):
-                    pass  # bytes by which readers say that they have finished
+                for _ in range(MAX_RECEIVES):
+                    if not self.socket.recv(4096):  # else bytes by which readers say that they have finished
+                        return True
             except (ConnectionError, ValueError):
-                pass
-            return True
-        return False
+                return True
+        return False  # not now, or it sends as fast as this thread reads
 
     def wake(self) -> None:
         with suppress(OSError):  # it has ended, or has enough to wake up by

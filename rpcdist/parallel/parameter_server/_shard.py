@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.futures import Future
 
 import rpcdist.rpc as rpc
-from rpcdist.errors import ConfigError
+from rpcdist.errors import ConfigError, abridged
 from rpcdist.torch_optimizers import take_step
 
 SparseGradient = tuple[Tensor, Tensor]
@@ -332,7 +332,7 @@ class ParameterShard:
             raise ConfigError(f"{optimizer} has no options {sorted(unknown)}; it has {sorted(known)}")
         for name, value in options.items():
             if isinstance(known[name], (int, float)) and not isinstance(value, (int, float, Tensor)):
-                raise ConfigError(f"the option {name} of {optimizer} is a number, but not {value!r}")
+                raise ConfigError(f"the option {name} of {optimizer} is a number, but not {abridged(value)}")
         with self._lock:
             for group in self._optimizer.param_groups:
                 group.update(options)

@@ -19,7 +19,7 @@ from itertools import islice
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, Final, TypeGuard
 
-from rpcdist.errors import ActorNameTaken, CallRefused, Overloaded, RpcdistError, UnknownActor
+from rpcdist.errors import ActorNameTaken, CallRefused, Overloaded, RpcdistError, UnknownActor, abridged
 from rpcdist.ids import Identity, ProcessId
 from rpcdist.inspection import ActorFacts
 from rpcdist.rpc._actors.serial_actor import SerialActor, Turn, running_actor
@@ -348,7 +348,7 @@ class ActorNames:
     def _take_names(self, worker: Identity, names: object) -> None:
         """Takes the names that a worker answered, except those that another worker has got meanwhile."""
         if not isinstance(names, list):
-            logger.warning("worker %r did not report its actors, but %.200r", worker.name, names)
+            logger.warning("worker %r did not report its actors, but %s", worker.name, abridged(names))
             return
         for name in names:
             if _is_name(name) and self._claim(name) is None and len(self._claims) < MAX_NAMES:

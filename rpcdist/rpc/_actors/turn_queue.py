@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Iterable
+from heapq import heappop, heappush
 from typing import Final, Generic, NamedTuple, TypeVar
 
-from rpcdist.errors import Overloaded, RpcdistError
+from rpcdist.errors import Overloaded, RpcdistError, abridged
 
 C = TypeVar("C", bound=Hashable)
 T = TypeVar("T")
@@ -44,18 +45,19 @@ class CallNumber(NamedTuple):
             if type(stream) is int and type(number) is int and type(floor) is int:
                 if stream >= 0 and 0 <= floor <= number:
                     return cls(stream, number, floor)
-        raise RpcdistError(f"the order of a call to an actor is three numbers, but not {parts!r}")
+        raise RpcdistError(f"the order of a call to an actor is three numbers, but not {abridged(parts)}")
 
 
 class _CallerQueue(Generic[T]):
     """One caller: `next` is the lowest number that is waited for, `early` has what arrived before its turn."""
 
-    __slots__ = ("early", "is_listed", "next", "over", "ready", "stream")
+    __slots__ = ("early", "is_listed", "next", "numbers", "over", "ready", "stream")
 
     def __init__(self, stream: int, first: int) -> None:
         self.stream = stream
         self.next = first
         self.early: dict[int, T] = {}
+        self.numbers: list[int] = []  # of `early`, as a heap: a look at all for each call would take long
         self.over: set[int] = set()
         self.ready: deque[T] = deque()
         self.is_listed = False  # among those that have calls which are ready
@@ -63,19 +65,21 @@ class _CallerQueue(Generic[T]):
     def advance(self) -> None:
         while True:
             if self.next in self.early:
-                self.ready.append(self.early.pop(self.next))
-            elif self.next in self.over:
-                self.over.discard(self.next)
-            else:
+                self.ready.append(self.early.pop(heappop(self.numbers)))
+            elif self.next not in self.over:
                 return
+            self.over.discard(self.next)  # a call may come that its caller had given up
             self.next += 1
 
     def raise_floor(self, floor: int) -> None:
         """The queue does not wait for numbers below; calls of those numbers that have arrived go first."""
         if floor > self.next:
-            for number in sorted(number for number in self.early if number < floor):
-                self.ready.append(self.early.pop(number))
-            self.over = {number for number in self.over if number >= floor}
+            while self.numbers and self.numbers[0] < floor:
+                self.ready.append(self.early.pop(heappop(self.numbers)))
+            if len(self.over) < floor - self.next:
+                self.over = {number for number in self.over if number >= floor}
+            else:
+                self.over.difference_update(range(self.next, floor))
             self.next = floor
         self.advance()
 
@@ -122,6 +126,7 @@ class TurnQueue(Generic[C, T]):
             caller.ready.append(turn)  # the caller has given it up, so nobody can tell the order
         else:
             caller.early[number.number] = turn
+            heappush(caller.numbers, number.number)
             caller.raise_floor(number.floor)
         self._list(caller)
 

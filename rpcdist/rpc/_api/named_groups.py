@@ -17,7 +17,7 @@ from rpcdist.collectives._group.creation import open_group, timeout_of_group
 from rpcdist.collectives._group.world import current_world
 from rpcdist.collectives.backends import Backend, BackendConfig
 from rpcdist.deadline import Deadline
-from rpcdist.errors import CallRefused, ConfigError, RankLost, StoreTimeout, WorkerLost, listed
+from rpcdist.errors import CallRefused, ConfigError, RankLost, StoreTimeout, WorkerLost, abridged, listed
 from rpcdist.ids import Identity
 from rpcdist.rpc._api.many_workers import chosen_workers
 from rpcdist.rpc._calling.caller import Destination
@@ -97,12 +97,14 @@ async def _where_is(members: list[list[Any]], number: int) -> tuple[str, int] | 
     A coroutine, as a member that asks a thousand times must not take a thread for each.
     """
     try:
-        key = tuple((str(name), int(incarnation)) for name, incarnation in members)
-    except (TypeError, ValueError) as exc:
-        raise CallRefused(f"these are no members of a group: {members!r:.200}") from exc
+        key = tuple((name, int(incarnation)) for name, incarnation in members)
+        if not all(isinstance(name, str) for name, _ in key):
+            raise TypeError
+    except (TypeError, ValueError, OverflowError) as exc:
+        raise CallRefused(f"these are no members of a group: {abridged(members)}") from exc
     asking = calling_worker.get()
     if asking is None or (asking.name, asking.incarnation) not in key:
-        raise CallRefused(f"the store of a group is told to its members: {members!r:.200}")
+        raise CallRefused(f"the store of a group is told to its members: {abridged(members)}")
     return await _own_groups().wait_for(key, number, QUICK_ANSWER_LIMIT_S)
 
 

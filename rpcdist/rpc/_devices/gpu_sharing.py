@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 
 from rpcdist._proto import rpc_pb2, value_pb2
-from rpcdist.errors import SerializationError
+from rpcdist.errors import SerializationError, abridged
 from rpcdist.ids import Identity
 from rpcdist.rpc._devices.borrowed_gpu_memory import Borrowed, BorrowedGpuMemory
 from rpcdist.rpc._devices.cuda_memory import GpuMemory, GpuUnavailable, cuda_memory
@@ -287,7 +287,8 @@ class GpuSharing:
 
     def _answered(self, to: Identity, answer: Future[Any]) -> None:
         error = answer.exception()
-        self._note(to, str(answer.value()) if error is None else str(error))
+        told = answer.value() if error is None else str(error)
+        self._note(to, told if isinstance(told, str) else abridged(told))
 
     def _note(self, to: Identity, reason: str) -> str:
         self._readers[to] = reason

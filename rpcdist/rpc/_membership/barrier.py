@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
-from rpcdist.errors import CallRefused, ConfigError, DeadlineExceeded, RpcdistError, WorkerLost
+from rpcdist.errors import CallRefused, ConfigError, DeadlineExceeded, RpcdistError, WorkerLost, abridged
 from rpcdist.ids import Identity
 from rpcdist.inspection import GatheringFacts
 from rpcdist.rpc._calling.caller import Caller
@@ -28,6 +28,11 @@ MAX_NAMELESS = 16  # rounds of one worker whose names the host has not sent
 
 Group = Sequence[str] | str
 """The participants: their names in order, or the digest of the names if there are many."""
+
+
+def names_in(answer: object) -> list[str]:
+    """The names that a peer has sent as a list; nothing else of it is used, since comparing lists may never end."""
+    return [name for name in answer if isinstance(name, str)] if isinstance(answer, list | tuple) else []
 
 
 def names_for(names: Sequence[str]) -> Group:
@@ -148,7 +153,7 @@ class Gatherings:
     def _who_is_missing(self, names: list[str]) -> str:
         leader = names[0]
         try:
-            missing = self._caller.gather(self._directory.resolve(leader), MISSING, (names,), ANSWER_LIMIT_S)
+            missing = names_in(self._caller.gather(self._directory.resolve(leader), MISSING, (names,), ANSWER_LIMIT_S))
         except RpcdistError as exc:
             return f"Worker {leader!r}, where the others gather, did not say who is missing: {exc}"
         return f"These workers did not arrive at {leader!r} in time: {missing}"
@@ -274,13 +279,13 @@ class Gatherings:
     async def _on_contribute(self, group: Group, name: str, obj: Any, wants_objects: bool) -> dict[str, Any] | None:
         check_speaks_for(name)
         if not isinstance(group, str):
-            group = sorted(set(group))
+            group = sorted(set(names_in(group)))
             if name not in group:
                 raise CallRefused(
-                    f"worker {name!r} cannot contribute to a gathering of {group[:16]}: it is not one of them"
+                    f"worker {name!r} cannot contribute to a gathering of {abridged(group)}: it is not one of them"
                 )
         objects = await self.contribute(group, name, obj)
         return objects if wants_objects else None
 
     async def _on_missing(self, names: list[str]) -> list[str]:
-        return self.missing(names)
+        return self.missing(names_in(names))

@@ -39,6 +39,7 @@ from rpcdist.rpc._peers.directory import Member, Roster
 
 Outcome = JoinReply.Outcome
 MAX_DEPARTURES = 4096
+MAX_WORLD_SIZE = 1 << 20  # of a world that has not formed, the missing ranks are listed
 """Of those that are remembered for differences; a worker that knows none of them gets the whole list."""
 
 _OTHER_JOB = "; if they belong to two jobs, give each job its own address (MASTER_PORT)"
@@ -292,6 +293,8 @@ class MembershipTable:
             bounds = f"0 to {world_size - 1} for world_size={world_size}" if world_size else "0 or more"
             text = f"the rank of worker {identity.name!r} is {identity.id}, but must be {bounds}"
             return Verdict(Outcome.ID_OUT_OF_RANGE, f"{text}; check RANK and WORLD_SIZE")
+        if world_size > MAX_WORLD_SIZE:
+            return Verdict(Outcome.ID_OUT_OF_RANGE, f"world_size is {world_size}, and {MAX_WORLD_SIZE} at most")
         return _OK
 
     def _known_again(self, member: Member, world_size: int) -> bool:

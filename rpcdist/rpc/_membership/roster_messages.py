@@ -11,10 +11,12 @@ from rpcdist._proto import membership_pb2 as pb
 from rpcdist.errors import DuplicateName, ProtocolViolation, RendezvousError, WorldMismatch, listed
 from rpcdist.ids import Identity
 from rpcdist.rpc._peers.directory import Member, Roster
+from rpcdist.rpc.options import MAX_ROLE_LENGTH
 from rpcdist.time_limits import PARKED_LIMIT_S
 from rpcdist.transport.identities import identity_from_proto, identity_to_proto
 
 Outcome = pb.JoinReply.Outcome
+_MAX_ADDRESS_LENGTH = 300
 
 
 def member_to_proto(member: Member) -> pb.Member:
@@ -22,6 +24,9 @@ def member_to_proto(member: Member) -> pb.Member:
 
 
 def member_from_proto(member: pb.Member) -> Member:
+    if len(member.role) > MAX_ROLE_LENGTH or len(member.address) > _MAX_ADDRESS_LENGTH:  # all members will keep them
+        lengths = f"{len(member.role)} and {len(member.address)} characters"
+        raise ProtocolViolation(f"the role and the address of a member have {lengths}")
     return Member(identity_from_proto(member.identity), member.address, member.role)
 
 

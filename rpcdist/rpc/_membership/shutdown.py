@@ -32,7 +32,7 @@ from rpcdist.inspection import GatheringFacts
 from rpcdist.rpc._calling.caller import Caller
 from rpcdist.rpc._calling.result_streams import StreamTable
 from rpcdist.rpc._calling.retries import Retries
-from rpcdist.rpc._membership.barrier import Gatherings
+from rpcdist.rpc._membership.barrier import Gatherings, names_in
 from rpcdist.rpc._membership.coordinator import Coordinator
 from rpcdist.rpc._membership.roster_news import MembershipWatch
 from rpcdist.rpc._peers.connections import Connections
@@ -194,7 +194,7 @@ class ShutdownRounds:
 
     async def _on_depart(self, name: str, had_work: bool) -> Answer:
         check_speaks_for(name)
-        return await self.depart(name, had_work)
+        return await self.depart(name, bool(had_work))
 
     async def _not_arrived(self) -> list[str]:
         """The living workers that have not joined the open round, or the one given up last."""
@@ -349,11 +349,11 @@ class Leaving:
             match answer:
                 case [kind, bool(any_work), dict(losses)] if kind == ENDED:
                     self.led_last = leader == me.id
-                    return any_work or is_new, losses
+                    return any_work or is_new, {name: why for name, why in losses.items() if isinstance(why, str)}
                 case [kind, int(other)] if kind == POINTS:
                     pointed_to = other
                 case [kind, list(names)] if kind == LEAVES:
-                    missing = [name for name in names if name != me.name]
+                    missing = [name for name in names_in(names) if name != me.name]
             is_new = True
             if deadline.expired():
                 raise self._late(leader, missing)
@@ -371,7 +371,7 @@ class Leaving:
         text = f"shutdown of {self.directory.me.name!r} timed out"
         if missing is None:
             try:
-                missing = self.caller.gather(leader, NOT_ARRIVED, (), ANSWER_LIMIT_S)
+                missing = names_in(self.caller.gather(leader, NOT_ARRIVED, (), ANSWER_LIMIT_S))
             except RpcdistError as exc:
                 return DeadlineExceeded(f"{text}, and its leader {name!r} did not say who is missing: {exc}")
         return DeadlineExceeded(f"{text}; these workers have not called it: {missing}")

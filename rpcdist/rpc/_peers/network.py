@@ -10,14 +10,14 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Hashable, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message import Message
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.deadline import Deadline
-from rpcdist.errors import CallRefused
+from rpcdist.errors import CallRefused, abridged
 from rpcdist.ids import Identity
 from rpcdist.inspection import Strangers
 from rpcdist.rpc._values.buffers import CopiedBuffer, LargeBuffer, ReceiveBuffer
@@ -296,7 +296,11 @@ class Demultiplexer:
 
 
 calling_worker: ContextVar[Identity | None] = ContextVar("rpcdist_calling_worker", default=None)
-"""Set in calls of coroutine functions, and of functions that every worker serves: the proven peer of the session."""
+"""Set in calls of coroutine functions, of functions that every worker serves, and of `functions_that_ask`: the proven
+peer of the session."""
+
+functions_that_ask: Final[set[str]] = set()
+"""The names of further functions of this package that depend on the worker that calls."""
 
 calling_session: ContextVar[AnySession | None] = ContextVar("rpcdist_calling_session", default=None)
 """Set in functions that run on the thread that reads: where the call came, and the next one will probably come."""
@@ -307,4 +311,4 @@ def check_speaks_for(name: str) -> None:
     caller = calling_worker.get()
     if caller is None or caller.name != name:
         who = "code that no worker has called" if caller is None else f"worker {caller.name!r}"
-        raise CallRefused(f"{who} cannot speak for worker {name!r}: each worker speaks for itself")
+        raise CallRefused(f"{who} cannot speak for worker {abridged(name)}: each worker speaks for itself")

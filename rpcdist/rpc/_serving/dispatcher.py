@@ -43,7 +43,15 @@ from rpcdist.rpc._inspection import call_records
 from rpcdist.rpc._inspection.call_records import CallRecorder
 from rpcdist.rpc._marshal.marshal import Marshal
 from rpcdist.rpc._peers.device_maps import inverse_of
-from rpcdist.rpc._peers.network import AnySession, Lifetime, PoolJob, calling_session, calling_worker, line_of
+from rpcdist.rpc._peers.network import (
+    AnySession,
+    Lifetime,
+    PoolJob,
+    calling_session,
+    calling_worker,
+    functions_that_ask,
+    line_of,
+)
 from rpcdist.rpc._rref.messages import ReferenceShare
 from rpcdist.rpc._rref.proxied import CALLS_OF_METHODS, MAX_METHOD_CHARS, _invoke_in_turn, called_method, method_of
 from rpcdist.rpc._rref.shell import RRefShell
@@ -378,7 +386,7 @@ class Dispatcher:
                 return self._chain(active, turn)
             function, args, kwargs = method_of(value, method, args, kwargs)
             name = ""
-        if active.counts_as_idle:  # some functions of ours ask
+        if active.counts_as_idle or active.function in functions_that_ask:
             calling_worker.set(active.session.peer)
         if torch_profiler._is_profiler_enabled:
             with record_function(f"handler of {active.what}"):
