@@ -106,9 +106,14 @@ def test_jobs_are_taken_in_order() -> None:
 
 def test_a_named_thread_is_used_again(pool: ThreadPool) -> None:
     seen: list[str] = []
+
+    def note(ended: threading.Event) -> None:
+        seen.append(threading.current_thread().name)
+        ended.set()
+
     for _ in range(20):
         ended = [threading.Event(), threading.Event()]
-        pool.submit(lambda first=ended[0]: (seen.append(threading.current_thread().name), first.set()))
+        pool.submit(note, ended[0])
         pool.submit(ended[1].set)
         assert all(event.wait(LIMIT_S) for event in ended)
     assert all(name.startswith("rpcdist-worker-") for name in seen)
