@@ -15,7 +15,7 @@ import math
 import threading
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
@@ -36,6 +36,7 @@ from rpcdist.errors import (
 from rpcdist.ids import Identity
 from rpcdist.time_limits import CLOSE_LIMIT_S, STORE_GRACE_S, STORE_LINGER_S
 from rpcdist.transport import LARGEST_UNCUT_BYTES, Node, acquire_node
+from rpcdist.transport._framing.message_parts import UNWEIGHED_BYTES, missing_weight, parsed
 from rpcdist.transport.addresses import split_address
 from rpcdist.transport.fork import in_forked_child
 
@@ -58,6 +59,9 @@ _RESULT_FIELDS: Final[dict[type[StoreOperation[object]], str]] = {
 _OPERATIONS: Final[dict[str | None, type[StoreOperation[object]]]] = {each.method: each for each in _RESULT_FIELDS}
 
 
+M = TypeVar("M", store_pb2.StoreRequest, store_pb2.StoreReply)
+
+
 def request_for(operation: StoreOperation[object], timeout_s: float) -> store_pb2.StoreRequest:
     """The message that asks for an operation. The time is rounded up, so that a short wait does not become none."""
     request = store_pb2.StoreRequest(timeout_ms=math.ceil(timeout_s * 1000))
@@ -65,7 +69,7 @@ def request_for(operation: StoreOperation[object], timeout_s: float) -> store_pb
     message.SetInParent()  # an operation without fields would not be there otherwise
     for name, value in zip(operation.parameters(), operation.arguments, strict=True):
         _put(message, name, value)
-    return request
+    return _weighed(request)
 
 
 def operation_of(request: store_pb2.StoreRequest) -> StoreOperation[object]:
@@ -93,7 +97,15 @@ def reply_with(operation: StoreOperation[object], result: object) -> store_pb2.S
             _put(getattr(reply, field), field, result)
         else:
             _put(reply, field, result)
-    return reply
+    return _weighed(reply)
+
+
+def _weighed(message: M) -> M:
+    """The message with as much weight as its receiver wants to see for its parts."""
+    if message.ByteSize() >= UNWEIGHED_BYTES:
+        missing = missing_weight(type(message), message.SerializeToString())
+        message.weight = bytes(max(0, missing))
+    return message
 
 
 def result_of(reply: store_pb2.StoreReply) -> object:
@@ -156,10 +168,10 @@ class StoreService:
     async def execute_large(self, peer: Identity, request: bytes) -> tuple[bytes, Undo]:
         """The same, with request and reply as bytes that travel in pieces."""
         try:
-            parsed = store_pb2.StoreRequest.FromString(request)
+            found = parsed(store_pb2.StoreRequest, request)
         except DecodeError as exc:
             raise DistStoreError("the request is none of a store") from exc
-        reply, undo = await self._execute(parsed, LARGEST_BYTES, None)
+        reply, undo = await self._execute(found, LARGEST_BYTES, None)
         return reply.SerializeToString(), undo
 
     async def _execute(

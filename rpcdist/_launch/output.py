@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import stat
@@ -10,6 +11,9 @@ from collections import deque
 from typing import IO, Final
 
 from rpcdist.errors import ConfigError
+from rpcdist.own_shortage import own_shortage
+
+logger = logging.getLogger("rpcdist.launch")
 
 ERROR_LINES: Final = 20
 """So many lines of a rank that failed are in the error."""
@@ -75,6 +79,7 @@ class WorkerOutput:
     def __init__(self, prefix: str | None, path: str | None, colour: int) -> None:
         self.colour = colour
         self._prefix = prefix
+        self._path = path
         self._file: IO[bytes] | None = None if path is None else _opened(path)
         self._kept: deque[bytes] = deque(maxlen=KEPT_LINES)
         self._begun = {"stdout": b"", "stderr": b""}  # lines without an end so far
@@ -82,7 +87,12 @@ class WorkerOutput:
     def write(self, stream: str, data: bytes) -> None:
         """Takes in what has arrived from `stdout` or `stderr`."""
         if self._file is not None:
-            self._file.write(data)
+            try:
+                self._file.write(data)
+            except OSError as exc:  # a full disk, say: the job itself goes on
+                logger.warning("the log %s ends here: %s", self._path, own_shortage(exc) or exc.strerror)
+                self._file.close()
+                self._file = None
         # A carriage return ends a line as well, since progress bars write nothing else.
         whole = self._begun[stream] + data
         lines = _LINE.findall(whole)

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1arpcdist/_proto/store.proto\x12\x07rpcdist\"\x15\n\x05Piece\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"\xb1\x04\n\x0cStoreRequest\x12\x12\n\ntimeout_ms\x18\x01 \x01(\x04\x12\"\n\x03set\x18\x02 \x01(\x0b\x32\x13.rpcdist.StoreItemsH\x00\x12!\n\x03get\x18\x03 \x01(\x0b\x32\x12.rpcdist.StoreKeysH\x00\x12\"\n\x04wait\x18\x04 \x01(\x0b\x32\x12.rpcdist.StoreKeysH\x00\x12#\n\x05\x63heck\x18\x05 \x01(\x0b\x32\x12.rpcdist.StoreKeysH\x00\x12 \n\x03\x61\x64\x64\x18\x06 \x01(\x0b\x32\x11.rpcdist.StoreAddH\x00\x12$\n\x06\x61ppend\x18\x07 \x01(\x0b\x32\x12.rpcdist.StoreItemH\x00\x12/\n\x0b\x63ompare_set\x18\x08 \x01(\x0b\x32\x18.rpcdist.StoreCompareSetH\x00\x12\'\n\ndelete_key\x18\t \x01(\x0b\x32\x11.rpcdist.StoreKeyH\x00\x12)\n\x08num_keys\x18\n \x01(\x0b\x32\x15.rpcdist.StoreNothingH\x00\x12)\n\tlist_keys\x18\x0b \x01(\x0b\x32\x14.rpcdist.StorePrefixH\x00\x12(\n\nqueue_push\x18\x0c \x01(\x0b\x32\x12.rpcdist.StoreItemH\x00\x12&\n\tqueue_pop\x18\r \x01(\x0b\x32\x11.rpcdist.StoreKeyH\x00\x12&\n\tqueue_len\x18\x0e \x01(\x0b\x32\x11.rpcdist.StoreKeyH\x00\x42\x0b\n\toperation\"\xe4\x01\n\nStoreReply\x12\x0e\n\x04\x66lag\x18\x01 \x01(\x08H\x00\x12\x10\n\x06number\x18\x02 \x01(\x03H\x00\x12\x0f\n\x05value\x18\x03 \x01(\x0cH\x00\x12&\n\x06values\x18\x04 \x01(\x0b\x32\x14.rpcdist.StoreValuesH\x00\x12\"\n\x04keys\x18\x05 \x01(\x0b\x32\x12.rpcdist.StoreKeysH\x00\x12%\n\x07missing\x18\x06 \x01(\x0b\x32\x12.rpcdist.StoreKeysH\x00\x12\x11\n\x07problem\x18\x07 \x01(\tH\x00\x12\x13\n\ttoo_large\x18\x08 \x01(\x08H\x00\x42\x08\n\x06result\"\x0e\n\x0cStoreNothing\"\x17\n\x08StoreKey\x12\x0b\n\x03key\x18\x01 \x01(\t\"\x19\n\tStoreKeys\x12\x0c\n\x04keys\x18\x01 \x03(\t\"\x1d\n\x0bStoreValues\x12\x0e\n\x06values\x18\x01 \x03(\x0c\"\'\n\tStoreItem\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c\"*\n\nStoreItems\x12\x0c\n\x04keys\x18\x01 \x03(\t\x12\x0e\n\x06values\x18\x02 \x03(\x0c\"\'\n\x08StoreAdd\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x0e\n\x06\x61mount\x18\x02 \x01(\x03\"A\n\x0fStoreCompareSet\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x10\n\x08\x65xpected\x18\x02 \x01(\x0c\x12\x0f\n\x07\x64\x65sired\x18\x03 \x01(\x0c\"\x1d\n\x0bStorePrefix\x12\x0e\n\x06prefix\x18\x01 \x01(\t2r\n\x05Store\x12\x35\n\x07\x45xecute\x12\x15.rpcdist.StoreRequest\x1a\x13.rpcdist.StoreReply\x12\x32\n\x0c\x45xecuteLarge\x12\x0e.rpcdist.Piece\x1a\x0e.rpcdist.Piece(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1arpcdist/_proto/store.proto\x12\x07rpcdist\"\x15\n\x05Piece\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"\xc1\x04\n\x0cStoreRequest\x12\x12\n\ntimeout_ms\x18\x01 \x01(\x04\x12\"\n\x03set\x18\x02 \x01(\x0b\x32\x13.rpcdist.StoreItemsH\x00\x12!\n\x03get\x18\x03 \x01(\x0b\x32\x12.rpcdist.StoreKeysH\x00\x12\"\n\x04wait\x18\x04 \x01(\x0b\x32\x12.rpcdist.StoreKeysH\x00\x12#\n\x05\x63heck\x18\x05 \x01(\x0b\x32\x12.rpcdist.StoreKeysH\x00\x12 \n\x03\x61\x64\x64\x18\x06 \x01(\x0b\x32\x11.rpcdist.StoreAddH\x00\x12$\n\x06\x61ppend\x18\x07 \x01(\x0b\x32\x12.rpcdist.StoreItemH\x00\x12/\n\x0b\x63ompare_set\x18\x08 \x01(\x0b\x32\x18.rpcdist.StoreCompareSetH\x00\x12\'\n\ndelete_key\x18\t \x01(\x0b\x32\x11.rpcdist.StoreKeyH\x00\x12)\n\x08num_keys\x18\n \x01(\x0b\x32\x15.rpcdist.StoreNothingH\x00\x12)\n\tlist_keys\x18\x0b \x01(\x0b\x32\x14.rpcdist.StorePrefixH\x00\x12(\n\nqueue_push\x18\x0c \x01(\x0b\x32\x12.rpcdist.StoreItemH\x00\x12&\n\tqueue_pop\x18\r \x01(\x0b\x32\x11.rpcdist.StoreKeyH\x00\x12&\n\tqueue_len\x18\x0e \x01(\x0b\x32\x11.rpcdist.StoreKeyH\x00\x12\x0e\n\x06weight\x18\x0f \x01(\x0c\x42\x0b\n\toperation\"\xf4\x01\n\nStoreReply\x12\x0e\n\x04\x66lag\x18\x01 \x01(\x08H\x00\x12\x10\n\x06number\x18\x02 \x01(\x03H\x00\x12\x0f\n\x05value\x18\x03 \x01(\x0cH\x00\x12&\n\x06values\x18\x04 \x01(\x0b\x32\x14.rpcdist.StoreValuesH\x00\x12\"\n\x04keys\x18\x05 \x01(\x0b\x32\x12.rpcdist.StoreKeysH\x00\x12%\n\x07missing\x18\x06 \x01(\x0b\x32\x12.rpcdist.StoreKeysH\x00\x12\x11\n\x07problem\x18\x07 \x01(\tH\x00\x12\x13\n\ttoo_large\x18\x08 \x01(\x08H\x00\x12\x0e\n\x06weight\x18\t \x01(\x0c\x42\x08\n\x06result\"\x0e\n\x0cStoreNothing\"\x17\n\x08StoreKey\x12\x0b\n\x03key\x18\x01 \x01(\t\"\x19\n\tStoreKeys\x12\x0c\n\x04keys\x18\x01 \x03(\t\"\x1d\n\x0bStoreValues\x12\x0e\n\x06values\x18\x01 \x03(\x0c\"\'\n\tStoreItem\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c\"*\n\nStoreItems\x12\x0c\n\x04keys\x18\x01 \x03(\t\x12\x0e\n\x06values\x18\x02 \x03(\x0c\"\'\n\x08StoreAdd\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x0e\n\x06\x61mount\x18\x02 \x01(\x03\"A\n\x0fStoreCompareSet\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x10\n\x08\x65xpected\x18\x02 \x01(\x0c\x12\x0f\n\x07\x64\x65sired\x18\x03 \x01(\x0c\"\x1d\n\x0bStorePrefix\x12\x0e\n\x06prefix\x18\x01 \x01(\t2r\n\x05Store\x12\x35\n\x07\x45xecute\x12\x15.rpcdist.StoreRequest\x1a\x13.rpcdist.StoreReply\x12\x32\n\x0c\x45xecuteLarge\x12\x0e.rpcdist.Piece\x1a\x0e.rpcdist.Piece(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,27 +34,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PIECE']._serialized_start=39
   _globals['_PIECE']._serialized_end=60
   _globals['_STOREREQUEST']._serialized_start=63
-  _globals['_STOREREQUEST']._serialized_end=624
-  _globals['_STOREREPLY']._serialized_start=627
-  _globals['_STOREREPLY']._serialized_end=855
-  _globals['_STORENOTHING']._serialized_start=857
-  _globals['_STORENOTHING']._serialized_end=871
-  _globals['_STOREKEY']._serialized_start=873
-  _globals['_STOREKEY']._serialized_end=896
-  _globals['_STOREKEYS']._serialized_start=898
-  _globals['_STOREKEYS']._serialized_end=923
-  _globals['_STOREVALUES']._serialized_start=925
-  _globals['_STOREVALUES']._serialized_end=954
-  _globals['_STOREITEM']._serialized_start=956
-  _globals['_STOREITEM']._serialized_end=995
-  _globals['_STOREITEMS']._serialized_start=997
-  _globals['_STOREITEMS']._serialized_end=1039
-  _globals['_STOREADD']._serialized_start=1041
-  _globals['_STOREADD']._serialized_end=1080
-  _globals['_STORECOMPARESET']._serialized_start=1082
-  _globals['_STORECOMPARESET']._serialized_end=1147
-  _globals['_STOREPREFIX']._serialized_start=1149
-  _globals['_STOREPREFIX']._serialized_end=1178
-  _globals['_STORE']._serialized_start=1180
-  _globals['_STORE']._serialized_end=1294
+  _globals['_STOREREQUEST']._serialized_end=640
+  _globals['_STOREREPLY']._serialized_start=643
+  _globals['_STOREREPLY']._serialized_end=887
+  _globals['_STORENOTHING']._serialized_start=889
+  _globals['_STORENOTHING']._serialized_end=903
+  _globals['_STOREKEY']._serialized_start=905
+  _globals['_STOREKEY']._serialized_end=928
+  _globals['_STOREKEYS']._serialized_start=930
+  _globals['_STOREKEYS']._serialized_end=955
+  _globals['_STOREVALUES']._serialized_start=957
+  _globals['_STOREVALUES']._serialized_end=986
+  _globals['_STOREITEM']._serialized_start=988
+  _globals['_STOREITEM']._serialized_end=1027
+  _globals['_STOREITEMS']._serialized_start=1029
+  _globals['_STOREITEMS']._serialized_end=1071
+  _globals['_STOREADD']._serialized_start=1073
+  _globals['_STOREADD']._serialized_end=1112
+  _globals['_STORECOMPARESET']._serialized_start=1114
+  _globals['_STORECOMPARESET']._serialized_end=1179
+  _globals['_STOREPREFIX']._serialized_start=1181
+  _globals['_STOREPREFIX']._serialized_end=1210
+  _globals['_STORE']._serialized_start=1212
+  _globals['_STORE']._serialized_end=1326
 # @@protoc_insertion_point(module_scope)

@@ -13,7 +13,7 @@ class Piece(_message.Message):
     def __init__(self, data: _Optional[bytes] = ...) -> None: ...
 
 class StoreRequest(_message.Message):
-    __slots__ = ("timeout_ms", "set", "get", "wait", "check", "add", "append", "compare_set", "delete_key", "num_keys", "list_keys", "queue_push", "queue_pop", "queue_len")
+    __slots__ = ("timeout_ms", "set", "get", "wait", "check", "add", "append", "compare_set", "delete_key", "num_keys", "list_keys", "queue_push", "queue_pop", "queue_len", "weight")
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     SET_FIELD_NUMBER: _ClassVar[int]
     GET_FIELD_NUMBER: _ClassVar[int]
@@ -28,6 +28,7 @@ class StoreRequest(_message.Message):
     QUEUE_PUSH_FIELD_NUMBER: _ClassVar[int]
     QUEUE_POP_FIELD_NUMBER: _ClassVar[int]
     QUEUE_LEN_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
     timeout_ms: int
     set: StoreItems
     get: StoreKeys
@@ -42,10 +43,11 @@ class StoreRequest(_message.Message):
     queue_push: StoreItem
     queue_pop: StoreKey
     queue_len: StoreKey
-    def __init__(self, timeout_ms: _Optional[int] = ..., set: _Optional[_Union[StoreItems, _Mapping]] = ..., get: _Optional[_Union[StoreKeys, _Mapping]] = ..., wait: _Optional[_Union[StoreKeys, _Mapping]] = ..., check: _Optional[_Union[StoreKeys, _Mapping]] = ..., add: _Optional[_Union[StoreAdd, _Mapping]] = ..., append: _Optional[_Union[StoreItem, _Mapping]] = ..., compare_set: _Optional[_Union[StoreCompareSet, _Mapping]] = ..., delete_key: _Optional[_Union[StoreKey, _Mapping]] = ..., num_keys: _Optional[_Union[StoreNothing, _Mapping]] = ..., list_keys: _Optional[_Union[StorePrefix, _Mapping]] = ..., queue_push: _Optional[_Union[StoreItem, _Mapping]] = ..., queue_pop: _Optional[_Union[StoreKey, _Mapping]] = ..., queue_len: _Optional[_Union[StoreKey, _Mapping]] = ...) -> None: ...
+    weight: bytes
+    def __init__(self, timeout_ms: _Optional[int] = ..., set: _Optional[_Union[StoreItems, _Mapping]] = ..., get: _Optional[_Union[StoreKeys, _Mapping]] = ..., wait: _Optional[_Union[StoreKeys, _Mapping]] = ..., check: _Optional[_Union[StoreKeys, _Mapping]] = ..., add: _Optional[_Union[StoreAdd, _Mapping]] = ..., append: _Optional[_Union[StoreItem, _Mapping]] = ..., compare_set: _Optional[_Union[StoreCompareSet, _Mapping]] = ..., delete_key: _Optional[_Union[StoreKey, _Mapping]] = ..., num_keys: _Optional[_Union[StoreNothing, _Mapping]] = ..., list_keys: _Optional[_Union[StorePrefix, _Mapping]] = ..., queue_push: _Optional[_Union[StoreItem, _Mapping]] = ..., queue_pop: _Optional[_Union[StoreKey, _Mapping]] = ..., queue_len: _Optional[_Union[StoreKey, _Mapping]] = ..., weight: _Optional[bytes] = ...) -> None: ...
 
 class StoreReply(_message.Message):
-    __slots__ = ("flag", "number", "value", "values", "keys", "missing", "problem", "too_large")
+    __slots__ = ("flag", "number", "value", "values", "keys", "missing", "problem", "too_large", "weight")
     FLAG_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -54,6 +56,7 @@ class StoreReply(_message.Message):
     MISSING_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
     TOO_LARGE_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
     flag: bool
     number: int
     value: bytes
@@ -62,7 +65,8 @@ class StoreReply(_message.Message):
     missing: StoreKeys
     problem: str
     too_large: bool
-    def __init__(self, flag: bool = ..., number: _Optional[int] = ..., value: _Optional[bytes] = ..., values: _Optional[_Union[StoreValues, _Mapping]] = ..., keys: _Optional[_Union[StoreKeys, _Mapping]] = ..., missing: _Optional[_Union[StoreKeys, _Mapping]] = ..., problem: _Optional[str] = ..., too_large: bool = ...) -> None: ...
+    weight: bytes
+    def __init__(self, flag: bool = ..., number: _Optional[int] = ..., value: _Optional[bytes] = ..., values: _Optional[_Union[StoreValues, _Mapping]] = ..., keys: _Optional[_Union[StoreKeys, _Mapping]] = ..., missing: _Optional[_Union[StoreKeys, _Mapping]] = ..., problem: _Optional[str] = ..., too_large: bool = ..., weight: _Optional[bytes] = ...) -> None: ...
 
 class StoreNothing(_message.Message):
     __slots__ = ()

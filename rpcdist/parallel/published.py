@@ -436,7 +436,7 @@ class Published:
             deadline: Deadline | None = None
             floor = max(newer_than, self._version - 1)
             while True:
-                shards = self._refreshed(wanted)
+                shards = self._refreshed(wanted, timeout)
                 newest = [shard.newest for shard in shards]  # the wait below ends for any that comes from now on
                 if min(newest) > floor:
                     needed = choose(shards)
@@ -499,21 +499,21 @@ class Published:
             reader.note(version)
         return version
 
-    def _refreshed(self, wanted: Pieces | None) -> list[ShardConnection]:
+    def _refreshed(self, wanted: Pieces | None, timeout: float) -> list[ShardConnection]:
         """The connections to all shards that are known of; some of them may have no version yet."""
         shards = self._shards
         while shards and shards[0].agent is not current_agent():  # of a job that this process has left
             shards.pop().close()
         if not shards:
             shards.append(self._new_connection(0))
-        shards[0].refresh(wanted, ())
+        shards[0].refresh(wanted, (), timeout)
         num = shards[0].num_shards
         while len(shards) > num:
             shards.pop().close()
         for number in range(1, num):
             if number == len(shards):
                 shards.append(self._new_connection(number))
-            shards[number].refresh(wanted, shards[:number])
+            shards[number].refresh(wanted, shards[:number], timeout)
         return shards
 
     def _new_connection(self, shard: int) -> ShardConnection:

@@ -14,6 +14,7 @@ from rpcdist.errors import ConnectFailed, ProtocolViolation
 from rpcdist.ids import Identity
 from rpcdist.time_limits import CONNECTION_CLOSE_LIMIT_S, LEAVE_LIMIT_S
 from rpcdist.transport._channels.grpc_channel import mapped_errors
+from rpcdist.transport._framing.message_parts import parsed
 from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.keys import PACKAGE, Metadata, SessionKeys, cut, joined, request_metadata
 from rpcdist.transport.session import Session
@@ -91,9 +92,8 @@ class Link:
         """
         path = f"/{PACKAGE}.{service}/{method}"
         with self._calling(path) as metadata:
-            call = self._for_unary().unary_unary(path, type(request).SerializeToString, reply_type.FromString)
-            reply: Reply = await call(request, timeout=timeout_s, metadata=metadata)
-        return reply
+            call: Any = self._for_unary().unary_unary(path, type(request).SerializeToString)
+            return parsed(reply_type, await call(request, timeout=timeout_s, metadata=metadata))
 
     async def in_pieces(
         self,
@@ -110,7 +110,7 @@ class Link:
             pieces = cut(request.SerializeToString(), piece_type)
             method_call: Any = self._for_unary().stream_stream(path)
             call = method_call(pieces, timeout=timeout_s, metadata=metadata)
-            return reply_type.FromString(await joined(call, piece_type))
+            return parsed(reply_type, await joined(call, piece_type))
 
     def _for_unary(self) -> grpc.aio.Channel:
         if self._connection is None:

@@ -178,3 +178,16 @@ def test_a_world_has_a_size_that_can_be_counted() -> None:
     table = MembershipTable()
     verdict = table.join(Member(Identity("a", 0, 1), "127.0.0.1:1"), 1 << 62)
     assert verdict.outcome == pb.JoinReply.Outcome.ID_OUT_OF_RANGE and len(table) == 0 and table.world_size is None
+
+
+def test_a_full_disk_ends_a_log_and_not_the_job(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The launcher ended all ranks, with the words of the system alone."""
+    log = JobOutput(log_dir=tmp_path).open("a", 0)
+    assert log._file is not None
+    log._file.close()
+    log._file = open("/dev/full", "wb", buffering=0)
+    for number in range(3):
+        log.write("stdout", b"line %d\n" % number)
+    log.close()
+    assert log.tail(3) == "line 0\nline 1\nline 2\n"
+    assert [text.partition(":")[0] for text in caplog.messages] == [f"the log {tmp_path / 'a.0.log'} ends here"]

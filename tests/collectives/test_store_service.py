@@ -26,8 +26,9 @@ from rpcdist.collectives._stores.store_operations import (
     Wait,
 )
 from rpcdist.collectives._stores.store_service import StoreService, operation_of, reply_with, request_for, result_of
-from rpcdist.errors import DistStoreError
+from rpcdist.errors import DistStoreError, ProtocolViolation
 from rpcdist.ids import Identity
+from rpcdist.transport._framing.message_parts import parsed
 
 PEER = Identity("peer", 1, 1)
 LONG_S = 20.0
@@ -181,3 +182,21 @@ async def test_close_ends_the_waits_and_refuses_calls() -> None:
     with pytest.raises(DistStoreError, match="closed"):
         await execute(service, Get(("k",)))
     assert service.table.num_waiting == 0
+
+
+def test_many_short_keys_weigh_what_they_take() -> None:
+    """A request for 60,000 keys of nine characters was refused: once it was parsed, it took too much."""
+    keys = tuple(f"{number:09d}" for number in range(60_000))
+    request = request_for(Wait(keys), LONG_S)
+    assert operation_of(parsed(store_pb2.StoreRequest, request.SerializeToString())) == Wait(keys)
+    for operation, result in ((ListKeys(""), keys), (Wait(keys), Missing(keys)), (Get(keys), (b"",) * 60_000)):
+        reply = reply_with(operation, result)
+        assert result_of(parsed(store_pb2.StoreReply, reply.SerializeToString())) == result
+    assert not request_for(Set(("k",), (bytes(1 << 20),)), LONG_S).weight
+
+
+async def test_many_parts_of_a_request_that_weigh_too_little_are_refused() -> None:
+    """What travels in pieces was not counted: 19 MiB of empty keys took 484 MiB, and 2 s of the I/O loop."""
+    request = store_pb2.StoreRequest(get=store_pb2.StoreKeys(keys=[""] * 200_000))
+    with pytest.raises(ProtocolViolation, match="too many very small parts"):
+        await StoreService().execute_large(PEER, request.SerializeToString())

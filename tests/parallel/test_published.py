@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import signal
+import time
 import weakref
 from collections.abc import Iterator
 from functools import partial
@@ -26,6 +27,7 @@ from rpcdist.parallel._published._hosts import HostCopy
 from rpcdist.parallel._published._reader import VersionReader
 from rpcdist.parallel._published._shard_connection import ShardConnection
 from rpcdist.testing import LIMIT_S, InProcessCluster, RpcWorld, WorkerEnded, WorkerPool, eventually
+from rpcdist.time_limits import ATTEMPT_LIMIT_S
 from rpcdist.transport.shared_memory import Segment, SegmentError
 
 pytestmark = pytest.mark.multiproc
@@ -166,6 +168,16 @@ def test_a_stopped_reader_holds_up_nobody(world: RpcWorld) -> None:
     assert world["g1"].run(there.pull)[0] == 21
     world["g0"].resume()
     assert world["g0"].run(there.look_at_view) == [1.0]
+
+
+def test_the_limit_of_a_pull_holds_where_the_publisher_stands_still(mortal_world: RpcWorld) -> None:
+    world = mortal_world
+    world["g1"].run(there.publish, 1)
+    world["g1"].stop()
+    began = time.monotonic()
+    error = world["g0"].begin(there.pull, timeout=0.2).error(DeadlineExceeded)
+    assert "could not connect to the publisher" in str(error) and time.monotonic() - began < ATTEMPT_LIMIT_S
+    world["g1"].resume()
 
 
 def test_consumers_cannot_write_to_what_they_share(mortal_world: RpcWorld) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from rpcdist import collectives, rpc
 from rpcdist.errors import CollectiveError, ConfigError, RankLost, RpcdistError, UnknownWorker
-from rpcdist.testing import InProcessCluster, RpcWorld, WorkerPool
+from rpcdist.testing import LIMIT_S, InProcessCluster, RpcWorld, WorkerPool
 
 made: list[collectives.ProcessGroup] = []
 
@@ -104,3 +104,14 @@ def test_a_member_that_dies_before_it_comes_is_named(worker_pool: WorkerPool) ->
     waiting = world["a"].begin(join, ["a", "b"])
     world["b"].kill()
     assert "worker 'b' is lost" in str(waiting.error(RankLost))
+
+
+def test_all_that_wait_for_a_member_learn_who_it_is() -> None:
+    """Those that wait longer than the first member were told only that its store had been closed."""
+    with InProcessCluster("a", "b", "c") as cluster:
+        members = ["a", "b", "c"]
+        follows = cluster.begin("b", rpc.new_group, members, timeout=timedelta(seconds=60))
+        leads = cluster.begin("a", rpc.new_group, members, timeout=timedelta(seconds=2))
+        for pending in (leads, follows):
+            with pytest.raises(RpcdistError, match="rank 2 has not come"):
+                pending.result(LIMIT_S)

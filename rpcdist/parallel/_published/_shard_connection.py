@@ -159,12 +159,13 @@ class ShardConnection:
         """The newest version that can be read; 0 for none."""
         return 0 if self.reader is None else self.reader.newest
 
-    def refresh(self, wanted: Pieces | None, earlier: Sequence[ShardConnection]) -> None:
+    def refresh(self, wanted: Pieces | None, earlier: Sequence[ShardConnection], timeout: float) -> None:
         """Connects again if the source has ended, or its publisher has been replaced; now and then.
 
         Args:
             wanted: the targets of a pull, of which another host needs no more; None for all tensors.
             earlier: the connections to earlier shards, which have some of them.
+            timeout: limit of each question to another worker, as users write it; no more than `ATTEMPT_LIMIT_S`.
         """
         reader, copy = self.reader, self.copy
         is_short = bool(self._boxes) and not self._has(wanted, earlier)
@@ -180,7 +181,8 @@ class ShardConnection:
             or (copy is not None and not copy.follows_living)
         ) and time.monotonic() >= self._retry_at:
             try:
-                self._connect(wanted, earlier)
+                limit_s = min(ATTEMPT_LIMIT_S, current_agent().caller.timeout_of(timeout))
+                self._connect(wanted, earlier, limit_s)
                 self.problem = ""
             except (UnknownActor, TransportError, DeadlineExceeded) as exc:
                 self.problem = "" if isinstance(exc, UnknownActor) else str(exc)
@@ -220,11 +222,11 @@ class ShardConnection:
             found = everything
         return None if found is everything and selected == layout else found
 
-    def _connect(self, wanted: Pieces | None, earlier: Sequence[ShardConnection]) -> None:
+    def _connect(self, wanted: Pieces | None, earlier: Sequence[ShardConnection], limit_s: float) -> None:
         """Finds the source of this host, or becomes it."""
         state = known(self.name)
         num_publishers = state.num_publishers(self.shard)
-        origin: rpc.RRef[Publisher] = rpc.get_actor(actor_name(self.name, self.shard), ATTEMPT_LIMIT_S)
+        origin: rpc.RRef[Publisher] = rpc.get_actor(actor_name(self.name, self.shard), limit_s)
         self.publisher = origin.owner_name()
         if origin.is_owner():
             publisher = origin.local_value()
@@ -240,7 +242,7 @@ class ShardConnection:
             return
         while True:
             seen = state.newest(self.shard)
-            description: Description = origin.rpc_sync(timeout=ATTEMPT_LIMIT_S).describe(seen)
+            description: Description = origin.rpc_sync(timeout=limit_s).describe(seen)
             check_description(description)
             self.num_shards = description[5]
             self.published = layout = VersionLayout.from_plain(description[1])
@@ -250,7 +252,7 @@ class ShardConnection:
                 # The parts of a tensor that lie in the memory of this host are not made once more.
                 reader = None if self._dtype else self._reader_of_host(layout, description[4])
                 if reader is None:
-                    described = self._described(origin, seen, selection)
+                    described = self._described(origin, seen, selection, limit_s)
                     if described is None:
                         self._wants_all = True
                         continue
@@ -280,9 +282,11 @@ class ShardConnection:
             reader.close()
             copy.close()
 
-    def _described(self, origin: rpc.RRef[Publisher], seen: int, selection: Selection) -> Description | None:
+    def _described(
+        self, origin: rpc.RRef[Publisher], seen: int, selection: Selection, limit_s: float
+    ) -> Description | None:
         """The description of the source of a selection; None if this consumer has to take all tensors."""
-        describing = origin.rpc_sync(timeout=ATTEMPT_LIMIT_S)
+        describing = origin.rpc_sync(timeout=limit_s)
         try:
             description: Description = describing.describe(seen, selection.plain())
         except CallRefused as exc:

@@ -19,6 +19,7 @@ from itertools import islice
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, Final, TypeGuard
 
+from rpcdist.deadline import Deadline
 from rpcdist.errors import ActorNameTaken, CallRefused, Overloaded, RpcdistError, UnknownActor, abridged
 from rpcdist.ids import Identity, ProcessId
 from rpcdist.inspection import ActorFacts
@@ -33,7 +34,7 @@ from rpcdist.rpc._peers.network import calling_worker, check_speaks_for
 from rpcdist.rpc._rref.messages import RRefId
 from rpcdist.rpc._rref.proxied import CHECKPOINTED_METHOD
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
-from rpcdist.time_limits import ATTEMPT_LIMIT_S
+from rpcdist.time_limits import ATTEMPT_LIMIT_S, MIN_WAIT_S
 
 _SHARED_KINDS: Final = (
     type(None), bool, int, float, complex, str, bytes, tuple, frozenset, range, type, ModuleType, FunctionType,
@@ -245,7 +246,10 @@ class ActorNames:
 
     def find(self, name: str, timeout_s: float) -> Any:
         """A reference to the actor. Raises `UnknownActor`."""
-        return self._caller.gather(self._ask(FIND, (name,), timeout_s), GIVE, (name,), timeout_s)
+        deadline = Deadline.after(self._caller.timeout_of(timeout_s))
+        owner = self._ask(FIND, (name,), timeout_s)
+        left_s = max(MIN_WAIT_S, deadline.remaining_s()) if deadline.is_finite else 0.0
+        return self._caller.gather(owner, GIVE, (name,), left_s)
 
     def _ask(self, what: str, arguments: tuple[Any, ...], timeout_s: float) -> Any:
         return self._caller.gather(self._directory.coordinator, what, arguments, timeout_s)

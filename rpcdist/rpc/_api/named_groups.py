@@ -191,7 +191,9 @@ def new_group(
             check=check,
             outlives_ranks=True,
         )
-    except BaseException:
+    except BaseException as exc:
+        if rank == 0:
+            store.note_failure(str(exc))  # the others learn it with the end of the store
         store.close()
         raise
     finally:

@@ -17,7 +17,8 @@ from rpcdist.errors import ProtocolViolation
 
 M = TypeVar("M", bound=Message)
 
-_COUNTED_FROM_BYTES: Final = 4 << 10
+UNWEIGHED_BYTES: Final = 4 << 10
+"""The parts of shorter messages are not counted."""
 _FREE_BYTES: Final = 1 << 20
 """The parts of a message may take its size and this. With its bytes, and the copies of texts, a message then takes at
 most three times its size and this."""
@@ -102,7 +103,7 @@ def parsed_cost(kind: type[Message], data: bytes | bytearray) -> int:
     Raises:
         ProtocolViolation: the parsed message would be too large for its size.
     """
-    if len(data) < _COUNTED_FROM_BYTES:
+    if len(data) < UNWEIGHED_BYTES:
         return 0
     limit = _FREE_BYTES + len(data)
     try:
