@@ -47,7 +47,7 @@ _MODULES = {
         "_abort_process_group _broadcast_coalesced _get_all_pg_configs _get_default_group _get_default_store "
         "_get_global_rank _get_group_size _get_object_coll_device _get_pg_config _get_pg_default_device "
         "_get_process_group_name _new_process_group_helper _pg_group_ranks _pg_map _pg_names _rank_not_in_group "
-        "_register_process_group _resolve_process_group _world"
+        "_register_process_group _resolve_process_group _unregister_process_group _world"
     ),
     "._api.point_to_point": "P2POp all_gather_coalesced all_reduce_coalesced batch_isend_irecv irecv isend recv send",
     "._operations.reduce_kernels": "_make_nccl_premul_sum reduce_op supports_complex",

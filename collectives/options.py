@@ -11,6 +11,7 @@ from typing import Final
 import torch
 
 from rpcdist.collectives._operations.operation import ReduceOp
+from rpcdist.collectives.constants import default_pg_timeout
 from rpcdist.errors import ConfigError
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "BroadcastOptions",
     "DebugLevel",
     "GatherOptions",
+    "GlooOptions",
     "OperationOptions",
     "ReduceOptions",
     "ReduceScatterOptions",
@@ -47,6 +49,18 @@ class OperationOptions:
         """Seconds; None for the group's own."""
         seconds = self.timeout.total_seconds()
         return seconds if seconds > 0 else None
+
+
+@dataclass
+class GlooOptions:
+    """torch's `ProcessGroupGloo._Options`. Of these, a group made by `ProcessGroupGloo(...)` uses the timeout."""
+
+    _timeout: timedelta = default_pg_timeout
+    _threads: int = 2
+    _devices: list[str] = field(default_factory=list)
+    backend: str = "gloo"
+    group_name: str = ""
+    global_ranks_in_group: list[int] = field(default_factory=list)
 
 
 @dataclass

@@ -17,6 +17,7 @@ from rpcdist.collectives._group.backend_contract import GroupBackend
 from rpcdist.collectives._group.operation_hooks import OperationHooks, PostHookArgs, PreHookArgs
 from rpcdist.collectives._group.state import monitored_text
 from rpcdist.collectives._operations.lowering import Place, barrier
+from rpcdist.collectives.options import GlooOptions
 from rpcdist.collectives.work import Work
 from rpcdist.errors import CollectiveTimeout, ConfigError, RankLost, RpcdistError, refuse_pickling
 from rpcdist.time_limits import GROUP_TIMEOUT_S
@@ -105,7 +106,7 @@ class ProcessGroup(LowerCaseOperations):
         self._closed = False
         self._numbers: Counter[str] = Counter()
         self._hooks = OperationHooks()
-        self.options = options
+        self._options = options
         self.bound_device_id = device
 
     def __repr__(self) -> str:
@@ -168,6 +169,11 @@ class ProcessGroup(LowerCaseOperations):
     def timeout_s(self) -> float:
         """Default limit of each operation, in seconds."""
         return self._timeout_s
+
+    @property
+    def options(self) -> object:
+        """The caller's `pg_options`; without them, options as torch's Gloo has, with the group's timeout."""
+        return GlooOptions(self.timeout) if self._options is None else self._options
 
     def get_group_store(self) -> Store:
         """The part of the store that only this group uses."""
@@ -250,6 +256,15 @@ class ProcessGroup(LowerCaseOperations):
         binding = backend.binding(device.type)
         self._backends[device.type], self._bindings[device.type] = binding.backend, binding
         self._names[device.type] = backend.name()
+
+    def _set_group_name(self, name: str) -> None:
+        """Names a group made by hand, which has no name yet. Raises ConfigError for a group that has another name."""
+        if self._name not in ("", name):
+            raise ConfigError(f"{self!r} keeps its name, which its ranks share; _register_process_group adds {name!r}")
+        self._name = name
+
+    def _set_group_desc(self, description: str) -> None:
+        self._description = description
 
     def _set_sequence_number_for_group(self) -> None:
         """Nothing to do: groups number their operations from the beginning."""

@@ -123,7 +123,7 @@ def shrink_group(
     members = _remaining([whole_number(rank, "rank") for rank in ranks_to_exclude], old)
     if shrink_flags == SHRINK_ABORT:
         old.abort()
-    options = old.options if pg_options is None else pg_options
+    options = old._options if pg_options is None else pg_options
     world = current_world()
     if old is world.default:
         return _shrink_world(world, old, members, options)

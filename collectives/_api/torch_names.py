@@ -29,6 +29,7 @@ from rpcdist.collectives._stores.derived_stores import PrefixStore
 from rpcdist.collectives._stores.store_base import Store
 from rpcdist.collectives.backends import default_backend
 from rpcdist.collectives.constants import default_pg_timeout
+from rpcdist.collectives.options import GlooOptions
 from rpcdist.collectives.process_group import ProcessGroup
 from rpcdist.collectives.work import Work
 from rpcdist.errors import ConfigError
@@ -61,6 +62,7 @@ __all__ = [
     "_reduce_scatter_base",
     "_register_process_group",
     "_resolve_process_group",
+    "_unregister_process_group",
     "_world",
     "breakpoint",
 ]
@@ -73,8 +75,11 @@ class _GlooNames(type):
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, ProcessGroup) and instance.name() in ("gloo", "tcp")
 
-    def __call__(cls, store: Store, rank: int, size: int, timeout: timedelta = default_pg_timeout) -> ProcessGroup:
-        return _open_on(store, "ProcessGroupGloo", rank, range(size), "gloo", timeout, None, "made by its class")
+    def __call__(
+        cls, store: Store, rank: int, size: int, timeout: timedelta | GlooOptions = default_pg_timeout
+    ) -> ProcessGroup:
+        limit = timeout._timeout if isinstance(timeout, GlooOptions) else timeout
+        return _open_on(store, "ProcessGroupGloo", rank, range(size), "gloo", limit, None, "made by its class")
 
 
 class ProcessGroupGloo(metaclass=_GlooNames):
@@ -82,6 +87,15 @@ class ProcessGroupGloo(metaclass=_GlooNames):
 
     Groups of the backend `tcp`, which answers to the name "gloo", are instances of it. End one by `shutdown()`.
     """
+
+    Options = _Options = GlooOptions
+
+    @staticmethod
+    def create_device(hostname: str = "", interface: str = "", lazy_init: bool | None = None) -> str:
+        """For `GlooOptions._devices`. The process keeps the address that RPCDIST_HOST or GLOO_SOCKET_IFNAME gives."""
+        return hostname or interface
+
+    create_default_device = create_device
 
 
 def _new_process_group_helper(
@@ -286,16 +300,29 @@ def _abort_process_group(group: Group = None) -> None:
 
 def _resolve_process_group(group_name: str) -> ProcessGroup:
     """The group of that name. Raises ConfigError if there is none."""
-    group = current_world().groups.get(group_name)
+    named = current_world().groups | current_world().registered
+    group = named.get(group_name)
     if group is None:
-        known = ", ".join(map(repr, current_world().groups)) or "none"
+        known = ", ".join(map(repr, named)) or "none"
         raise ConfigError(f"Could not resolve the process group registered under the name {group_name!r}, of {known}")
     return group
 
 
 def _register_process_group(group_name: str, process_group: ProcessGroup) -> None:
-    """Refused: a group has the one name that all its ranks know."""
-    raise ConfigError(f"{process_group!r} cannot be registered as {group_name!r}: use its own name, `group_name`")
+    """Has `_resolve_process_group` find a group by this name, too; `destroy_process_group()` forgets the name.
+
+    Raises:
+        ConfigError: another group has the name.
+    """
+    named = current_world().groups | current_world().registered
+    if named.get(group_name, process_group) is not process_group:
+        raise ConfigError(f"{named[group_name]!r} is registered under the name {group_name!r}; choose another name")
+    current_world().registered[group_name] = process_group
+
+
+def _unregister_process_group(group_name: str) -> None:
+    """Forgets a name that was registered, if there is one. The group keeps its own name."""
+    current_world().registered.pop(group_name, None)
 
 
 def _get_pg_default_device(group: Group = None) -> torch.device:

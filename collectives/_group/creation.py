@@ -173,7 +173,7 @@ def split_off(
         members,
         backend=backend,
         timeout=timeout_of_group(backend, timeout),
-        options=parent.options if options is None else options,
+        options=parent._options if options is None else options,
         device=parent.bound_device_id,
         description=f"{parent.group_desc}:split" if description is None else description,
         make=make,

@@ -127,6 +127,7 @@ class World:
     Attributes:
         default: the group of all ranks; None before `init_process_group`.
         groups: all groups by name, in the order of their creation.
+        registered: groups by other names, which the program has registered.
         num_created: number of groups that got a number since `init_process_group`.
         store: the part of the store that belongs to this initialisation; None before it.
         process: what the backends of all groups share.
@@ -135,6 +136,7 @@ class World:
     def __init__(self) -> None:
         self.default: ProcessGroup | None = None
         self.groups: dict[str, ProcessGroup] = {}
+        self.registered: dict[str, ProcessGroup] = {}
         self.num_created = 0
         self.store: Store | None = None
         self.process = LocalProcess()
@@ -151,6 +153,7 @@ class World:
         """Forgets all groups, which are shut down already."""
         self.default = self.store = None
         self.groups.clear()
+        self.registered.clear()
         self.num_created = 0
         self._num_hashed.clear()
 

@@ -154,7 +154,7 @@ class Store:
     def multi_set(self, keys: Sequence[str], values: Sequence[Value]) -> None:
         """Sets several keys, at one instant where the store is ours."""
         if len(keys) != len(values):
-            raise ConfigError(f"multi_set() got {len(keys)} keys and {len(values)} values; give one value for each key")
+            raise DistStoreError(f"multi_set() got {len(keys)} keys and {len(values)} values; give one value for each")
         if keys:
             self._run(Set(_texts(keys), tuple(map(_data, values))))
 

@@ -16,6 +16,11 @@ _ELSEWHERE = {
     "_apply_optimizer_in_backward": "torch.distributed.optim.apply_optimizer_in_backward",
     "_get_in_backward_optimizers": "torch.distributed.optim.apply_optimizer_in_backward",
     "as_functional_optim": "torch.distributed.optim.utils",
+    "_NamedOptimizer": "torch.distributed.optim.named_optimizer",
+    **{
+        f"_Functional{name}": f"torch.distributed.optim.functional_{name.lower()}"
+        for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "RMSprop", "Rprop", "SGD")
+    },
 }
 
 

@@ -191,10 +191,13 @@ def _in_dtype(dtype: torch.dtype, hook: CommHook, name: str) -> CommHook:
 
 
 class BuiltinCommHookType(Enum):
-    """The hooks that `_register_builtin_comm_hook` takes."""
+    """The hooks that `_register_builtin_comm_hook` takes, with torch's names and numbers."""
 
-    ALLREDUCE = "allreduce"
-    FP16_COMPRESS = "fp16_compress"
+    ALLREDUCE = 1
+    FP16_COMPRESS = 2
+
+    def __int__(self) -> int:
+        return self.value
 
 
 _BY_NAME: dict[str, GroupHook] = {"ALLREDUCE": allreduce_hook, "FP16_COMPRESS": fp16_compress_hook}

@@ -12,6 +12,7 @@ import pdb
 import types
 import warnings
 from collections.abc import Iterable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -239,6 +240,9 @@ def test_members_of_enumerations_print_as_those_of_torch() -> None:
         assert (str(own), repr(own), f"{own}") == (str(theirs), repr(theirs), f"{theirs}")
         assert collectives.ReduceOp(own).op is own
     assert str(collectives.DebugLevel.INFO) == str(torch.distributed.DebugLevel.INFO)
+    for name in ("ALLREDUCE", "FP16_COMPRESS"):
+        own, theirs = (getattr(module.BuiltinCommHookType, name) for module in (collectives, torch.distributed))
+        assert (int(own), own.value, own.name) == (int(theirs), theirs.value, theirs.name)
 
 
 def test_the_configuration_of_a_group(world_of_one: None) -> None:
@@ -284,7 +288,46 @@ def test_a_group_without_a_world_is_made_by_hand() -> None:
     assert objects == ["one"] and group.backend_config == "cpu:gloo"
     with pytest.raises(ConfigError, match="made by its class"):
         group.split_group([0])
+    group._set_group_name("engine")
+    collectives._register_process_group("engine", group)
+    assert group.group_name == "engine" and collectives._resolve_process_group("engine") is group
+    with pytest.raises(ConfigError, match="keeps its name"):
+        group._set_group_name("another")
     group.shutdown()
+    collectives._unregister_process_group("engine")
+    with pytest.raises(ConfigError, match="Could not resolve"):
+        collectives._resolve_process_group("engine")
+
+
+def test_a_group_is_found_by_further_names(world_of_one: None) -> None:
+    world, own = collectives._get_default_group(), collectives.new_group([0])
+    collectives._register_process_group("trainers", world)
+    collectives._register_process_group("trainers", world)
+    assert collectives._resolve_process_group("trainers") is world and list(collectives._pg_map) == [world, own]
+    for taken in ("trainers", world.group_name):
+        with pytest.raises(ConfigError, match="choose another name"):
+            collectives._register_process_group(taken, own)
+    collectives.destroy_process_group()
+    collectives.init_process_group("tcp", store=collectives.HashStore(), rank=0, world_size=1)
+    with pytest.raises(ConfigError, match="Could not resolve"):
+        collectives._resolve_process_group("trainers")
+
+
+def test_options_of_torchs_gloo(world_of_one: None) -> None:
+    torchs: Any = collectives.ProcessGroupGloo
+    options = torchs._Options()
+    assert (options._timeout, options._threads) == (torch_distributed.default_pg_timeout, 2)
+    options._timeout, options._devices = timedelta(seconds=7), [torchs.create_device(interface="lo")]
+    group = torchs(collectives.HashStore(), 0, 1, options)
+    assert group.options._timeout == group.timeout == timedelta(seconds=7)
+    group._set_group_desc("of the test")
+    assert group.group_desc == "of the test"
+    group.shutdown()
+    own = collectives.new_group([0], pg_options=options, timeout=timedelta(seconds=9))
+    assert isinstance(own, collectives.ProcessGroup) and own.options is options and own.timeout_s == 9
+    world = collectives._get_default_group()._get_backend(torch.device("cpu"))
+    world.set_timeout(timedelta(seconds=3))
+    assert getattr(world.options, "_timeout") == timedelta(seconds=3)  # noqa: B009  (only programs know the type)
 
 
 def test_what_torchs_rpc_exports_without_meaning_to() -> None:

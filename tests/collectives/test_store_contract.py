@@ -348,7 +348,7 @@ def test_multi_set_and_multi_get(store: Store) -> None:
     assert store.multi_get(["b", "a", "b"]) == [b"\xff", b"1", b"\xff"]
     assert store.multi_get([]) == []
     store.multi_set([], [])
-    with pytest.raises(ValueError, match="2 keys and 1 values"):
+    with pytest.raises(DistStoreError, match="2 keys and 1 values"):
         store.multi_set(["a", "b"], ["1"])
 
 

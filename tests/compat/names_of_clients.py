@@ -57,7 +57,6 @@ def check_names(page: str) -> None:
     """Each row of the table."""
     group, two = dist.group.WORLD, torch.ones(2)
     arguments: dict[str, tuple[Any, ...]] = {
-        "_register_process_group": ("name", group),
         "all_reduce": (two, "sum", group),
         "distribute_tensor": (two, dist.init_device_mesh("cpu", (1,))),
         "fully_shard": (torch.nn.Linear(1, 1),),
@@ -82,6 +81,11 @@ def check_groups() -> None:
     check(c10d._world.pg_backend_config[world] == "cpu:gloo,cuda:gloo", "the table of backends")
     check(int(c10d.ReduceOp.PRODUCT) == 2, "the number of a reduction")
     check(torch._C._distributed_c10d._resolve_process_group(world.group_name) is world, "a group by its name")
+    c10d._register_process_group("trainers", world)
+    check(c10d._resolve_process_group("trainers") is world, "a group by a registered name")
+    c10d._unregister_process_group("trainers")
+    optim: Any = importlib.import_module("torch.distributed.optim")
+    check(optim._FunctionalAdam([torch.ones(2)], lr=0.1).defaults["lr"] == 0.1, "an optimizer")
     other = dist.new_group([0])
     check(other in c10d._pg_map and c10d._pg_group_ranks[other] == {0: 0}, "a second group")
     configs = [config["pg_name"] for config in c10d._get_all_pg_configs()]
