@@ -30,7 +30,7 @@ from typing import Any, Final, NamedTuple
 from rpcdist import rpc
 from rpcdist._counters import OK
 from rpcdist.collectives._group.world import current_world
-from rpcdist.errors import ConfigError, RpcdistError, SerializationError
+from rpcdist.errors import ConfigError, RpcdistError, SerializationError, abridged
 from rpcdist.profile_ranges import span_taps
 from rpcdist.rpc._autograd_hooks import current_autograd
 from rpcdist.rpc._current import AgentLocal, agent_or_none, current_agent
@@ -440,7 +440,7 @@ def _hop(read: Sequence[Any]) -> Hop:
 def _time(read: Any) -> float:
     """Of another worker's clock; JSON has no infinite numbers, but its parser takes them."""
     if not isinstance(read, int | float) or not math.isfinite(read):
-        raise ValueError(f"{read!r:.100} is no time")
+        raise ValueError(f"{abridged(read)} is no time")
     return float(read)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rpcdist import rpc
+from rpcdist import rpc, tracing
 from rpcdist.errors import CallRefused, RpcdistError, TransportError, abridged
 from rpcdist.parallel._published._hosts import check_description
 from rpcdist.parallel._published._layout import VersionLayout
@@ -82,6 +82,8 @@ def test_damaged_numbers_are_shown_in_few_words() -> None:
     assert len(str(caught.value)) < SHORT_CHARS
     with pytest.raises(TransportError, match="an invalid description"):
         check_description(("a/1", endless, 0, 0, [], 1))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="is no time"):
+        tracing._time(endless)
     damaged: list[Any] = [(["a"], ["float32"], [endless], []), ([endless], ["float32"], [[1]], [])]
     for plain in damaged:
         with pytest.raises(TransportError, match="an invalid layout"):

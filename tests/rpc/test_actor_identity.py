@@ -333,3 +333,32 @@ def test_many_streams_that_wait_for_their_consumers() -> None:
         for stream in streams:
             stream.close()
         eventually(lambda: rpc.rpc_sync("b", there.num_reserved) == 0)
+
+
+class Itself:
+    """An actor that gives references to itself."""
+
+    def itself(self) -> Itself:
+        return self
+
+    def number(self) -> int:
+        return 3
+
+
+def test_an_actor_forgets_callers_with_the_reference_through_which_they_called() -> None:
+    """It kept a queue for each reference that there has ever been, as long as its caller lived."""
+    with InProcessCluster("a", "b") as cluster:
+        with cluster.use("b"):
+            actor = rpc.remote("a", Itself, serial=True)
+            for _ in range(20):
+                again = actor.remote().itself()
+                assert again.rpc_sync().number() == 3
+                again = rpc.remote("a", there.the_object_of, (actor,), serial=True)
+                assert again.rpc_sync().number() == 3
+                del again
+            assert actor.rpc_sync().number() == 3
+        with cluster.use("a") as agent:
+            [host] = set(agent.actors._by_rref.values())
+            eventually(lambda: len(host._queue.callers) == 1 and not agent.actors._called_by, "one reference is left")
+        with cluster.use("b"):
+            del actor

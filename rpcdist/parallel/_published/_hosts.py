@@ -285,7 +285,8 @@ class Publisher(VersionSource):
             found.update(extract.all_behind(version, deadline))
         for source, future in asked.items():
             try:
-                found.update(future.wait(deadline.remaining_s() + SLOW_ANSWER_LIMIT_S))
+                told = future.wait(deadline.remaining_s() + SLOW_ANSWER_LIMIT_S)
+                found.update((str(name)[:100], _checked_number(have)) for name, have in dict(told).items())
             except TransportError as exc:
                 logger.debug("%r is gone, and delays no other host any more: %s", worker_of(source), exc)
         return found

@@ -56,6 +56,8 @@ class ActorTable:
         self._lock = threading.Lock()  # around changes of the two below
         self._by_rref: dict[RRefId, SerialActor] = {}
         self._by_object: dict[int, tuple[object, SerialActor]] = {}  # by `id`; the object lives as long as its entry
+        # By a reference other than its first: the actor, and the processes that have called through it.
+        self._called_by: dict[RRefId, tuple[SerialActor, set[ProcessId]]] = {}
 
     def __len__(self) -> int:
         return len(self._by_rref)
@@ -99,6 +101,8 @@ class ActorTable:
 
     def released(self, rref: RRefId, held: list[object]) -> None:
         """Nobody refers to the value any more. The object of an actor ends on its thread, where it was made."""
+        if (called := self._called_by.pop(rref, None)) is not None:
+            called[0].forget(rref, called[1])
         if rref not in self._by_rref:
             return
         with self._lock:
@@ -155,13 +159,20 @@ class ActorTable:
         if actor is None:
             return None
         number = None if order is None else CallNumber.checked(order)
+        self._note_caller(actor, rref, who.process)
         return Turn(actor, value, (who.process, rref), number, method, args, kwargs)
 
     def over(self, rref: RRefId, value: object, who: ProcessId, stream: int, numbers: tuple[int, ...]) -> None:
         """Calls of a caller have ended for it, and may never come."""
         actor = self._actor(rref, value)
         if actor is not None:
+            self._note_caller(actor, rref, who)
             actor.over((who, rref), stream, numbers)
+
+    def _note_caller(self, actor: SerialActor, rref: RRefId, who: ProcessId) -> None:
+        """The actor keeps the order of this caller's calls until nobody has the reference."""
+        if rref != actor.rref:
+            self._called_by.setdefault(rref, (actor, set()))[1].add(who)
 
     def is_actor(self, value: object) -> bool:
         """Whether a value is the object of an actor, or a method of it."""

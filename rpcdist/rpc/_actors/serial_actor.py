@@ -11,7 +11,7 @@ import inspect
 import threading
 import time
 from _thread import get_ident
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from contextvars import Context, ContextVar, copy_context
 from functools import partial
 from typing import Any
@@ -185,6 +185,15 @@ class SerialActor:
             for caller in self._queue.callers:
                 if caller[0] == who:
                     self._queue.gone(caller)
+            first = self._take()
+        if first is not None:
+            self._submit(first)
+
+    def forget(self, rref: RRefId, callers: Iterable[ProcessId]) -> None:
+        """Nobody has this reference any more, through which these processes have called."""
+        with self._lock:
+            for who in callers:
+                self._queue.gone((who, rref))
             first = self._take()
         if first is not None:
             self._submit(first)

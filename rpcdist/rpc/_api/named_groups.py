@@ -17,7 +17,16 @@ from rpcdist.collectives._group.creation import open_group, timeout_of_group
 from rpcdist.collectives._group.world import current_world
 from rpcdist.collectives.backends import Backend, BackendConfig
 from rpcdist.deadline import Deadline
-from rpcdist.errors import CallRefused, ConfigError, RankLost, StoreTimeout, WorkerLost, abridged, listed
+from rpcdist.errors import (
+    CallRefused,
+    ConfigError,
+    RankLost,
+    StoreTimeout,
+    TransportError,
+    WorkerLost,
+    abridged,
+    listed,
+)
 from rpcdist.ids import Identity
 from rpcdist.rpc._api.many_workers import chosen_workers
 from rpcdist.rpc._calling.caller import Destination
@@ -230,6 +239,8 @@ def _follow(agent: Agent, leader: Identity, members: Members, number: int, limit
         except WorkerLost as exc:
             raise RankLost(f"making {title}", str(exc), (0,)) from exc
     host, port = found
+    if not isinstance(host, str) or not isinstance(port, int):
+        raise TransportError(f"worker {leader.name!r} said that the store of {title} is at {abridged(found)}")
     left = timedelta(seconds=max(1.0, deadline.remaining_s()))
     return TCPStore(host, port, None, False, left, wait_for_workers=False)
 
