@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
 from contextvars import copy_context
 from functools import partial
 from pathlib import Path
@@ -15,13 +16,14 @@ from peer_timeouts import CALM_S, LIMIT_S
 from rref_world import Action, NotedProtocol, Send
 
 from rpcdist import autograd, rpc
-from rpcdist._proto import autograd_pb2, rpc_pb2
+from rpcdist._proto import autograd_pb2, rpc_pb2, value_pb2
 from rpcdist.autograd import _context
 from rpcdist.autograd._context import ContextTable, make_id
 from rpcdist.collectives._group.flight_records import FlightRecorder
-from rpcdist.errors import CallRefused, UnknownWorker
+from rpcdist.errors import CallRefused, UnknownWorker, WorkerLost
 from rpcdist.ids import ProcessId, UniqueId
 from rpcdist.private_files import FOLDER_VARIABLE
+from rpcdist.rpc._calling.result_streams import DEFAULT_WINDOW
 from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.rpc._membership.barrier import CONTRIBUTE
 from rpcdist.rpc._rref import owner
@@ -113,6 +115,32 @@ def test_a_producer_makes_no_more_items_ahead_than_its_limit() -> None:
         still_running = pool.close()
     assert still_running == []
     assert sent[MAX_CREDIT:] == [None]
+
+
+ONE = value_pb2.Value(body=b"\x01")
+
+
+def count(number: int) -> Iterator[int]:
+    yield from range(number)
+
+
+def test_items_that_were_not_granted_end_the_session_that_brings_them() -> None:
+    """A consumer that read slowly kept all that its producer sent."""
+    with InProcessCluster("a", "b", "evil", peer_timeout=CALM_S) as cluster:
+        with cluster.use("a"):
+            stream = rpc.rpc_stream("evil", count, (10**6,), timeout=LIMIT_S)
+            assert next(stream) == 0
+        with cluster.use("evil") as agent:
+            [active] = agent.dispatcher.calls
+            for _ in range(10 * DEFAULT_WINDOW):
+                active.session.send(rpc_pb2.Message(stream_item=rpc_pb2.StreamItem(id=active.id, value=ONE)))
+        with cluster.use("a") as agent:
+            eventually(lambda: not agent.streams, "its session has ended")
+            kept: list[int] = []
+            with pytest.raises(WorkerLost, match="more than 16 items of the stream of"):
+                kept.extend(stream)
+            assert len(kept) <= DEFAULT_WINDOW
+            assert list(rpc.rpc_stream("b", count, (100,), timeout=LIMIT_S)) == list(range(100))
 
 
 def test_a_failure_is_written_into_no_folder_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

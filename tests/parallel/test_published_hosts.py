@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import published_functions as there
 import pytest
@@ -119,6 +120,25 @@ def test_a_host_that_dies_in_the_chain_holds_up_nobody_for_long(job: Job) -> Non
     assert job.pull("g1") == (2, [2.0])
     assert job.publish("trainer", 3) == 3
     assert [job.pull(name, 2) for name in HOSTS] == [(3, [3.0])] * 3
+
+
+def test_a_host_that_passes_on_something_else_is_passed_over(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk of one byte became all bytes of a chunk; one that was no tensor left the next hosts without a version."""
+    original = _source.VersionSource.chunk
+    broken: list[Any] = [lambda chunk: chunk[:1], lambda chunk: chunk.float(), lambda chunk: None]
+
+    def changed(self: _source.VersionSource, *args: object) -> Any:
+        chunk = original(self, *args)  # type: ignore[arg-type]
+        return broken[-1](chunk) if _source.worker_of(self.source_name) == "g0" else chunk
+
+    job.publish("trainer", 1)
+    for name in HOSTS:
+        job.pull(name)
+    monkeypatch.setattr(_source.VersionSource, "chunk", changed)
+    for version in (2, 3, 4):
+        assert job.publish("trainer", version) == version
+        assert [job.pull(name, version - 1) for name in HOSTS] == [(version, [float(version)])] * 3
+        broken.pop()
 
 
 def test_another_publisher_takes_the_hosts_over(job: Job) -> None:

@@ -630,8 +630,12 @@ class HostCopy(VersionSource):
                     under_way.append((index, call))
                 if under_way and (len(under_way) == CHUNKS_UNDER_WAY or index < 0):
                     number, call = under_way.popleft()
-                    chunk = call.wait()
-                    memory[number * CHUNK_BYTES : number * CHUNK_BYTES + chunk.nbytes].copy_(chunk)
+                    place, chunk = memory[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES], call.wait()
+                    if not isinstance(chunk, Tensor) or chunk.dtype is not place.dtype or chunk.shape != place.shape:
+                        raise TransportError(
+                            f"{worker_of(upstream)!r} sent something else than a chunk of {self.name!r}"
+                        )
+                    place.copy_(chunk)
                     with self._changed:
                         self._coming = (version, segment, number + 1)
                         self._changed.notify_all()

@@ -21,7 +21,7 @@ from rpcdist._counters import OK
 from rpcdist._proto import rpc_pb2
 from rpcdist.at_exit import AtEnd
 from rpcdist.deadline import Deadline, longest_sleep_s
-from rpcdist.errors import BlockingInLoop, Cancelled, DeadlineExceeded, RpcdistError, WorkerLost
+from rpcdist.errors import BlockingInLoop, Cancelled, DeadlineExceeded, ProtocolViolation, RpcdistError, WorkerLost
 from rpcdist.inspection import StreamFacts
 from rpcdist.profile_ranges import span_taps
 from rpcdist.rpc._autograd_hooks import CallContext
@@ -60,6 +60,7 @@ class StreamState:
         self.what = what
         self._grant = grant
         self._cancel = cancel
+        self._window = window
         self._half = max(1, window // 2)
         self._taken = 0
         self._items: deque[ArrivedValue] = deque()
@@ -77,10 +78,14 @@ class StreamState:
     # On the I/O loop.
 
     def arrived(self, item: ArrivedValue) -> None:
+        """Raises `ProtocolViolation` for an item that the producer was not granted."""
         with self._condition:
             if self._ended:
                 item.discard()
                 return
+            if len(self._items) + self._taken >= self._window:
+                item.discard()
+                raise ProtocolViolation(f"more than {self._window} items of the stream of {self.what} came unread")
             self._items.append(item)
             self._notify()
 
