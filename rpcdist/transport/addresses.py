@@ -1,7 +1,7 @@
 """Local addresses and ports to listen on, and the written form of addresses.
 
 A process listens on loopback if its coordinator does, otherwise on the one address from which it reaches the
-coordinator. It listens on all interfaces only if told so.
+coordinator. It listens on all interfaces only if it is configured to.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _DISCARD_PORT = 9  # nothing is sent there; connecting a datagram socket only lo
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Takes "host:port" or "[v6]:port" apart.
+    """Splits "host:port" or "[v6]:port".
 
     Raises:
         ConfigError: the text has another form, or the port is not within 0 to 65535.
@@ -55,7 +55,7 @@ def is_loopback(host: str) -> bool:
 
 
 def host_from_environment(variable_of_torch: str) -> str | None:
-    """The address to listen on, if the environment names one.
+    """The address to listen on that the environment names, or None.
 
     `RPCDIST_HOST` is an address or an interface; torch's variable names an interface.
 
@@ -90,7 +90,7 @@ def _interface_address(variable: str, name: str) -> str:
 
 
 def pick_bind_host(coordinator_host: str, explicit: str | None = None) -> str:
-    """Chooses an address to listen on that the coordinator and the peers can reach.
+    """Chooses a local address to listen on that the coordinator and the peers can reach.
 
     It may block while a name is resolved, so do not call it on an event loop. It sends no packet to the coordinator.
 
@@ -102,8 +102,8 @@ def pick_bind_host(coordinator_host: str, explicit: str | None = None) -> str:
         An address; the coordinator's own if that is on loopback.
 
     Raises:
-        ConfigError: the name is unknown, or no interface leads there.
-        TransportError: this process has no descriptor left for the check.
+        ConfigError: the name is unknown, or no interface leads to it.
+        TransportError: this process has no free descriptor for the check.
     """
     if explicit:
         return explicit.strip("[]")
@@ -116,13 +116,13 @@ def pick_bind_host(coordinator_host: str, explicit: str | None = None) -> str:
             reasons.append(f"{host}: {exc.strerror or exc}")
     raise ConfigError(
         f"no network interface of this machine leads to the coordinator {coordinator_host!r} ({'; '.join(reasons)}). "
-        "Check MASTER_ADDR, or name the address to listen on (RpcOptions(host=...))."
+        "Check MASTER_ADDR, or set the address to listen on (RpcOptions(host=...))."
     )
 
 
 def _refuse_if_short(exc: Exception) -> None:
     if (shortage := own_shortage(exc)) is not None:
-        raise TransportError(f"no address to listen on can be chosen: {shortage}") from exc
+        raise TransportError(f"cannot choose an address to listen on: {shortage}") from exc
 
 
 def _literal(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
@@ -136,15 +136,15 @@ def _literal(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def _resolve(host: str) -> list[tuple[int, str]]:
-    """Family and address for all addresses of the name, IPv4 first: a name with both is most likely served there."""
-    name = host.encode() if host.isascii() else host  # a text makes Python import the tables of its IDNA codec
+    """Family and address of all addresses of the name, IPv4 first: most servers of a name with both listen there."""
+    name = host.encode() if host.isascii() else host  # with a `str`, Python would import the tables of its IDNA codec
     try:
         found = socket.getaddrinfo(name, _DISCARD_PORT, type=socket.SOCK_DGRAM)
     except (OSError, UnicodeError) as exc:
         _refuse_if_short(exc)
         raise ConfigError(
-            f"the coordinator's host name {host!r} is unknown on this machine ({exc}). Check MASTER_ADDR, or write its "
-            "IP address."
+            f"the coordinator's host name {host!r} cannot be resolved on this machine ({exc}). Check MASTER_ADDR, or "
+            "set it to an IP address."
         ) from exc
     addresses = [(int(entry[0]), str(entry[4][0])) for entry in found]
     if not is_loopback(host) and all(is_loopback(address) for _, address in addresses):
@@ -157,8 +157,8 @@ def _source_address(family: int, destination: str) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((destination, _DISCARD_PORT))
         if is_loopback(destination):
-            # Debian resolves the host's own name to 127.0.1.1, and packets there leave from 127.0.0.1. The coordinator
-            # must listen where the others look for it.
+            # Debian resolves the host's own name to 127.0.1.1, but packets to it leave from 127.0.0.1. The coordinator
+            # must listen on the address to which the workers connect.
             return destination
         source = str(probe.getsockname()[0])
     if ipaddress.ip_address(source.partition("%")[0]).is_unspecified:
@@ -176,7 +176,7 @@ _RANGE = re.compile(r"\s*(\d{1,5})\s*(?:-\s*(\d{1,5})\s*)?\Z")
 
 
 class PortRange(NamedTuple):
-    """Ports from `first` to `last`, both included. 0 to 0 means any port that the system picks."""
+    """Ports from `first` to `last`, both included. 0 to 0 means any port that the system chooses."""
 
     first: int
     last: int
@@ -225,7 +225,7 @@ class PortRange(NamedTuple):
             except OSError as exc:
                 if exc.errno != errno.EADDRINUSE:
                     raise
-        wanted = f"all ports of {self} are in use. Give the processes of this host a longer range ({source})"
+        wanted = f"all ports of {self} are in use. Set {source} to a larger range for the processes of this host"
         raise OSError(errno.EADDRINUSE, wanted)
 
 

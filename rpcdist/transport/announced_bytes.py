@@ -27,7 +27,7 @@ class AnnouncedBytes:
         self._limit_bytes = memory_of_machine_bytes() if limit_bytes is None else limit_bytes
         self._num_bytes = 0
         self._num_mapped = 0
-        self._num_owed = self._num_small = 0  # parts of the first: see `owe`
+        self._num_owed = self._num_small = 0  # parts of `_num_bytes`; see `owe`
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -46,20 +46,20 @@ class AnnouncedBytes:
         return self._reason(num_bytes, what)
 
     def refusal(self, num_bytes: int, what: str) -> str | None:
-        """The reason of `add`, for an answer that will be counted later; None if it fits, or no other one waits."""
+        """The reason to refuse an answer that would be counted later; None if it fits, or if no other answer waits."""
         if not self._num_owed or self._num_bytes + num_bytes <= self._limit_bytes:
             return None
         return self._reason(num_bytes, what)
 
     def _reason(self, num_bytes: int, what: str) -> str:
         return (
-            f"{num_bytes} bytes {what} while {self._num_bytes} are under way, in calls that have not ended or in "
+            f"{num_bytes} bytes {what} while {self._num_bytes} are in transit, in calls that have not ended or in "
             f"answers that were not read; this worker accepts {self._limit_bytes} from one peer at a time. Send less "
-            "at once, or start it with a larger RpcOptions(max_incoming_bytes=...)"
+            "at once, or start this worker with a larger RpcOptions(max_incoming_bytes=...)"
         )
 
     def owe(self, num_bytes: int, is_small: bool = True) -> bool:
-        """Counts bytes that wait until the peer reads them, whatever the limit.
+        """Counts bytes that wait until the peer reads them, even beyond the limit.
 
         Args:
             num_bytes: the number of bytes; negative when they are written.
@@ -81,9 +81,9 @@ class AnnouncedBytes:
             self._num_bytes -= num_bytes
 
     def add_mapped(self, num_bytes: int) -> bool:
-        """Counts memory that one lends to the other; False, without counting it, if the total would exceed the limit.
+        """Counts memory that one process lends to the other; False, uncounted, if the total would exceed the limit.
 
-        Memory that stays mapped for later messages does not keep the peer from announcing others.
+        Memory that stays mapped for later messages does not reduce what the peer may announce.
         """
         with self._lock:
             if not self.may_map(num_bytes):

@@ -1,10 +1,10 @@
-"""Large buffers of a message to several processes of this host: they are copied into shared memory once for all.
+"""Large buffers of a message to several processes of this host, which are copied into shared memory only once.
 
 [Note: common memory] The receivers map the memory privately: a receiver that writes to a page gets a copy of that page,
-and only this process may write to the memory itself. A receiver that returns it gives its own pages up first, and keeps
-the map for the next message. The memory is used again when all receivers have returned it, and for the same receivers
-only: it stays mapped, and others would find in it what was not for them. If a receiver may still read
-it, because its session has ended or it has forked, the memory is not used again, and the last process frees it.
+and only this process may write to the memory itself. A receiver that returns it drops its private pages first, and
+keeps the map for the next message. The memory is used again when all receivers have returned it, and only for the same
+receivers: it stays mapped, so other receivers could read data there that was not sent to them. If a receiver may still
+read it, because its session has ended or it has forked, the memory is not used again, and the last process frees it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from rpcdist.transport.shared_memory import MappedSegment, Segment, SegmentError
 B = TypeVar("B", bound=OutgoingBuffer)
 
 MAX_COMMON_BYTES: Final = MAX_LENT_BYTES // 2
-"""A session lends at most twice this; larger buffers are lent to each receiver separately, or travel in its socket."""
+"""A session lends at most twice this. Larger buffers are lent to each receiver separately, or sent on its socket."""
 
 
 class CommonMemory:
-    """Memory that several peers read.
+    """Memory that several peers map.
 
     Attributes:
         readers: the ids of all workers that may have it mapped.
@@ -54,7 +54,7 @@ class CommonMemoryPool:
         size_bytes = size_class(num_bytes)
         for _ in range(len(self._free)):
             try:
-                memory = self._free.pop()  # the last one is warm
+                memory = self._free.pop()  # the last one is still in the cache
             except IndexError:  # another thread has taken it
                 break
             if memory.mapped.size_bytes == size_bytes and not memory.may_be_read:
@@ -82,7 +82,7 @@ class CommonPack:
         self.memory: CommonMemory | None = None
 
     def keep(self) -> None:
-        """Records that a receiver may go on reading the memory, which is then never written to again."""
+        """Records that a receiver may continue to read the memory, so that it is never written to again."""
         if self.memory is not None:
             self.memory.may_be_read = True
 

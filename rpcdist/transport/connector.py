@@ -1,9 +1,9 @@
 """Opens links to other processes: over a Unix socket or TCP if possible, otherwise over gRPC.
 
 On one host, the address of a server determines the name of its Unix socket. Between hosts, the handshake begins over
-gRPC. Once the server has proven itself, and before this process has, the handshake tells the server's TCP port, and the
-connector tries that port. If the raw socket fails for any reason, the gRPC connection is still there: nothing is sent
-twice, and translated addresses or closed ports cost a moment and no error.
+gRPC. The server, once it has proven itself, sends its TCP port, and the connector tries that port before it proves
+itself over gRPC. If the raw socket fails for any reason, the gRPC connection is still open: nothing is sent twice, and
+translated addresses or closed ports cost a moment and cause no error.
 """
 
 from __future__ import annotations
@@ -132,7 +132,9 @@ class Connector:
                 try_for_descriptor()
                 return await self._connect_by_grpc(wanted, channels.tcp, deadline)
             except TimeoutError as exc:
-                silence = "no process answered there; does the process run, is the port open?"
+                silence = (
+                    "no process answered. Check that the process runs, and that a firewall does not block the port"
+                )
                 raise ConnectFailed(address, own_shortage() or silence, timeout_s) from exc
             except AuthenticationFailed:
                 raise
@@ -148,9 +150,8 @@ class Connector:
                 await asyncio.sleep(pause_s)
 
     def _passing_reason(self, exc: Exception) -> str | None:
-        """The reason of a failure that another attempt may avoid; None for other failures.
-
-        Either no process listened, or this process was short of something.
+        """The reason of a failure that another attempt may avoid: no process listened, or this process was short of a
+        resource. None for other failures.
         """
         if (shortage := own_shortage(exc)) is not None:
             return shortage
@@ -158,7 +159,7 @@ class Connector:
             return None
         policy = self._credentials.tls_policy
         if not policy.encrypts_grpc:
-            return f"{exc.reason} ({TLS_VARIABLE} is off here; is it also off there?)"
+            return f"{exc.reason} ({TLS_VARIABLE} is off in this process; check that it is also off in the peer)"
         if policy.files is not None:
             return (
                 f"{exc.reason} (or the peer does not trust {self._credentials.tls_source}, or they have expired by the "
@@ -198,7 +199,7 @@ class Connector:
                 partial(connect_tcp, *place), wanted.address, self._credentials, SOCKET_ROLE, wanted.expected, purpose
             )
 
-        try:  # all at once: each of them takes several round trips
+        try:  # in parallel: each of them takes several round trips
             async with asyncio.timeout(SIDE_ATTEMPT_LIMIT_S), asyncio.TaskGroup() as group:
                 for index in range(count):
                     group.create_task(open_one(index), name=f"rpcdist payload connection {index}")
@@ -228,7 +229,7 @@ class Connector:
             await connection.close()
             source = self._credentials.tls_source
             if handshake.failure is None and source is not None:  # TLS failed, not the handshake
-                await self._tell(wanted)
+                await self._fail_locally(wanted)
                 raise AuthenticationFailed(f"{exc} This process uses {source}.") from exc
             raise
         except BaseException:
@@ -240,8 +241,8 @@ class Connector:
             return link
         return self._link(wanted, channel, handshake, connection)
 
-    async def _tell(self, wanted: _Wanted) -> None:
-        """Runs a handshake with a process of this host, so that it logs the wrong token: it logs no TLS failures."""
+    async def _fail_locally(self, wanted: _Wanted) -> None:
+        """Repeats the handshake on this host without TLS: a server logs a wrong token, but no failure of TLS."""
         limit = Deadline.after(QUICK_ANSWER_LIMIT_S)
         with suppress(OSError, TimeoutError):
             link = await self._connect_raw(partial(connect_unix, local_name(wanted.address)), wanted, limit)

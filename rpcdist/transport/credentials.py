@@ -49,7 +49,7 @@ class Credentials:
 
     @property
     def tls_source(self) -> str | None:
-        """The source of the keys by which TLS recognises peers, for error messages."""
+        """The source of the keys with which TLS authenticates peers, for error messages."""
         return self.token_source if self._files is None else str(self.tls_policy.files)
 
     def check_name(self, identity: Identity) -> None:

@@ -1,7 +1,7 @@
 """Keeps a forked child from harming its parent's connections and from hiding the parent's death.
 
-`DataLoader(num_workers=2)` forks. The child inherits every socket, so if the parent is killed, its peers see no end of
-the connection while the child lives. Therefore, in the child of a process that communicates:
+`DataLoader(num_workers=2)` forks. The child inherits every socket, so if the parent is killed, its peers do not see the
+connection end while the child lives. Therefore, in the child of a process that communicates:
 
  1. /dev/null replaces the sockets of our server, those to our peers, and those that were noted one by one, under the
     same descriptor numbers: gRPC's state in the child still has these numbers, and must not touch a file that the child

@@ -70,7 +70,7 @@ TOKEN_ADVICE = (
 
 STRANGE_CERTIFICATE: Final = (
     f"did not prove the job token, or shows a certificate of another authority. {TOKEN_ADVICE} Either all processes "
-    "use certificates of their own (RpcOptions(tls=TlsOptions(...))), all of one authority, or none does."
+    "use certificates of their own (RpcOptions(tls=TlsOptions(...))), issued by one authority, or none does."
 )
 
 
@@ -80,7 +80,7 @@ class ClientHandshake(HandshakeSide):
     Args:
         job: the job's name, or empty; it must be the same on both sides.
         role: the service that the connection is for ("rpc", "store", "socket" ...).
-        purpose: names one of several takers of the role, and the purpose of the connection.
+        purpose: the purpose of the connection within its role; for raw sockets, it begins with the name of the taker.
         channel: the kind of connection, and its two ends as this side sees them.
         expected: the identity that should answer. An empty name, an id of -1 and an incarnation of 0 match any.
         token_source: `token.describe_token_source()`, for the local error only.
@@ -167,8 +167,8 @@ class ClientHandshake(HandshakeSide):
         peer = self._identity_of(challenge)
         self._record(challenge.nonce, challenge.stream_port, self._identity, peer)
         if not hmac.compare_digest(challenge.proof, self._proof(b"server")):
-            # The refusal has only the kind and the advice: the server's operator needs both, an eavesdropper learns
-            # nothing.
+            # The refusal carries only the code and the advice: the server's operator needs them, and they tell an
+            # eavesdropper nothing.
             return self._refuse(Code.TOKEN, TOKEN_ADVICE, f"the server did not prove the job token. {TOKEN_ADVICE}")
         if not matches(self._expected, peer):
             return self._refuse(
@@ -192,7 +192,7 @@ class ClientHandshake(HandshakeSide):
             raise self._violation("the welcome has a session id or proof of the wrong length")
         session = self._session_keys(welcome.session_id)
         if not hmac.compare_digest(welcome.proof, mac(session.key, b"rpcdist welcome")):
-            text = "the server's welcome was changed on its way, or belongs to another session"
+            text = "the server's welcome was changed in transit, or belongs to another session"
             return self._refuse(Code.UNSPECIFIED, text)
         self._session = session
         self._state = HandshakeState.DONE
@@ -203,11 +203,11 @@ class ServerHandshake(HandshakeSide):
     """The side that accepted the connection.
 
     Args:
-        channel: the kind of connection and its two ends as this side sees them; the client must see the same. A
-            callable is called when the hello has arrived: on a raw connection, TLS starts after the accept.
-        stream_port: the port where this process takes raw connections, which the client is told; 0 for none.
+        channel: the kind of connection and its two ends as this side sees them; the client must see the same. It may be
+            a callable, called when the hello has arrived: on a raw connection, TLS starts after the accept.
+        stream_port: the port where this process accepts raw connections, which is sent to the client; 0 for none.
         accept: policy, called once with the hello of a proven peer: returns None to accept, or the reason to refuse,
-            which the peer is told.
+            which is sent to the peer.
         token_source: `token.describe_token_source()`, for the local error only.
         certificates: proofs by this process's own certificate; the peer must then also show one.
         package: the version of rpcdist, by default the installed one; it must be the same on both sides.

@@ -1,6 +1,6 @@
 """The common base of both sides of a handshake: the checks of every message, the transcript, and the outcome.
 
-Pure, as is handshake.py, which describes the handshake.
+Pure, like handshake.py, which describes the handshake.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class HandshakeSide:
         return self._session
 
     def check(self) -> None:
-        """Raises the failure, if there is one. Call it after the reply was sent, so that the peer also learns why."""
+        """Raises the failure, if there is one. Call it after the reply was sent, so that the peer gets the reason."""
         if self.failure is not None:
             raise self.failure
 
@@ -115,7 +115,7 @@ class HandshakeSide:
         return self._violation(f"unexpected handshake message {step!r} when the state was {self._state.value!r}")
 
     def _refuse(self, code: pb.Refusal.Code, reason: str, local: str | None = None) -> pb.Handshake:
-        """Fails here with `local`, and returns the message that tells the peer only `reason`."""
+        """Fails here with `local`; returns the refusal to send, which contains only `reason`."""
         self._fail(code, local or reason)
         return refusal(code, reason)
 

@@ -1,5 +1,5 @@
-"""Both sides of a socket hub: its address, sockets to it whose both ends are proven, and the proven connections that
-nobody has expected yet, with the threads that wait for them."""
+"""Both sides of a socket hub: its address, the connections to it, and the proven connections that no thread has
+expected yet, with the threads that wait for them."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from rpcdist.transport.unix_sockets import has_abstract_sockets
 
 @dataclass(frozen=True, slots=True)
 class HubAddress:
-    """Where a hub listens.
+    """The address of a hub.
 
     Attributes:
-        unix_name: name of the abstract Unix listener, without the leading zero byte; empty where there is none.
-        taker: which hub of the process is meant; they share the listeners.
+        unix_name: name of the abstract Unix listener, without the leading zero byte; empty if there is none.
+        taker: name of the hub within its process; the hubs of a process share the listeners.
     """
 
     host: str
@@ -63,22 +63,22 @@ _BUFFER_BYTES: Final = 4 << 20
 async def connect_to_hub(
     credentials: Credentials, address: HubAddress, purpose: str, unix: bool | None
 ) -> StreamSocket:
-    """A proven connection; see `SocketHub.connect`. The caller limits the time. Cancelled, it leaves nothing open."""
+    """Opens a proven connection; see `SocketHub.connect`. The caller limits the time. Cancelled, it opens none."""
     possible = bool(address.unix_name) and has_abstract_sockets()
     if unix and not possible:
-        raise ConnectFailed(str(address), "it has no Unix socket that this process could reach")
+        raise ConnectFailed(str(address), "it has no Unix socket that this process can reach")
     if unix or (unix is None and possible):
         try:
             return await _attempt(credentials, address, purpose, unix=True)
         except OSError as exc:
             if unix or (isinstance(exc, RpcdistError | TimeoutError) and not isinstance(exc, ConnectFailed)):
                 raise
-            logger.debug("%s has no Unix socket here (%s): taking TCP", address, exc)
+            logger.debug("%s has no Unix socket here (%s), so TCP is used", address, exc)
     return await _attempt(credentials, address, purpose, unix=False)
 
 
 async def _attempt(credentials: Credentials, address: HubAddress, purpose: str, unix: bool) -> StreamSocket:
-    """Connects in one way, again and again while the peer has too much to do, or this process lacks descriptors."""
+    """Connects in one way; retries while this process lacks descriptors."""
     pauses = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
 
     async def connect() -> socket.socket:
@@ -97,7 +97,7 @@ async def _attempt(credentials: Credentials, address: HubAddress, purpose: str, 
 
 
 def widen(connection: StreamSocket) -> None:
-    """TCP grows its own buffers; those of Unix sockets have to be asked for."""
+    """Enlarges the buffers of a Unix socket; TCP grows its own."""
     if connection.family == socket.AF_UNIX:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
@@ -107,12 +107,12 @@ Taker = Callable[[str, StreamSocket], None]
 
 
 class WaitingRoom:
-    """Purpose to connections, in order of arrival; any thread may use it. A `SocketTaker`.
+    """Maps purposes to connections, in order of arrival; any thread may use it. A `SocketTaker`.
 
     Args:
-        io: its loop's timers end what waits too long.
-        max_waiting: how many connections may wait at once.
-        limit_s: how long one may wait whose purpose was not announced, in seconds.
+        io: the loop whose timers close connections that wait too long.
+        max_waiting: limit on the connections that wait at once.
+        limit_s: limit on the wait of a connection whose purpose was not announced, in seconds.
     """
 
     def __init__(self, io: IoLoop, max_waiting: int, limit_s: float) -> None:
@@ -121,7 +121,7 @@ class WaitingRoom:
         self._limit_s = limit_s
         self._waiting: dict[str, deque[StreamSocket]] = {}
         self._num_waiting = 0
-        self._wanted: dict[str, int] = {}  # purposes that threads wait for
+        self._wanted: dict[str, int] = {}  # purposes for which threads wait, with the number of threads
         self._announced: dict[str, Taker | None] = {}
         self._arrived = threading.Condition()
         self._closed = False
@@ -135,7 +135,7 @@ class WaitingRoom:
             if self._closed:
                 return "the socket hub is closed"
             if self._num_waiting >= self._max_waiting and purpose not in self._wanted:
-                return f"{self._num_waiting} connections wait already that nobody expects"
+                return f"{self._num_waiting} connections already wait here that no thread expects"
             return ""
 
     def put(self, purpose: str, connection: StreamSocket) -> bool:
@@ -167,7 +167,7 @@ class WaitingRoom:
                 if connection is not None:
                     return connection
                 if check is not None:
-                    check()  # without the lock: it may take its time
+                    check()  # without the lock, since it may take long
         finally:
             with self._arrived:
                 self._wanted[purpose] -= 1
@@ -185,7 +185,7 @@ class WaitingRoom:
         return self._pop(purpose) if self._waiting.get(purpose) else None
 
     def announce(self, prefix: str, taker: Taker | None = None) -> None:
-        """Expects connections whose purpose begins with `prefix`, so that they may wait without limit.
+        """Lets connections wait without a limit if their purpose begins with `prefix`.
 
         Args:
             taker: called with purpose and socket instead of `expect`, on the I/O loop; it must not block. It gets
@@ -209,7 +209,7 @@ class WaitingRoom:
             connection.close()
 
     def close(self) -> None:
-        """Closes what waits, and wakes who waits."""
+        """Closes the waiting connections, and wakes the waiting threads."""
         with self._arrived:
             self._closed = True
             dropped = [connection for waiting in self._waiting.values() for connection in waiting]
@@ -239,5 +239,5 @@ class WaitingRoom:
             if not waiting:
                 del self._waiting[purpose]
             self._num_waiting -= 1
-        logger.warning("a connection for %r was closed: nobody expected it within %s s", purpose, self._limit_s)
+        logger.warning("a connection for %r was closed: no thread expected it within %s s", purpose, self._limit_s)
         connection.close()

@@ -1,4 +1,4 @@
-"""The I/O loop: one thread per process that runs gRPC and nothing of the user's."""
+"""The I/O loop: one thread per process that runs the transport, and never user code."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 def _report_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """Logs what failed on the loop.
 
-    All loops of a process share gRPC's poller: one of them may take the event of a cancelled call whose own loop has
-    been closed since, and fails at passing it on; or the poller itself has ended. Nobody waits for such an event.
+    All loops of a process share gRPC's poller. A loop may get the event of a cancelled call whose own loop has closed,
+    and fails to forward it; or the poller itself has ended. No code waits for such an event.
     """
     message, error = str(context.get("message")), context.get("exception")
     is_late = (isinstance(error, RuntimeError) and "closed" in str(error)) or getattr(error, "errno", None) == EBADF
@@ -52,8 +52,8 @@ def _report_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any])
 class IoLoop:
     """An event loop on a thread of its own.
 
-    The thread is a daemon, so that it cannot keep a process alive, and `close` joins it (daemon threads that run
-    while the interpreter is taken down can crash it).
+    The thread is a daemon, so that it cannot keep a process alive, and `close` joins it (a daemon thread that runs
+    while the interpreter shuts down can crash it).
     """
 
     def __init__(self, name: str = "rpcdist-io") -> None:
@@ -70,9 +70,9 @@ class IoLoop:
 
     def _run(self) -> None:
         if hasattr(signal, "pthread_sigmask"):
-            # The loop's own writes to connections pass no `NO_SIGPIPE`, and this thread runs nothing of the user's.
+            # The loop's own writes to connections do not pass `NO_SIGPIPE`, and this thread runs no user code.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPIPE})
-            _held_back.update({signal.SIGPIPE} - before)
+            _blocked_signals.update({signal.SIGPIPE} - before)
         asyncio.set_event_loop(self.loop)
         try:
             self.loop.run_forever()
@@ -81,7 +81,7 @@ class IoLoop:
             self.loop.close()
 
     def start_worker(self, work: Callable[[], None], name: str) -> None:
-        """Runs `work` on a thread of its own, which ends soon after the tasks of this loop have; `close` joins it.
+        """Runs `work`, which must end soon after the tasks of this loop, on its own thread; `close` joins it.
 
         Raises:
             RuntimeError: the system gives no more threads.
@@ -113,7 +113,7 @@ class IoLoop:
         return threading.get_ident() == self._thread.ident
 
     def call_soon(self, function: Callable[..., object], *args: object) -> None:
-        """Runs `function` on the loop soon; any thread may call it. Raises `RpcdistError` once the loop is closed."""
+        """Runs `function` on the loop soon; any thread may call it. Raises `RpcdistError` if the loop is closed."""
         try:
             self.loop.call_soon_threadsafe(function, *args)
         except RuntimeError as exc:
@@ -138,8 +138,8 @@ class IoLoop:
             coroutine: what to run; it is cancelled when the wait ends early.
 
         Raises:
-            DeadlineExceeded: the time was over.
-            RpcdistError: the loop was closed before, or meanwhile.
+            DeadlineExceeded: the time limit expired.
+            RpcdistError: the loop was closed, before the call or during it.
             BlockingInLoop: called on an event loop's thread.
         """
         try:
@@ -178,21 +178,22 @@ class IoLoop:
                 thread.join(deadline.remaining_s())
 
 
-_held_back: Final[set[int]] = set()
-"""The signals that loops hold back, unless the program does so itself."""
+_blocked_signals: Final[set[int]] = set()
+"""The signals that I/O loops block on their threads, without those that the program itself had blocked."""
 
 
-def heed_signals() -> None:
-    """A thread that runs code of users calls it first: an I/O loop may have started it, whose signals are held back.
+def unblock_signals() -> None:
+    """Unblocks the signals that I/O loops block. A thread calls it before it runs user code.
 
-    The thread and the commands that it runs would have them held back, too, so that `yes | head` would not end.
+    A thread that an I/O loop starts inherits the blocked signals, and so would the commands that it runs: the `yes` of
+    `yes | head` would not end.
     """
-    if _held_back:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _held_back)
+    if _blocked_signals:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _blocked_signals)
 
 
 class Timer:
-    """Has a function called on the I/O loop later, so it must be short; any thread may make and cancel it."""
+    """Calls a function, which must be short, on the I/O loop after a delay. Any thread may create and cancel it."""
 
     __slots__ = ("_function", "_handle", "_io")
 
@@ -203,7 +204,7 @@ class Timer:
         io.call_soon(self._start, delay_s)
 
     def cancel(self) -> None:
-        """The function is not called any more, unless it is being called; any thread, any number of times."""
+        """Prevents the call, unless it has begun; any thread, any number of times."""
         if self._function is not None:
             self._function = None
             self._io.call_soon(self._stop)

@@ -1,6 +1,6 @@
 """Keys of a session after the handshake, proofs of its unary calls, and the replay window.
 
-Pure, as is handshake.py. `mac` makes all keyed hashes of the package, so that no two uses can be confused: every input
+Pure, like handshake.py. `mac` makes all keyed hashes of the package, so that no two uses can be confused: every input
 starts with its own label, and every field is preceded by its length.
 
 A unary gRPC call proves that it belongs to a session: the client adds the session's id, a counter, and a keyed hash of
@@ -100,8 +100,8 @@ def framed(*fields: bytes) -> bytes:
 
 PACKAGE: Final = "rpcdist"
 REFUSED: Final = "refused the call"
-"""In the text of the error of a unary call that its server did not answer, while the connection stands."""
-SESSION_PATH: Final = f"/{PACKAGE}.Rpc/Session"  # needs no such proof: its handshake is on the stream itself
+"""Part of the error of a unary call that its server did not answer, while the connection is still open."""
+SESSION_PATH: Final = f"/{PACKAGE}.Rpc/Session"  # needs no such proof: its stream begins with the handshake
 SESSION_KEY: Final = "rpcdist-session-bin"
 COUNTER_KEY: Final = "rpcdist-counter"
 PROOF_KEY: Final = "rpcdist-proof-bin"
@@ -172,5 +172,5 @@ async def joined(pieces: AsyncIterable[bytes], piece_type: type[Message]) -> byt
         parts.append(kind.FromString(piece).data)
         size_bytes += len(parts[-1])
         if size_bytes > LARGEST_JOINED_BYTES:
-            raise ProtocolViolation(f"more than {LARGEST_JOINED_BYTES} bytes")
+            raise ProtocolViolation(f"the message has more than {LARGEST_JOINED_BYTES} bytes")
     return b"".join(parts)

@@ -2,7 +2,7 @@
 
 The lender owns a few segments of memory per session and direction. It copies a buffer into a free segment and names the
 segment in the message. The borrower maps a segment once, and makes tensors on its memory without a copy. When the last
-of these tensors is freed, the segment's *lease* ends, its number goes back with the next message, and the lender uses
+of these tensors is freed, the segment's *lease* ends, its number is returned with the next message, and the lender uses
 the segment again. Its memory is warm: using it takes no system call and no page fault.
 
 [Note: offer and use] If no segment is free, a message brings a new one: the offer, with the descriptor, is written
@@ -22,9 +22,9 @@ that writes to memory after lending it can change the tensor between two reads b
 counts the mask of an index, then fills the result). That amounts to running code here, so tensors of peers that may not
 run code are copied (`CopiedBuffer`).
 
-[Note: forked children] A forked child maps the memory of the received tensors too, and keeps it when the parent frees
-them. Such a segment must never be written to again: when its lease ends in the parent, the lender is told, forgets the
-segment, and makes another one when it needs one.
+[Note: forked children] A forked child also maps the memory of the received tensors, and keeps it when the parent frees
+them. Such a segment must never be written to again: when its lease ends in the parent, the borrower reports it as kept,
+and the lender forgets the segment and makes another one when it needs one.
 
 [Note: returned together] A return costs both ends about as much as copying 256 KiB. So small segments are returned
 several at a time, with the next message or by a timer; the lender makes a few more of them, and all fit into a core's
@@ -66,7 +66,7 @@ RETURN_TOGETHER_BYTES: Final = 128 << 10
 
 MAX_SEGMENTS: Final = 512
 MAX_FREE_COMMON: Final = 2
-"""As many segments of common memory stay mapped by a borrower between messages; see `common_buffers.py`."""
+"""Segments of common memory that a borrower keeps mapped between messages; see `common_buffers.py`."""
 
 MAX_OPEN_OFFERS: Final = 8
 """A message makes no segment while this many offers are unanswered: in a burst, not every message needs a new one."""
@@ -126,13 +126,13 @@ class Lender:
 
     Args:
         max_bytes: limit of the memory in all segments.
-        account: counts the memory, too, for the peer; None for nobody.
+        account: also counts the memory, for the peer; None to count it for no peer.
 
     Attributes:
-        withdrawn: numbers of removed segments that the peer does not know of yet; read-only.
+        withdrawn: numbers of removed segments that were not reported to the peer yet; read-only.
 
     Invariants:
-        1. A segment is offered, free or lent. It is written to once, when it becomes lent, and then not before it is
+        1. A segment is offered, free or lent. It is written to once, when it becomes lent, and not again until it is
            returned.
         2. The memory of all segments never exceeds `max_bytes`.
         3. The bytes of a lent segment can be sent in chunks until the borrower has accepted it. [Note: offer and use]
@@ -148,7 +148,7 @@ class Lender:
         self._fewest_free: dict[int, int] = {}  # by size: the number never needed since the last `trim`
         self._lent: dict[int, MappedSegment] = {}
         self._unanswered: dict[int, Pack] = {}  # lent before the borrower has accepted it
-        self._refused: dict[int, Pack] = {}  # refused since then
+        self._refused: dict[int, Pack] = {}  # refused, and not reported as unread yet
         self._common: dict[int, Callable[[], None]] = {}  # lent, and shared with other peers, see `offer_common`
         self._free_common: dict[MappedSegment, int] = {}  # those that the peer has mapped and returned
         self.withdrawn: list[int] = []
@@ -161,7 +161,7 @@ class Lender:
 
     @property
     def usage(self) -> tuple[int, int, int]:
-        """The number of segments, the number of lent ones, and the bytes of all."""
+        """The number of segments, the number of lent ones, and the bytes of all segments."""
         num_unused = len(self._offered) + len(self._free_common) + sum(map(len, list(self._free.values())))
         return num_unused + len(self._lent), len(self._lent), self._num_bytes
 
@@ -209,7 +209,7 @@ class Lender:
             return mapped
 
     def offer(self, num_bytes: int) -> tuple[int, Segment] | None:
-        """Makes a new segment for buffers of this size; returns its number and it, None if none is allowed now.
+        """Makes a segment for buffers of this size; returns its number and it, or None if no more are allowed now.
 
         Its descriptor is closed with the last reference: another thread may be sending it when the session ends.
         """
@@ -222,7 +222,9 @@ class Lender:
                 segment = Segment.create(size_bytes)
                 mapped = MappedSegment(number, segment)
             except SegmentError as exc:
-                logger.warning("no more shared memory, so large tensors travel in the socket from now on: %s", exc)
+                logger.warning(
+                    "shared memory cannot be allocated, so large tensors use the socket from now on: %s", exc
+                )
                 self._max_bytes = 0
                 return None
             self._count(size_bytes)
@@ -230,11 +232,11 @@ class Lender:
         return number, segment
 
     def offer_common(self, mapped: MappedSegment, keep: Callable[[], None]) -> int | None:
-        """Offers memory that other peers also have; its number, or None if that is not possible now.
+        """Offers memory that other peers also map; returns its number, or None if no more is allowed now.
 
         Args:
             mapped: the memory, with the buffers in it.
-            keep: called if the borrower may go on reading the memory; held until the memory is returned.
+            keep: called if the borrower may continue to read the memory; held until the memory is returned.
         """
         with self._lock:
             if self._closed or not self._make_room(mapped.size_bytes):
@@ -250,7 +252,7 @@ class Lender:
         return self._take_offered(number, pack) is not None
 
     def lend_common_again(self, mapped: MappedSegment, keep: Callable[[], None]) -> int | None:
-        """Lends memory that the borrower has mapped for an earlier message; its number, None if it has not.
+        """Lends memory that the borrower has mapped for an earlier message; returns its number, or None otherwise.
 
         Args: see `offer_common`.
         """
@@ -261,7 +263,7 @@ class Lender:
             return number
 
     def _put_back(self, number: int, mapped: MappedSegment) -> None:
-        """Makes a segment free that the borrower has mapped, and does not read."""
+        """Frees a segment that the borrower has mapped and no longer reads."""
         if self._common.pop(number, None) is None:
             self._free.setdefault(mapped.size_bytes, []).append(mapped)
         elif mapped in self._free_common or len(self._free_common) == MAX_FREE_COMMON:  # mapped twice, or one of many
@@ -289,7 +291,7 @@ class Lender:
         self.withdrawn.append(number)
 
     def trim(self) -> None:
-        """Withdraws the segments that were free all the time since the last call, and all free common memory."""
+        """Withdraws the segments that have stayed free since the last call, and all free common memory."""
         with self._lock:
             for size, free in self._free.items():
                 num_unused = min(self._fewest_free.get(size, 0), len(free))
@@ -335,7 +337,7 @@ class Lender:
                     self._count(-mapped.size_bytes)
 
     def unread(self, number: int) -> dict[int, OutgoingBuffer]:
-        """Returns the buffers of a refused segment, by index: the borrower could not read them, so they are sent."""
+        """The buffers of a refused segment, by index: they are sent, since the borrower could not read them."""
         with self._lock:
             pack, mapped = self._refused.pop(number, None), self._lent.pop(number, None)
             if pack is None or mapped is None:
@@ -361,7 +363,7 @@ class Lender:
                     self._put_back(number, mapped)
 
     def take_back(self, numbers: Iterable[int]) -> None:
-        """Cancels loans of which the borrower is never told. A loan that it guessed and returned is already free."""
+        """Cancels loans of a message that is not sent. A loan that the borrower guessed and returned is free."""
         with self._lock:
             for number in numbers:
                 mapped = self._lent.pop(number, None)
@@ -376,7 +378,7 @@ class Lender:
                     self._put_back(number, mapped)
 
     def kept(self, numbers: Iterable[int]) -> None:
-        """Records that leases have ended while other processes may read the memory, which is not used again."""
+        """Records that leases have ended while other processes may read the memory, so that it is not used again."""
         with self._lock:
             for number in numbers:
                 mapped = self._lent.pop(number, None)
@@ -391,7 +393,7 @@ class Lender:
         """Drops all segments, since the session has ended; idempotent."""
         with self._lock:
             self._closed = True
-            for keep in self._common.values():  # tensors there keep their memory
+            for keep in self._common.values():  # tensors of the borrower may still use the memory
                 keep()
             self._common.clear()
             for table in (self._offered, self._free_common, self._free, self._lent, self._unanswered, self._refused):
@@ -430,7 +432,7 @@ class Borrower:
         max_bytes: limit of all segments together; further offers are refused.
 
     Attributes:
-        ended: ended leases that the peer does not know of yet, large ones first. Read-only; `take_ended` empties it.
+        ended: ended leases that were not reported to the peer yet, large ones first; `take_ended` empties it.
         refused: numbers of segments that were offered and are not mapped here. [Note: offer and use]
     """
 
@@ -451,7 +453,7 @@ class Borrower:
         return bool(self._in_use)
 
     def offered(self, number: int, size_bytes: int, descriptor: int, is_common: bool = False) -> bool:
-        """Maps a segment that the peer offers; False if it is refused. Closes the descriptor in any case.
+        """Maps a segment that the peer offers; returns False if it refuses the offer. Always closes the descriptor.
 
         Args:
             is_common: other processes also read the memory, so writes stay private here.
@@ -469,7 +471,7 @@ class Borrower:
             with Segment.received(descriptor, size_bytes) as segment:
                 self._known[number] = MappedSegment(number, segment, is_private=is_common, is_filled=not is_common)
         except SegmentError as exc:
-            logger.warning("a segment cannot be mapped, so large tensors of this peer use the socket: %s", exc)
+            logger.warning("a segment cannot be mapped, so large tensors of this peer arrive over the socket: %s", exc)
             self._counted.subtract_mapped(size_bytes)
             return self.refuse(number)
         return True
@@ -508,7 +510,7 @@ class Borrower:
             return False
 
     def take_ended(self) -> tuple[list[int], list[int]]:
-        """Takes the segments whose leases have ended; the caller tells the lender.
+        """Takes the segments whose leases have ended; the caller reports them to the lender.
 
         Returns:
             Those that the lender may use again, and those that a forked child may still read. [Note: forked children]
@@ -519,7 +521,7 @@ class Borrower:
             while True:  # other threads may do this at the same time, so checking the length first would not help
                 number, _, num_forks = self.ended.popleft()
                 mapped = self._known.get(number)
-                # By a child, even one that was forked after the lease ended; or here, with what this process changed.
+                # A child may read it, even one that was forked after the lease ended; or it has private pages here.
                 may_be_read = _num_forks != num_forks or not (mapped is None or mapped.forget_changes())
                 if may_be_read:
                     self._forget(number)
@@ -541,7 +543,7 @@ class Borrower:
         return mapped is not None
 
     def close(self) -> None:
-        """Drops all segments, since the session has ended; tensors keep their memory. Idempotent."""
+        """Drops all segments, since the session has ended; tensors in them keep their memory. Idempotent."""
         for number in list(self._known):
             self._forget(number)
         self._in_use.clear()

@@ -70,8 +70,8 @@ class Link:
             await self.session.run()
         finally:
             self._on_ended(self)
-            # A stopping server answers its calls before it ends its sessions, but the answers may arrive later: they
-            # get time to arrive.
+            # A stopping server answers its calls before it ends its sessions, but the replies may arrive after the
+            # session has ended, so the connection stays open for a moment.
             if self._connection is not None:
                 await self._connection.close(None if self._closes else LEAVE_LIMIT_S)
 
@@ -88,7 +88,7 @@ class Link:
         Raises:
             DeadlineExceeded, ConnectFailed, AuthenticationFailed, TransportError.
 
-        Cancelling it cancels the handler at the other end.
+        Cancellation also cancels the handler at the other end.
         """
         path = f"/{PACKAGE}.{service}/{method}"
         with self._calling(path) as metadata:

@@ -1,7 +1,7 @@
-"""Copies large buffers within this process's memory: in turns, and the largest ones with two threads.
+"""Copies large buffers within this process's memory: a few at a time, and the largest ones with two threads.
 
 [Note: turns] Threads that copy at the same time share the memory bandwidth, so together they are no faster than one.
-But they keep the cores busy, and the threads of a small call wait behind them at each change of thread. So large copies
+But they keep the cores busy, and the threads of a small call wait behind them at each thread switch. So large copies
 take turns: half as many at a time as there are cores, since the process at the other end also copies.
 
 [Note: halves] One core does not use the whole bandwidth. If another core is free, a copy of 16 MiB or more is faster in
@@ -41,7 +41,7 @@ def num_running() -> int | None:
     """The number of running or runnable threads on this host, including this one; None if it is not known."""
     try:
         descriptor = os.open("/proc/loadavg", os.O_RDONLY | os.O_CLOEXEC)
-        try:  # without a file object, which would double the cost: this is a part of every large call
+        try:  # not with a file object, which would double the cost: every large call runs this
             text = os.read(descriptor, _LOADAVG_BYTES)
         finally:
             os.close(descriptor)
@@ -128,7 +128,7 @@ class MemoryCopier:
 
 
 def _wait_for(done: threading.Lock) -> None:
-    """Waits in spite of Ctrl-C: memory that another thread still reads or writes must not be freed or reused."""
+    """Waits even if Ctrl-C interrupts: memory that another thread still reads or writes must not be freed or reused."""
     interrupt: KeyboardInterrupt | None = None
     while True:
         try:
@@ -165,7 +165,7 @@ def copy_view(target: int, view: memoryview) -> None:
 
 
 class OutgoingBuffer:
-    """Bytes that a message sends separately. They must not change until they are sent; the object keeps them alive.
+    """Bytes sent separately from their message. They must not change until they are sent; the object keeps them alive.
 
     Attributes:
         size: size in bytes.

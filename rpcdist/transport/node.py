@@ -52,13 +52,13 @@ class NodeOptions:
         token: the job's secret; by default `RPCDIST_TOKEN` or the per-user file.
         job: a name that separates jobs with the same token; by default `RPCDIST_JOB`, or "default".
         peer_timeout_s: silence after which a peer is declared lost, in seconds.
-        tls: False turns encryption off, which is allowed on loopback and trusted networks only; None follows
-            `RPCDIST_TLS`; or the process's own certificates.
-        ports: the ports at which it may listen by default, such as "29600-29700"; None follows `RPCDIST_PORTS`, or lets
+        tls: False turns encryption off, which is allowed only on loopback and trusted networks; None follows
+            `RPCDIST_TLS`; `TlsOptions` name the process's own certificates.
+        ports: the ports at which it listens by default, such as "29600-29700"; None follows `RPCDIST_PORTS`, or lets
             the system pick a port.
     """
 
-    token: str | None = field(default=None, repr=False)  # reprs end in logs
+    token: str | None = field(default=None, repr=False)  # reprs reach logs
     job: str = field(default_factory=_job_of_environment)
     peer_timeout_s: float = PEER_TIMEOUT_S
     tls: bool | TlsOptions | None = None
@@ -95,7 +95,7 @@ class Node:
         self._server.serve_always(DIAGNOSIS_SERVICE, {"Reach": Diagnosis(self._connector.connect).reach})
         self._num_shares = 0
         self._shares_lock = threading.Lock()
-        self._serving_lock = threading.Lock()  # of `serve` and `stop_serving`, which wait for the loop
+        self._serving_lock = threading.Lock()  # held by `serve` and `stop_serving`, which wait for the loop
 
     def __repr__(self) -> str:
         counts = f"{len(self.links)} links out, {len(self.sessions)} sessions in"
@@ -103,17 +103,17 @@ class Node:
 
     @property
     def address(self) -> str | None:
-        """The address at which it serves, the first of several; None if it does not serve."""
+        """The first address at which it serves; None if it does not serve."""
         return next(iter(self._addresses), None)
 
     @property
     def strangers(self) -> Strangers:
-        """The connections that it has refused, and those whose handshake is not finished; any thread."""
+        """The refused connections, and those whose handshake is not finished; any thread."""
         return self._server.strangers
 
     @property
     def identity(self) -> Identity:
-        """The identity of this process to its peers. RPC sets it to name and id of the worker, before it connects."""
+        """The identity of this process. RPC sets it to name and id of the worker before it connects."""
         return self.credentials.identity
 
     @identity.setter
@@ -153,14 +153,14 @@ class Node:
         """Starts the server of this process, if it does not run yet; blocks.
 
         A later caller that needs its own port (a store at MASTER_PORT in a process that is already an RPC worker) gets
-        a second listener. All listeners have the same services, apart from those added for one address.
+        a second listener. All listeners have the same services, except those added for one address.
 
         Args:
             port: 0 takes the address that is already served, or picks a free port.
             is_apart: whether 0 must pick a free port.
 
         Returns:
-            host:port as bound. `stop_serving` gives it up.
+            host:port as bound. `stop_serving` releases it.
 
         Raises:
             TransportError: the port is in use.
@@ -175,7 +175,7 @@ class Node:
             return address
 
     def stop_serving(self, address: str) -> None:
-        """Gives up an address that `serve` returned; the last of its users ends the listener. Blocks, bounded."""
+        """Releases an address that `serve` returned; the last release ends the listener. Blocks, bounded."""
         with self._serving_lock:
             if address not in self._addresses:
                 return
@@ -206,7 +206,7 @@ class Node:
         self._roles.handle(role, handler, refuse)
 
     def expect_role(self, role: str) -> None:
-        """Announces a later `handle_role`: peers that connect earlier wait for it instead of being refused."""
+        """Announces a later `handle_role`: until then, peers that connect wait and are not refused."""
         self._roles.expect(role)
 
     def take_sockets(self, name: str, taker: SocketTaker, host: str, timeout_s: float) -> HubAddress:
@@ -215,7 +215,7 @@ class Node:
         Args:
             name: the name of the taker within this process.
             taker: gets the sockets whose handshake is done.
-            host: the address for the TCP listener; its port is one of `ports`.
+            host: the address of the TCP listener; its port is one of `ports`.
 
         Returns:
             The addresses of the listeners.
@@ -247,7 +247,7 @@ class Node:
     # ------------------------------------------------------------ life
 
     def start(self) -> Node:
-        """Starts the I/O loop. The caller then has a share of the node, which `release` gives up."""
+        """Starts the I/O loop. The caller then has a share of the node; `release` returns it."""
         self._num_shares = 1
         self.io.start()
         fork.mark_running()
@@ -255,14 +255,14 @@ class Node:
         return self
 
     def share(self) -> bool:
-        """Takes one more share, unless the node has ended; any thread."""
+        """Takes another share, unless the node has ended; any thread."""
         with self._shares_lock:
             if self._num_shares:
                 self._num_shares += 1
             return self._num_shares > 0
 
     def release(self) -> None:
-        """Gives up one share; the last one stops the server and the loop. Blocks, bounded."""
+        """Returns a share; the last return stops the server and the loop. Blocks, bounded."""
         with self._shares_lock:
             self._num_shares -= 1
             if self._num_shares != 0:
@@ -274,7 +274,7 @@ class Node:
     def _stop(self) -> None:
         if fork.in_forked_child():  # the loop's thread and the connections are the parent's
             return
-        if self.io.is_closed:  # the process ends, and a finalizer gives up its share after that
+        if self.io.is_closed:  # the process is exiting, and a finalizer returned its share after the exit handlers
             return
         try:
             self.run(self._close_all(), CLOSE_LIMIT_S)
@@ -300,14 +300,14 @@ _sharing = threading.Lock()
 
 
 def acquire_node(options: NodeOptions | None = None) -> Node:
-    """The node of this process, started if there is none; pair it with `Node.release`.
+    """The node of this process, started if necessary; pair it with `Node.release`.
 
     Args:
-        options: settings for a node that starts now. A running node keeps its own; another token, job, TLS or range of
-            ports is then an error.
+        options: settings of a node that is started now. A running node keeps its own, so another token, job, TLS or
+            range of ports is an error.
 
     Raises:
-        ConfigError: the running node was started with another token, job or TLS.
+        ConfigError: the running node was started with another token, job, TLS or range of ports.
         ForkedProcess: this process was forked from one that runs a node.
     """
     global _shared
@@ -330,20 +330,20 @@ def acquire_node(options: NodeOptions | None = None) -> Node:
 def _check_same(node: Node, options: NodeOptions) -> None:
     mine = node.credentials
     if options.token is not None and job_token(options.token) != mine.token:
-        raise ConfigError("this process already communicates with another job token. Use one token per process.")
+        raise ConfigError("this process already uses another job token. Use one token per process.")
     if TlsPolicy.of_environment(options.tls) != mine.tls_policy:
         raise ConfigError(
-            f"this process already communicates with TLS set to {mine.tls_policy.mode.value!r} and "
-            f"{mine.tls_policy.files or 'certificates of the job token'}. Set TLS and its files by "
+            f"this process already uses TLS {mine.tls_policy.mode.value!r} with "
+            f"{mine.tls_policy.files or 'certificates made from the job token'}. Set TLS and its files with "
             f"{TLS_VARIABLE}, which applies to stores, groups and RPC."
         )
     if PortRange.of_environment(options.ports) != node.ports:
         raise ConfigError(
-            f"this process already listens at ports {node.ports}. Set them by {PORTS_VARIABLE}, which applies to "
+            f"this process already listens on ports {node.ports}. Set them with {PORTS_VARIABLE}, which applies to "
             "stores, groups and RPC."
         )
     if options.job != mine.job:
         raise ConfigError(
-            f"this process already belongs to job {mine.job!r}, and cannot join job {options.job!r}. Name the job "
-            "by RPCDIST_JOB, which applies to stores, groups and RPC."
+            f"this process already belongs to job {mine.job!r}, so it cannot join job {options.job!r}. Set the name of "
+            "the job with RPCDIST_JOB, which applies to stores, groups and RPC."
         )

@@ -1,4 +1,4 @@
-"""The parts of a process that take the connections of peers: each connection states a role, which one part serves.
+"""The parts of a process that serve the connections of peers: each connection names a role, which one part serves.
 
 The role `SOCKET_ROLE` is for raw sockets, which are handed over after the handshake. A process may have any number of
 takers of raw sockets, each with a name; the purpose of the connection begins with the taker's name.
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 SOCKET_ROLE: Final = "socket"
 
 Refuse = Callable[[Identity], str | None]
-"""Returns the reason why a peer may not connect, or None."""
+"""Returns the reason why a peer may not connect; None to let it."""
 
 
 class SocketTaker(Protocol):
@@ -49,7 +49,7 @@ class Roles:
         self._io = io
         self._handlers: dict[str, SessionHandler] = {}
         self._refusals: dict[str, Refuse] = {}
-        self._expected: dict[str, asyncio.Event] = {}  # set when the handler is there
+        self._expected: dict[str, asyncio.Event] = {}  # set when the handler is registered
         self._ended: set[str] = set()
         self._socket_takers: dict[str, SocketTaker] = {}
 
@@ -84,12 +84,12 @@ class Roles:
                 async with asyncio.timeout(ROLE_LIMIT_S):
                     await expected.wait()
             except TimeoutError:
-                logger.warning("a peer waited %s s for the role %r, which no part serves", ROLE_LIMIT_S, role)
+                logger.warning("a peer waited %s s for the role %r, which is not served here", ROLE_LIMIT_S, role)
         found = self._handlers.get(role)
         if found is None and role in self._ended:
-            # Not refused: when a worker leaves, workers that leave a moment later connect to it once more, and that
-            # deserves no warning.
-            return NullHandler(f"the part of that process which served {role!r} has been shut down")
+            # Not refused: a worker that leaves may connect once more to one that has just left, which deserves no
+            # warning.
+            return NullHandler(f"the process no longer serves {role!r}")
         return found
 
     def take_sockets(self, name: str, taker: SocketTaker | None) -> None:
@@ -100,12 +100,12 @@ class Roles:
             self._socket_takers[name] = taker
 
     def refusal(self, hello: handshake_pb2.Hello) -> str | None:
-        """The reason why a proven peer is refused for its role, or None."""
+        """The reason to refuse a proven peer for its role, or None."""
         if hello.role == SOCKET_ROLE:
             name, _, purpose = hello.purpose.partition("/")
             taker = self._socket_takers.get(name)
             if taker is None:
-                return "no part of this process takes such sockets; was it closed?"
+                return "this process does not accept such sockets; their hub is closed, or was never opened"
             return taker.refusal(purpose, identity_from_proto(hello.identity)) or None
         refuse = self._refusals.get(hello.role)
         return refuse(identity_from_proto(hello.identity)) if refuse is not None else None

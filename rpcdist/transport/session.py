@@ -4,9 +4,9 @@ Any thread may send. The I/O loop reads, or for a while a leading thread; everyt
 does not reconnect: it ends once, with a reason, and its owner decides what to do next.
 
 [Note: order] One thread at a time reads the session's connection: the loop or a leader. A leader calls the handler
-itself, and leaves messages that are `is_for_loop` to the loop. Until the loop has
-handled those, all later messages also go through the loop. So the handler gets all messages in order. The readers of
-payload connections deliver messages outside that order; a lock still gives the handler one message at a time.
+itself, and leaves messages that are `is_for_loop` to the loop. Until the loop has handled those, all later messages
+also go through the loop. So the handler gets all messages in order. The readers of payload connections deliver messages
+outside that order; a lock ensures that the handler gets one message at a time.
 
 [Note: heartbeats] A dead host closes no connection, so only silence distinguishes it from an idle host. Both sides
 therefore send regularly, and each treats the other as lost after too long a silence. A loop that was delayed itself may
@@ -62,7 +62,7 @@ _OWN_KINDS = frozenset(
 
 
 TURNS_TO_READ: Final = 3
-"""Turns that a delayed I/O loop takes before it judges its peers: it reads arrived data in the first turn, and handles
+"""Turns that a delayed I/O loop takes before it checks its peers: it reads arrived data in the first turn, and handles
 connections that ended in the next."""
 
 
@@ -70,11 +70,11 @@ class SessionHandler(Protocol):
     """The owner of a session. It must not block or run user code.
 
     Its methods are called on the I/O loop, except `on_messages`: a leading thread may call it with messages
-    that are not `is_for_loop`. It is called on one thread at a time, in the order of the messages.
+    that are not `is_for_loop`. `on_messages` is called on one thread at a time, in the order of the messages.
     """
 
     def on_opened(self, session: Any) -> None:
-        """A peer opened this session. Not called for sessions that this process opens."""
+        """Called when a peer has opened this session; not called for sessions that this process opens."""
 
     def on_messages(self, session: Any, messages: list[tuple[Any, list[Any]]]) -> None:
         """Complete messages (`WireMessage`) arrived, in the order in which they became complete.
@@ -83,13 +83,13 @@ class SessionHandler(Protocol):
         """
 
     def on_closed(self, session: Any, reason: str) -> None:
-        """The session ended; called once. Messages that are queued and not written are lost."""
+        """Called once, when the session has ended. Queued messages that were not written are lost."""
 
     def allocate(self, size_bytes: int) -> IncomingBuffer:
-        """Allocates memory for a large buffer that was announced."""
+        """Allocates memory for an announced large buffer."""
 
     def borrow(self, view: memoryview) -> IncomingBuffer:
-        """Makes a buffer of memory that the peer lends; `view` is writable and keeps the memory alive."""
+        """Makes a buffer on memory that the peer lends; `view` is writable and keeps the memory alive."""
 
     @property
     def shares_payloads(self) -> bool:
@@ -104,7 +104,7 @@ class NullHandler:
     that receive all large buffers on the heap.
 
     Args:
-        refusal: the reason for which a session that sends something else is closed.
+        refusal: the reason for closing a session that receives anything else.
     """
 
     shares_payloads = False
@@ -119,7 +119,7 @@ class NullHandler:
         return heap_buffer(size_bytes)
 
     def borrow(self, view: memoryview) -> IncomingBuffer:
-        raise ProtocolViolation("nothing may be lent on this connection")
+        raise ProtocolViolation("this connection accepts no lent memory")
 
     def on_opened(self, session: Session) -> None:
         logger.debug("%s opened a session for %s", session.peer.name, session.role)
@@ -144,7 +144,7 @@ class Session:
 
     Args:
         channel: carries its envelopes; the session closes it.
-        silence_limit_s: after this time without a sign of life, in seconds, the peer counts as lost.
+        silence_limit_s: silence after which the peer counts as lost, in seconds.
         by_me: whether this process opened the connection.
         has_payload_connections: whether further connections may carry its large messages.
         open_connections: opens those connections; None if the peer opens them.
@@ -231,7 +231,7 @@ class Session:
         )
 
     def facts(self, now: float) -> ChannelFacts:
-        """The facts about its channel and queue, at a moment of the monotonic clock."""
+        """The facts about its channel and queue at a time, in monotonic seconds."""
         facts, shared = self._channel.facts, self._shared
         sent, received = facts.bytes_sent, facts.bytes_received
         if self.striping is not None and sent is not None and received is not None:
@@ -307,7 +307,7 @@ class Session:
         Returns:
             The transfer's number for `abort_transfer`; 0 if the message travels in one envelope with others.
 
-        It raises nothing after the end of the session: the owner learns of the end through `on_closed`.
+        It raises nothing after the session has ended: the handler gets `on_closed`.
         """
         shared = self._shared
         has_news = shared is not None and shared.is_used and shared.is_news_due
@@ -322,7 +322,7 @@ class Session:
                 buffers = self._shared.lend(message, buffers)
             number = self._outgoing.add(message, buffers)
             if self._outgoing.is_overdrawn:
-                self.close(f"worker {self.peer.name!r} does not read what it is sent")
+                self.close(f"worker {self.peer.name!r} does not read the messages that are sent to it")
             self._writer.on_queued(message, number)
             return number
         finally:
@@ -384,7 +384,7 @@ class Session:
             self._finish(writer, self.closed_reason or reason)
 
     def _finish(self, writer: asyncio.Task[None], reason: str) -> None:
-        self._close(reason)  # first, so that no part learns of the end and still finds the session open
+        self._close(reason)  # first, so that code that is notified of the end finds the session closed
         writer.cancel()
         self._stop_heartbeats()
         self._writer.end()
@@ -399,7 +399,7 @@ class Session:
         self._handler.on_closed(self, reason)
 
     async def ended(self, timeout_s: float) -> bool:
-        """Waits until `on_closed` has been called; False when the time is over."""
+        """Waits until `on_closed` has been called; False on timeout."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._ended.wait()
@@ -416,14 +416,14 @@ class Session:
         sleep: Sleep | None = None,
         first: Callable[[], object] | None = None,
     ) -> bool:
-        """Lets this thread read while it waits, if the channel supports that and no thread reads; see `Lead.lead`."""
+        """Reads on this thread while it waits, if the channel supports that and no thread reads; see `Lead.lead`."""
         if self._direct is not None:
             return self._direct.lead(is_waiting, timeout_s, sleep, partial(self._writer.send_first, first))
         self._writer.send_first(first)
         return False
 
     def lead_with(self, other: object) -> None:
-        """Has this thread read here, too, while it leads another session; see `Lead.take_along`."""
+        """Makes this thread also read this session while it leads the other one; see `Lead.take_along`."""
         if self._direct is not None and isinstance(other, Session) and other._direct is not None:
             other._direct.take_along(self._direct)
 
@@ -452,7 +452,7 @@ class Session:
                     self._handle(kind, message)
                     continue
             elif isinstance(message, Chunk):
-                self._grant(CHUNK_HEAD_BYTES + len(message.data))  # even if aborted: the peer counts it
+                self._grant(CHUNK_HEAD_BYTES + len(message.data))  # even if aborted: the peer has counted it
                 delivery = self._incoming.chunk(message)
                 if delivery is not None:
                     messages.append(delivery)
@@ -516,7 +516,7 @@ class Session:
         self._left_to_loop.popleft()  # after the call: messages read meanwhile must queue behind it
 
     def _handle(self, kind: str, message: rpc_pb2.Message) -> None:
-        """Handles a message that concerns only the two sessions."""
+        """Handles a message that only the two sessions use."""
         if kind == "chunk_credit":
             if self._outgoing.grant(message.chunk_credit.bytes):
                 self._io.call_soon(self._writer.wake)
@@ -569,12 +569,12 @@ class Session:
         self._next_heartbeat = loop.call_at(self._heartbeat_due, self._heartbeat)
 
     def _heartbeat(self, num_turns: int = 0) -> None:
-        """Judges the silence of the peer, and ends this side's. [Note: heartbeats]"""
+        """Closes the session if the peer was silent too long; sends a heartbeat if this side was. [Note: heartbeats]"""
         loop, now = self._io.loop, time.monotonic()
         late = loop.time() - self._heartbeat_due
         if late >= self._heartbeat_s and num_turns < TURNS_TO_READ:
-            # First the loop reads the data that arrived meanwhile: a peer may have closed the connection, which must
-            # not look alive then.
+            # First the loop reads the data that arrived meanwhile: a peer that has closed the connection must not look
+            # alive.
             self._next_heartbeat = loop.call_soon(self._heartbeat, num_turns + 1)
             return
         silence = now - self.last_received

@@ -1,16 +1,16 @@
 """Writes the messages of a session: on the thread that sends one, or in a task on the I/O loop.
 
 [Note: turns] On a `SocketChannel`, a thread that sends an urgent message writes it itself, which saves a call two
-changes of thread. In a burst, the thread leaves all messages after the first to the task, which joins them into one
+thread switches. In a burst, the thread leaves all messages after the first to the task, which joins them into one
 envelope. Only the holder of `_turn` may write, so frames never interleave. If the task cannot take the turn, it sleeps
 instead of blocking the loop. Therefore a thread that releases the turn checks the queue again and wakes the task if it
 is asleep; and a task that is about to sleep first clears its flag, and then checks whether the turn is free again.
 
 [Note: lingering] `remote()` returns at once, and a `to_here()` usually follows. So the message of a `remote()` stays in
-the queue until the next message takes it along, or until a tick: both then travel in one envelope. The first lingering
-message starts the ticks on the I/O loop, which go on while messages linger; so a thread that makes many references does
-not wake the loop for each. A tick takes the interpreter away from calling threads. If every message was taken along
-before its tick, the period of the ticks doubles; the first message that was not resets it.
+the queue until another message is written, in the same envelope, or until the next tick. The first lingering message
+starts the ticks on the I/O loop, which continue while messages linger, so a thread that makes many references does not
+wake the loop for each. A tick takes the interpreter away from calling threads. If no message was left when a tick came,
+the period of the ticks doubles; the first message that is left resets it.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ NUM_IDLE_TICKS: Final = 4  # ticks without a lingering message, after which the 
 
 
 FLUSH_FRAMES: Final = 32  # at this length of the queue a sending thread writes, because the loop is late
-MAX_PUTS: Final = 3  # limit of envelopes that a thread writes itself: a message and the first chunks of its buffers
+MAX_PUTS: Final = 3  # limit on envelopes that a thread writes itself: a message and the first chunks of its buffers
 
 
 class SessionWriter:
     """The writer of one session.
 
     Args:
-        channel: takes the envelopes; threads write only to a `SocketChannel`.
+        channel: carries the envelopes; threads write only to a `SocketChannel`.
         close: ends the session with a reason; on the I/O loop.
 
     Attributes:
@@ -81,7 +81,7 @@ class SessionWriter:
         self._turn = threading.Lock()  # its holder writes; [Note: turns]
         self._is_draining = False  # then only the task may empty the queue, since it notifies `drain`
         self._drained: asyncio.Event = asyncio.Event()
-        self._flushing = 0  # the thread that will call `flush` when it has sent
+        self._flushing = 0  # the id of the thread that is sending and will call `flush` afterwards
         self._shield = SignalShield()
 
     # ---------------------------------------------------------------- any thread
@@ -102,7 +102,7 @@ class SessionWriter:
         elif not transfer and can_linger(message) and self._outgoing.num_frames < FLUSH_FRAMES:
             self._linger()  # the next message or a tick writes it
         else:
-            self._shield.run(self._write_or_tell if is_urgent(message) and self._is_idle() else self._tell_task)
+            self._shield.run(self._write_or_wake if is_urgent(message) and self._is_idle() else self._wake_task)
 
     def _linger(self) -> None:
         # The flag is set before the ticks are checked; a tick that ends them clears `_ticks` before its last check of
@@ -113,7 +113,7 @@ class SessionWriter:
             self._io.call_soon(self._wait_for_tick)
 
     def send_first(self, first: Callable[[], object] | None) -> None:
-        """Calls `first`, then writes the queue: this thread is about to wait for an answer."""
+        """Calls `first`, then writes the queue, since this thread is about to wait for an answer."""
         try:
             if first is not None:
                 self._flushing = get_ident()
@@ -123,7 +123,7 @@ class SessionWriter:
                     self._flushing = 0
         finally:
             if self._outgoing:
-                self._write_or_tell()
+                self._write_or_wake()
 
     def hold_back(self, send: Callable[[], object]) -> None:
         """Calls `send`; messages that it sends on this thread stay in the queue until a `flush`."""
@@ -136,13 +136,13 @@ class SessionWriter:
     def flush(self) -> None:
         """Writes the queue, on this thread if that is possible."""
         if self._outgoing:
-            self._shield.run(self._write_or_tell)
+            self._shield.run(self._write_or_wake)
 
-    def _write_or_tell(self) -> None:
+    def _write_or_wake(self) -> None:
         if not self._write_here() and not self._awake:
-            self._tell_task()
+            self._wake_task()
 
-    def _tell_task(self) -> None:
+    def _wake_task(self) -> None:
         self._awake = True
         self._io.call_soon(self.wake)
 
@@ -165,17 +165,17 @@ class SessionWriter:
                 parts = self._outgoing.next_parts()
                 if parts is not None:
                     channel.put(*parts)
-                    # And after it: if a write takes longer than the gap, each message of a burst would go alone.
+                    # And after it: if a write takes longer than the gap, each message of a burst would be sent alone.
                     self.last_sent = time.monotonic()
             except TransportError as exc:
                 self._io.call_soon(self._failed, exc)  # the session ends on the loop, which calls `on_closed`
                 return False
-            except BaseException as exc:  # even a signal handler's: it is not known which bytes were sent
+            except BaseException as exc:  # even a signal handler's: the number of bytes sent is unknown
                 self._io.call_soon(self._failed, TransportError(f"writing to {self._name} was interrupted: {exc!r}"))
                 raise
             finally:
                 self._turn.release()
-            # After the release: the task may have tried to take the turn in between, and may be asleep without it.
+            # After the release: the task may have failed to take the turn in between, and be asleep.
             if not self._outgoing:
                 return channel.is_free and not self._is_draining
         return False
@@ -244,14 +244,14 @@ class SessionWriter:
         self._close(str(ended or error))
 
     async def drain(self, timeout_s: float) -> bool:
-        """Waits until everything queued so far has been handed to the channel; False when the time is over."""
+        """Waits until everything queued so far has been passed to the channel; False on timeout."""
         self._drained.clear()
-        self._is_draining = True  # from now on a sending thread wakes the task afterwards
+        self._is_draining = True  # from now on, a sending thread also wakes the task
         if self._outgoing.is_empty and not self._awake and not self._turn.locked():
             self._is_draining = False
             return True
         if not self._awake:  # lingering messages are written now
-            self._tell_task()
+            self._wake_task()
         try:
             async with asyncio.timeout(timeout_s):
                 await self._drained.wait()

@@ -30,11 +30,11 @@ _MAX_DESCRIPTORS: Final = 4  # more than one is refused, but must be received to
 
 
 class SegmentError(OSError):
-    """A segment could not be made, or an invalid one arrived."""
+    """A segment could not be created, or the peer sent an invalid one."""
 
 
 def unavailable() -> str | None:
-    """The reason why processes cannot share memory here, as a clause for a message; None if they can."""
+    """The reason why processes cannot share memory on this system, as a clause for a message; None if they can."""
     if not hasattr(os, "memfd_create"):
         return f"{sys.platform} has no memfd_create"
     if not hasattr(socket, "AF_UNIX") or not hasattr(socket, "send_fds"):
@@ -59,7 +59,7 @@ class Segment:
 
     @classmethod
     def create(cls, size_bytes: int, *, is_for_readers: bool = False) -> Segment:
-        """Makes new memory; the system provides its pages when they are first touched.
+        """Creates new memory; the system provides its pages when they are first touched.
 
         Args:
             is_for_readers: only this process will write to it. Map it, then call `forbid_writing`, then offer it.
@@ -116,7 +116,7 @@ class Segment:
         return self._descriptor
 
     def forbid_writing(self) -> None:
-        """Prevents all further maps for writing, with any descriptor; existing maps stay.
+        """Prevents all further maps for writing, through any descriptor; existing maps stay.
 
         Raises:
             SegmentError: the kernel is older than Linux 5.1, or the segment was not created for readers.
@@ -157,9 +157,9 @@ def offer(sock: socket.socket, segment: Segment) -> None:
     try:
         sent = socket.send_fds(sock, [message], [segment.fileno()])
     except OSError as exc:
-        raise SegmentError(f"cannot pass shared memory on: {exc}") from exc
+        raise SegmentError(f"cannot pass shared memory to the peer: {exc}") from exc
     if sent != len(message):
-        raise SegmentError("cannot pass shared memory on: the peer does not read")
+        raise SegmentError("cannot pass shared memory to the peer, which does not read its socket")
 
 
 def accept(sock: socket.socket, timeout_s: float) -> Segment:
@@ -183,7 +183,7 @@ def accept(sock: socket.socket, timeout_s: float) -> Segment:
         sock.settimeout(before)
     if len(message) != _OFFER.size or message[: len(_MAGIC)] != _MAGIC or len(descriptors) != 1:
         _close_all(descriptors)
-        raise SegmentError("the peer sent something else than one descriptor of shared memory")
+        raise SegmentError("the peer did not send exactly one descriptor of shared memory")
     return Segment.received(descriptors[0], _OFFER.unpack(message)[1])
 
 
@@ -225,7 +225,7 @@ def _is_sealed(descriptor: int) -> bool:
     return fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & needed == needed
 
 
-_MADV_POPULATE_WRITE: Final = 23  # Linux 5.14; an older kernel refuses it, and provides pages when they are touched
+_MADV_POPULATE_WRITE: Final = 23  # Linux 5.14; older kernels refuse it, and provide pages when they are touched
 _MAP_FAILED: Final = ctypes.c_void_p(-1).value
 _madvise: Final = declare("madvise", ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _munmap: Final = declare("munmap", ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t)
@@ -235,13 +235,13 @@ _mmap: Final = declare("mmap", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
 class MappedSegment:
     """A segment that is mapped in this process until this object is freed.
 
-    Python's own `mmap` keeps a descriptor open for each map, and a process often may have only a thousand.
+    Python's own `mmap` keeps a descriptor open for each map, and a process may often have only a thousand.
 
     Args:
         number: number of the segment, in its session and direction.
         is_writable: whether this process may write; if not, a write ends the process by SIGSEGV.
         is_private: whether writes stay private, so that other processes with the segment do not see them.
-        is_filled: whether the system provides all pages at once; if not, at `fill` or the first touch.
+        is_filled: whether the system provides all pages at once; otherwise at `fill`, or when they are touched.
 
     Attributes:
         number: number of the segment, in its session and direction.
@@ -279,5 +279,5 @@ class MappedSegment:
         _madvise(self.address, self.size_bytes, _MADV_POPULATE_WRITE)
 
     def forget_changes(self) -> bool:
-        """Gives up pages that this process has changed for itself; False if the system refuses, as for locked ones."""
+        """Drops the pages that this process has changed privately; False if the system refuses, as for locked pages."""
         return not self._is_private or _madvise(self.address, self.size_bytes, mmap.MADV_DONTNEED) == 0

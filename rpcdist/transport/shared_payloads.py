@@ -1,4 +1,4 @@
-"""The shared memory of a session: which buffers of a message are in it, and the news about it for the peer."""
+"""The shared memory of a session: the buffers of messages that are in it, and the news about segments for the peer."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ class SharedPayloads:
     a time; the other methods on the loop.
 
     Attributes:
-        is_used: whether there ever was a large buffer or a segment; before that there is no news for the peer.
+        is_used: whether there ever was a large buffer or a segment; before that there is no news.
         num_lent, num_borrowed: the bytes of buffers sent and received through shared memory.
 
     Args:
         allowed: whether this process wants to share memory; if not, it refuses the peer's memory.
         counted: counts the bytes that the peer makes this process reserve.
         answers: counts the memory that this process lends for answers; None if it lends for calls.
-        channel: brings the descriptors of the peer's segments.
+        channel: receives the descriptors of the peer's segments.
         outgoing: the session's queue; a message follows the offers of its new segments.
-        receive: makes a received buffer of memory that the peer lends.
+        receive: makes a received buffer on memory that the peer lends.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class SharedPayloads:
 
     @property
     def is_news_due(self) -> bool:
-        """Whether the peer should be told of segments with the next message, and not only after a timer."""
+        """Whether the next message should bring news about segments; other news waits for a timer."""
         return bool(self._lender.withdrawn) or (bool(self._borrower.ended) and self._borrower.is_return_due)
 
     def returned(self, numbers: Sequence[int]) -> None:
@@ -93,7 +93,7 @@ class SharedPayloads:
     def lend(self, message: WireMessage, buffers: Sequence[OutgoingBuffer]) -> Sequence[OutgoingBuffer]:
         """Moves buffers of a message into shared memory; returns the buffers that the socket must carry.
 
-        It also queues news for the peer, which travel in the same envelope and cost no wake-up of their own.
+        It also queues news for the peer, which travels in the same envelope, without a wake-up of its own.
         """
         self.is_used = True
         if buffers:
@@ -101,7 +101,7 @@ class SharedPayloads:
             buffers = self._put_in(message, buffers)
             self.num_lent += total - _size_of(buffers)
         if self.is_news_due:
-            self._tell()
+            self._queue_news()
         return buffers
 
     def _put_in(self, message: WireMessage, buffers: Sequence[OutgoingBuffer]) -> Sequence[OutgoingBuffer]:
@@ -138,7 +138,7 @@ class SharedPayloads:
         return left
 
     def _lend_common(self, pack: Pack, common: CommonPack) -> int | None:
-        """Lends memory that already has the buffers, for other peers; None if that is not possible now."""
+        """Lends memory that was filled for other peers, too; None if that is not possible now."""
         memory = common.filled()
         if memory is None:
             return None
@@ -146,25 +146,25 @@ class SharedPayloads:
             return number
         if (number := self._lender.offer_common(memory.mapped, common.keep)) is None:
             return None
-        self._tell()
+        self._queue_news()
         pb = rpc_pb2.SegmentOffer(segment=number, size=memory.segment.size_bytes, is_common=True)
         self._outgoing.add_offer(rpc_pb2.Message(segment_offer=pb), memory.segment)
         return number if self._lender.lend_common(number, pack) else None
 
     def _offer(self, pack: Pack) -> int | None:
-        """Offers the peer a new segment for these buffers; returns its number, None if no more are allowed."""
+        """Offers the peer a new segment for these buffers; returns its number, or None if no more are allowed."""
         _, num_bytes = offsets(buffer.size for _, buffer in pack)
         made = self._lender.offer(num_bytes)
         if made is None:
             return None
         number, segment = made
-        self._tell()  # withdrawals that made room for this segment, before the peer counts it
+        self._queue_news()  # withdrawals that made room for this segment, before the peer counts it
         pb = rpc_pb2.SegmentOffer(segment=number, size=segment.size_bytes)
         self._outgoing.add_offer(rpc_pb2.Message(segment_offer=pb), segment)
         return number
 
     def handle(self, kind: str, message: rpc_pb2.Message) -> None:
-        """Takes a message about segments; `kind` is its field in `body`."""
+        """Handles a message about segments; `kind` is its field in `body`."""
         self.is_used = True
         if kind == "segment_news":
             news = message.segment_news
@@ -179,7 +179,7 @@ class SharedPayloads:
             self._send(self._answer_to(message.segment_offer))
 
     def _answer_to(self, offer: rpc_pb2.SegmentOffer) -> rpc_pb2.Message:
-        """Maps memory that the peer offers, unless this process had no room for its descriptor; returns the answer."""
+        """Maps memory that the peer offers, or refuses it for lack of a free descriptor; returns the answer."""
         descriptor = self._channel.take_descriptor()
         if descriptor is not None and self._allowed:
             accepted = self._borrower.offered(offer.segment, offer.size, descriptor, offer.is_common)
@@ -215,7 +215,7 @@ class SharedPayloads:
         last = -1
         for buffer, segment in sorted((loan.buffer, loan.segment) for loan in message.loans):
             if buffer >= len(sizes) or buffer == last:
-                raise ProtocolViolation(f"a loan for buffer {buffer} of {len(sizes)}")
+                raise ProtocolViolation(f"a message lends buffer {buffer} of {len(sizes)}, or lends it twice")
             last = buffer
             indices.setdefault(segment, []).append(buffer)
         views: dict[int, memoryview] = {}
@@ -235,10 +235,10 @@ class SharedPayloads:
             self._return_handle = self._loop.call_later(CONTROL_DELAY_S, self._return)
 
     def _return(self) -> None:
-        """Reports free segments that no message has reported in time."""
+        """Reports ended leases that no message has reported in time."""
         # Cleared before the leases are read: a message that borrows meanwhile schedules the next return.
         self._is_return_due = False
-        self._tell_news()
+        self._send_news()
         if self._borrower.has_leases and not self._is_return_due:
             self._is_return_due = True
             self._schedule_return()
@@ -248,15 +248,15 @@ class SharedPayloads:
         if now >= self._trim_due:
             self._trim_due = now + SEGMENTS_TRIM_S
             self._lender.trim()
-            self._tell_news()
+            self._send_news()
 
-    def _tell_news(self) -> None:
+    def _send_news(self) -> None:
         if self._borrower.ended or self._lender.withdrawn:
-            self._tell()
+            self._queue_news()
             self._flush()
 
-    def _tell(self) -> None:
-        """Queues the news about segments for the peer, once."""
+    def _queue_news(self) -> None:
+        """Queues the news about segments that the peer has not got yet."""
         returned, kept = self._borrower.take_ended()
         if returned:  # frequent, with most large messages, so it has a compact frame
             self._outgoing.add_returned(returned)

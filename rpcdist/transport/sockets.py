@@ -1,17 +1,17 @@
 """Raw sockets between processes, authenticated before any data of the peer is used.
 
-A `SocketHub` takes connections on the raw listeners of its node: TCP and, on Linux, Unix. `connect` opens a connection
-for a purpose, a string that both ends agree on; `expect` returns the connection that a peer opened for that purpose,
-before or after the call. Both return a non-blocking socket that has carried only the handshake. Between hosts it speaks
-TLS, on the thread that uses it (`StreamSocket`).
+A `SocketHub` accepts connections on the raw listeners of its node: TCP and, on Linux, Unix. `connect` opens a
+connection for a purpose, a string that both ends agree on; `expect` returns the connection that a peer opened for that
+purpose, before or after the call. Both return a non-blocking socket that has carried only the handshake. Between hosts
+it uses TLS, on the thread that uses it (`StreamSocket`).
 
 Guarantees:
 
  1. The mutual proof of the job token (handshake.py) comes first on every socket, and covers the hub and the purpose. A
     Unix peer also belongs to this user.
- 2. The cost of strangers is bounded (admission.py).
- 3. Proven connections that no thread expects yet are bounded, too: at most `MAX_WAITING`, each for at most
-    `ROLE_LIMIT_S`. Purposes announced by `announce` have no time limit.
+ 2. Unauthenticated peers can use only bounded resources (admission.py).
+ 3. At most `MAX_WAITING` proven connections wait for a call of `expect`, each for at most `ROLE_LIMIT_S`. A purpose
+    announced by `announce` has no time limit.
  4. Forked children get none of these sockets (fork.py).
 """
 
@@ -48,7 +48,7 @@ class SocketHub:
     """The raw sockets of one part of a process; any thread may use it. It does not listen before `open`.
 
     Args:
-        node: connects, listens, and proves this process. It must outlive the hub.
+        node: the node whose listeners, connector and credentials the hub uses. It must outlive the hub.
     """
 
     def __init__(self, node: Node) -> None:
@@ -70,14 +70,14 @@ class SocketHub:
     def address(self) -> str:
         """The address for `connect` of peers. Raises `ConfigError` before `open`."""
         if self._address is None:
-            raise ConfigError("the socket hub does not listen yet. Call open(host) first.")
+            raise ConfigError("the socket hub is not listening yet. Call open(host) first.")
         return str(self._address)
 
     def open(self, host: str, timeout_s: float = SLOW_ANSWER_LIMIT_S) -> str:
-        """Starts to take connections; blocks briefly; a second call has no effect.
+        """Starts accepting connections; blocks briefly; a second call has no effect.
 
         Args:
-            host: the address for the TCP listener; its port is chosen by the system.
+            host: the address of the TCP listener; the system chooses the port.
 
         Returns:
             The address.
@@ -150,7 +150,7 @@ class SocketHub:
         _check_purpose(purpose)
         began = time.monotonic()
         try:
-            async with asyncio.timeout(Deadline.after(timeout_s).wait_s()):  # uvloop knows no infinity
+            async with asyncio.timeout(Deadline.after(timeout_s).wait_s()):  # uvloop accepts no infinite time
                 return await connect_to_hub(self._node.credentials, HubAddress.parse(address), purpose, unix)
         except TimeoutError as exc:
             waited_s = time.monotonic() - began
@@ -162,7 +162,7 @@ class SocketHub:
             raise ConnectFailed(address, exc.strerror or str(exc), time.monotonic() - began) from exc
 
     def close(self) -> None:
-        """Stops taking connections, and closes those not handed over; idempotent. Waiting threads get an error."""
+        """Stops accepting connections, and closes those not handed over; idempotent. Waiting threads get an error."""
         with self._lock:
             if self._closed:
                 return
@@ -200,7 +200,7 @@ class SocketHub:
 
 
 async def send_all(connection: StreamSocket, data: bytes) -> None:
-    """Sends on the running loop, as `loop.sock_sendall`. Cancelled, it may have sent a part. Raises `OSError`."""
+    """Sends on the running loop, like `loop.sock_sendall`. If cancelled, it may have sent a part. Raises `OSError`."""
     rest = memoryview(data)
     while rest:
         try:
@@ -210,7 +210,7 @@ async def send_all(connection: StreamSocket, data: bytes) -> None:
 
 
 async def receive_some(connection: StreamSocket, size: int) -> bytes:
-    """At least one byte and at most `size`, as `loop.sock_recv`; none at the end. Raises `OSError`."""
+    """Receives one to `size` bytes, like `loop.sock_recv`; empty at the end of the stream. Raises `OSError`."""
     while True:
         try:
             return connection.recv(size)

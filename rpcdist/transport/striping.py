@@ -2,26 +2,26 @@
 session's own connection stays free for everything else.
 
 Each side may use the connections as soon as it has all of them. The side that opened the session also opens these, at
-the second large message in either direction: by then the peer has the session, and large messages are not a single
-event. A connection carries pieces: each has the ordinal number of its announcement, a size, and the bytes.
+the second large message in either direction: by then the peer has registered the session, and large messages are not a
+single event. A connection carries pieces: each has the ordinal number of its announcement, a size, and the bytes.
 
 [Note: far peers] In one round trip, the kernel sends a limited number of bytes on a connection: no more than its
-buffers hold, and no more than it has learned that the path carries, which a few messages do not teach it. A long round
-trip therefore bounds the rate of one connection, and a message of 1 MiB takes two of them. So peers that are far apart
-have more connections, and smaller messages use them.
+buffers hold, and no more than the congestion window, which a few messages do not open. A long round trip therefore
+limits the rate of one connection, and a message of 1 MiB takes two of them. So peers that are far apart have more
+connections, and use them for smaller messages.
 
-[Note: unused] Once the connections are open, either side may find that it cannot use them: it gave up waiting for the
+[Note: unused] Once the connections are open, either side may find that it cannot use them: it stopped waiting for the
 last one, or its system allows no more threads. It then closes them. If the other side finds them closed before any
 bytes were sent on them in either direction, it continues without them. Otherwise bytes may be lost, and the session
 ends.
 
-[Note: the end] The last bytes of a peer arrive on several connections, and the one with its reason for closing may be
-the first. So a session that ends there reads the others to their end, for a moment. Conversely, the end of a payload
-connection ends the session only after a moment, in which the reason may arrive.
+[Note: the end] The last bytes of a peer arrive on several connections, and its reason for closing, on the session's own
+connection, may arrive first. So a session that ends there reads the other connections to their end, for a moment.
+Conversely, the end of a payload connection ends the session only after a moment, in which the reason may arrive.
 
 [Note: silence] Heartbeats travel on the session's own connection and do not check the payload connections: a firewall
-may have dropped them, or the peer may not read them. So the kernel breaks a payload connection whose bytes the peer has
-not acknowledged for the silence limit of the session.
+may have dropped them, or the peer may not read them. So the kernel breaks a payload connection if the peer has not
+acknowledged its bytes within the silence limit of the session.
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ Stripe = tuple[StripedTransfer, StripeCursor]
 """The part of a transfer on one connection."""
 
 StripePlace = tuple[int, int]
-"""The number of a connection among those of its session, and how many these are."""
+"""The index of a connection in its session, and the number of connections."""
 
 
 class StripeConnection:
-    """One connection for payloads, with a thread that writes and a thread that reads, from the start.
+    """One payload connection, with a thread that writes and a thread that reads.
 
     The threads block, so each piece of a payload takes one system call, without the interpreter's lock. `close` ends
     their waits. The last thread closes the socket, so that the kernel cannot reuse its descriptor while a thread still
@@ -90,9 +90,9 @@ class StripeConnection:
         num_sent, num_received: the bytes of payloads so far.
 
     Args:
-        connection: proven; the object owns it.
-        place: its number among the connections.
-        incoming: has the memory for arriving bytes.
+        connection: proven; this object owns it.
+        place: its place among the connections.
+        incoming: provides the memory for arriving bytes.
 
     Raises:
         RuntimeError: the system allows no more threads; the connection is closed.
@@ -199,7 +199,7 @@ class StripeConnection:
         while self._receive(head, may_end=True):
             ordinal, size = _HEAD.unpack(head)
             if not 0 < size <= PIECE_BYTES:
-                raise ProtocolViolation(f"a piece of {size} bytes was announced; {PIECE_BYTES} are allowed")
+                raise ProtocolViolation(f"a piece of {size} bytes was announced; the limit is {PIECE_BYTES}")
             self._read_piece(ordinal, size)
 
     def _read_piece(self, ordinal: int, size: int) -> None:
@@ -225,7 +225,7 @@ class StripeConnection:
             if not more:
                 if may_end and not got:
                     return False
-                raise OSError("it ended within a piece")
+                raise OSError("it ended in the middle of a piece")
             got += more
         return True
 
@@ -241,16 +241,16 @@ logger = logging.getLogger(__name__)
 PAYLOAD_CONNECTIONS_VARIABLE: Final = "RPCDIST_PAYLOAD_CONNECTIONS"
 
 MIN_STRIPED_BYTES: Final = 2 << 20
-"""For smaller messages, the changes of thread cost more than the second connection gains."""
+"""For smaller messages, the thread switches cost more than the second connection gains."""
 
 _MIN_FAR_BYTES: Final = 256 << 10
-"""The same where a round trip takes long. [Note: far peers]"""
+"""The same if a round trip takes long. [Note: far peers]"""
 
 _FAR_ROUND_TRIP: Final = 2e-3  # seconds; within a data centre it is shorter
 
 Connections = Sequence[socket.socket | TlsSocket]
 OpenConnections = Callable[[int], Coroutine[Any, Any, Connections]]
-"""Opens so many payload connections; raises `OSError` or `TimeoutError` if that is not possible."""
+"""Opens this number of payload connections; raises `OSError` or `TimeoutError` if that fails."""
 
 
 def num_connections(is_far: bool = False) -> int:
@@ -267,12 +267,12 @@ def num_connections(is_far: bool = False) -> int:
 
 
 class Striping:
-    """The payload connections of a session over TCP: they carry the large buffers of messages in stripes.
+    """The payload connections of a session over TCP, which carry the large buffers of messages in stripes.
 
     Args:
-        on_piece: called with each delivery, perhaps the last one of a message, when a piece has arrived; on any thread.
-        on_written: called with the number of a transfer whose stripes are all written or dropped, and whether no others
-            wait; on any thread.
+        on_piece: called on any thread when a piece has arrived, with the delivery that it completes, or None.
+        on_written: called on any thread with the number of a transfer whose stripes are all written or dropped, and
+            whether no other transfer waits.
         open: opens the connections; None at the side that waits for them.
         silence_limit_s: limit for the peer to acknowledge bytes on a connection. [Note: silence]
         round_trip_s: the round trip to the peer; None if it is unknown.
@@ -330,7 +330,7 @@ class Striping:
                 self._io.call_soon(self._begin_opening, opening)
 
     def take(self, number: int, ordinal: int, buffers: Sequence[OutgoingBuffer], sizes: Sequence[int]) -> bool:
-        """Sends the buffers of the message that is announced as the `ordinal`th; False if it refuses."""
+        """Sends the buffers of the message whose announcement was the `ordinal`th; False if it does not take them."""
         total = sum(sizes)
         self.note(total)
         if not self._connections or total < self._min_bytes:
@@ -349,7 +349,7 @@ class Striping:
         return True
 
     def abort(self, number: int) -> bool:
-        """Stops a transfer, after the piece that is being written; False if it has no transfer of that number."""
+        """Stops a transfer, after the piece that is being written; False if there is no transfer of that number."""
         with self._lock:
             transfer = self._transfers.get(number)
             if transfer is None:
@@ -375,12 +375,12 @@ class Striping:
         self._on_written(transfer.number, is_last)
 
     def on_piece(self, delivery: Delivery | None) -> None:
-        """A piece arrived, perhaps the last one of a message. An exception raised here ends the session."""
+        """Called when a piece has arrived. An exception raised here ends the session."""
         self._is_used = True
         self._on_piece(delivery)
 
     def on_end(self, error: Exception | None, is_read: bool) -> None:
-        """A thread of a connection has ended: by an error, or because the peer closed the connection (None)."""
+        """Called when a thread of a connection has ended: with its error, or with None if the peer closed it."""
         with suppress(RpcdistError):  # the loop is closed, and the session with it
             self._io.call_soon(self._ended, error, is_read)
 
@@ -400,7 +400,7 @@ class Striping:
         self.begin(connections)
 
     def begin(self, connections: Connections) -> None:
-        """Starts to use the connections, which are complete; this object owns them."""
+        """Starts to use the connections, all of which are given; this object owns them."""
         if self._is_closed or self._connections:
             for connection in connections:
                 connection.close()
@@ -422,25 +422,25 @@ class Striping:
         logger.debug("%d payload connections with %s", count, self._name)
 
     def _ended(self, error: Exception | None, is_read: bool) -> None:
-        """Ends the session, since a thread of a connection has ended, unless no bytes are lost. [Note: the end]"""
+        """Ends the session after a thread of a connection has ended, unless no bytes are lost. [Note: the end]"""
         if self._is_closed or not self._connections or (error is None and self._drop_unused()):
             return
         if isinstance(error, ProtocolViolation):
             self._close(str(error))
             return
         if error is not None and not isinstance(error, OSError):
-            logger.error("a payload from or to %s could not be handled", self._name, exc_info=error)
+            logger.error("a piece of a large message from or to %s could not be handled", self._name, exc_info=error)
             self._close(f"a payload could not be handled: {error!r}")
             return
         self._num_ended += is_read
         if self._num_ended >= len(self._connections):
             self._all_ended.set()
-        text = "it was closed there" if error is None else getattr(error, "strerror", None) or error
+        text = "the peer closed it" if error is None else getattr(error, "strerror", None) or error
         reason = f"a payload connection with {self._name} broke: {text}"
         self._io.loop.call_later(CLOSE_STEP_LIMIT_S, self._close, reason)
 
     def _drop_unused(self) -> bool:
-        """Continues without the connections, since the peer closed one, if no bytes were sent. [Note: unused]"""
+        """Drops the connections after the peer has closed one, if no bytes were sent on any. [Note: unused]"""
         with self._lock:
             if self._is_used:
                 return False
@@ -448,7 +448,7 @@ class Striping:
         for connection in dropped:
             connection.close()
         self._all_ended.set()
-        logger.info("%s has no payload connections any more, so one connection carries everything", self._name)
+        logger.info("%s has closed its payload connections, so one connection carries everything", self._name)
         return True
 
     async def read_out(self) -> None:
@@ -471,7 +471,7 @@ class Striping:
 # ---------------------------------------------------------------- the side that waits for the connections
 
 PAYLOAD_TAKER: Final = "payloads"
-"""The name of this taker among the takers of raw sockets."""
+"""The name of `StripeTaker` among the takers of raw sockets."""
 
 _Arrived = dict[StripePlace, socket.socket | TlsSocket]
 
@@ -515,7 +515,7 @@ class StripeTaker:
         if expected is None or expected[0] != peer:
             return f"{peer.name} has no such session in this process"
         if not num_connections():
-            return f"{PAYLOAD_CONNECTIONS_VARIABLE} is 0 there"
+            return f"{PAYLOAD_CONNECTIONS_VARIABLE} is 0 in this process"
         if place in expected[2] or any(place[1] != other[1] for other in expected[2]):
             return "this payload connection is already open"
         return ""
@@ -528,7 +528,7 @@ class StripeTaker:
             return False
         place = parsed[1]
         _, striping, arrived = expected
-        if place in arrived or any(place[1] != other[1] for other in arrived):  # two came at the same time
+        if place in arrived or any(place[1] != other[1] for other in arrived):  # two arrived at the same time
             return False
         if not arrived:
             asyncio.get_running_loop().call_later(SIDE_ATTEMPT_LIMIT_S, _close_all, arrived)
@@ -540,7 +540,7 @@ class StripeTaker:
 
 
 def _close_all(arrived: _Arrived) -> None:
-    """Closes the connections of an incomplete set: the peer has given up by now, or the session has ended."""
+    """Closes the connections of an incomplete set: the peer has stopped opening them, or the session has ended."""
     for connection in arrived.values():
         connection.close()
     arrived.clear()

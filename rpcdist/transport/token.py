@@ -1,9 +1,9 @@
 """The job token: the secret that all processes of a job share, and its sources.
 
 The sources, in this order: the option given in code, the token that an engine set, the environment variable
-`RPCDIST_TOKEN`, and a file of the user, which is created with a random token if it is missing: in the home, or where
-that cannot be written (containers) in a folder of this machine. So a single machine, or a cluster with a shared home
-directory, needs no set-up.
+`RPCDIST_TOKEN`, and a file of the user, which is created with a random token if it is missing: in the home directory,
+or, if that is not writable (containers), in a directory of this machine. So a single machine, or a cluster with a
+shared home directory, needs no set-up.
 """
 
 from __future__ import annotations
@@ -22,33 +22,32 @@ FILE_VARIABLE: Final = "RPCDIST_TOKEN_FILE"
 MIN_TOKEN_LENGTH: Final = 16
 """With a recorded handshake, tokens can be tried offline, so short ones are refused; 16 random characters are safe."""
 
-_BROUGHT: Final = "the token that the engine brought"
+_BROUGHT: Final = "the token that the engine set"
 _MAX_TOKEN_LENGTH: Final = 4096
 _MIN_DIFFERENT: Final = 6  # characters; 16 random hexadecimal digits have fewer different ones once in 2000 times
 _ADVICE: Final = "Make a good one with: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
 # Errors of file systems without hard links (vfat, some network and container mounts).
 _NO_LINKS: Final = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})
-# Errors of homes that this user cannot write, and that no later attempt can, as one that was full might.
+# Errors of home directories that this user can never write to; one that is full may become writable.
 _NOT_WRITABLE: Final = frozenset({errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR})
 
 
 _brought: list[str] = []
-"""The last token given to `bring_job_token`. It is kept in this process, and not in its environment, which other
-processes can read."""
+"""The last token given to `bring_job_token`; not in the environment of this process, which other processes can read."""
 
 
 def bring_job_token(token: str) -> None:
     """Sets the token of this process, for engines that do not pass it in the environment.
 
     Raises:
-        ConfigError: as `job_token`.
+        ConfigError: see `job_token`.
     """
     _checked(token, _BROUGHT)
     _brought[:] = [token]
 
 
 def job_token(explicit: str | None = None) -> bytes:
-    """Returns the job token, and makes the token file if nothing else gives one.
+    """Returns the job token, and creates the token file if there is no other source.
 
     Args:
         explicit: the token from an option, or None.
@@ -57,8 +56,8 @@ def job_token(explicit: str | None = None) -> bytes:
         The token as UTF-8, without surrounding white space.
 
     Raises:
-        ConfigError: the token is empty, short or regular, or the file is not private, or cannot be read or made. The
-            text says how to fix that, and never contains the token.
+        ConfigError: the token is empty, short or repetitive, or the file is not private, or cannot be read or created.
+            The text says how to fix that, and never contains the token.
     """
     if explicit is not None:
         return _checked(explicit, "the token option")
@@ -71,7 +70,7 @@ def job_token(explicit: str | None = None) -> bytes:
 
 
 def describe_token_source(explicit: str | None = None) -> str:
-    """The source from which `job_token` takes the token, for error messages; has no token in it, and never raises."""
+    """The source from which `job_token` takes the token, for error messages; never contains the token, never raises."""
     if explicit is not None:
         return "the token given as an option"
     if _brought:
@@ -81,11 +80,12 @@ def describe_token_source(explicit: str | None = None) -> str:
     try:
         path, missing = str(token_path()), ""
     except ConfigError:
-        path, missing = "one in a home", f"no token: {TOKEN_VARIABLE} is not set, and there is no home for a token file"
+        path = "a home directory"
+        missing = f"no token: {TOKEN_VARIABLE} is not set, and there is no home directory for a token file"
     machine = _path_of_machine()
     if os.access(path, os.R_OK) or machine is None or not machine.exists():
         return missing or f"the token file {path}"
-    return f"the token file {machine}, which is of this machine alone, since {path} cannot be read"
+    return f"the token file {machine}, which only this machine has, since {path} cannot be read"
 
 
 def token_path() -> Path:
@@ -98,7 +98,7 @@ def token_path() -> Path:
     if chosen:
         return Path(chosen)
     config = os.environ.get("XDG_CONFIG_HOME", "")
-    if os.path.isabs(config):  # the XDG specification says to ignore relative paths
+    if os.path.isabs(config):  # the XDG specification requires relative paths to be ignored
         return Path(config, "rpcdist", "token")
     home = os.path.expanduser("~")
     if not os.path.isabs(home):
@@ -115,17 +115,17 @@ def _checked(text: str, source: str) -> bytes:
         raise ConfigError(f"{source} is set but empty. Give every process of the job the same token. {_ADVICE}")
     if len(token) < MIN_TOKEN_LENGTH:
         raise ConfigError(
-            f"the token in {source} has {len(token)} characters, so it could be guessed; {MIN_TOKEN_LENGTH} are "
-            f"needed. {_ADVICE}"
+            f"the token in {source} has {len(token)} characters, so it could be guessed; it needs at least "
+            f"{MIN_TOKEN_LENGTH}. {_ADVICE}"
         )
     if len(token) > _MAX_TOKEN_LENGTH:
         raise ConfigError(f"the token in {source} is longer than {_MAX_TOKEN_LENGTH} characters. {_ADVICE}")
     if len(set(token)) < _MIN_DIFFERENT or _is_repetition(token):
         raise ConfigError(
-            f"the token in {source} repeats a few characters, so it could be guessed; the keys of the job's TLS are "
-            f"made from it. {_ADVICE}"
+            f"the token in {source} repeats a few characters, so it could be guessed, and the TLS keys are derived "
+            f"from it. {_ADVICE}"
         )
-    return token.encode("utf-8", "surrogateescape")  # environment bytes that are not UTF-8 come back as they were
+    return token.encode("utf-8", "surrogateescape")  # restores environment bytes that are not UTF-8
 
 
 def _is_repetition(token: str) -> bool:
@@ -145,7 +145,7 @@ def _token_of_user() -> bytes:
 
 
 def _path_of_machine(create: bool = False) -> Path | None:
-    """The token file where the home takes none; None if it can have no folder, or the user has named a file."""
+    """The token file if the home directory is not writable; None for no folder, or if the user has named a file."""
     if os.environ.get(FILE_VARIABLE):
         return None
     try:
@@ -162,8 +162,8 @@ def _token_of_file(path: Path) -> bytes:
             token = _read(path)
     except OSError as exc:
         raise ConfigError(
-            f"the job token cannot be kept in {path} ({exc.strerror or exc}). Set {TOKEN_VARIABLE} to the same value "
-            f"in every process of the job, or {FILE_VARIABLE} to a file that you may write. {_ADVICE}"
+            f"the job token cannot be stored in {path} ({exc.strerror or exc}). Set {TOKEN_VARIABLE} to the same value "
+            f"in every process of the job, or {FILE_VARIABLE} to a file that you can write. {_ADVICE}"
         ) from exc
     if token is None:
         raise ConfigError(
@@ -175,18 +175,18 @@ def _token_of_file(path: Path) -> bytes:
 def _read(path: Path) -> bytes | None:
     """The token in the file; None if there is no file."""
     try:
-        # Not blocking: a named pipe in its place must not hang this process.
+        # Not blocking: a named pipe in place of the file must not hang this process.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     except FileNotFoundError:
         return None
     with open(descriptor, "rb") as file:
-        _check_private(os.fstat(descriptor), path)  # of the opened file, which cannot be exchanged meanwhile
+        _check_private(os.fstat(descriptor), path)  # the opened file, which nobody can exchange meanwhile
         content = file.read(_MAX_TOKEN_LENGTH + 2)
     try:
         return _checked(content.decode(), f"the token file {path}")
     except UnicodeDecodeError as exc:
         raise ConfigError(
-            f"the token file {path} does not contain text. Remove it, and rpcdist makes a new one."
+            f"the token file {path} does not contain text. Remove it, so that rpcdist creates a new one."
         ) from exc
 
 
@@ -200,13 +200,13 @@ def _check_private(status: os.stat_result, path: Path) -> None:
 
 
 def _create(path: Path) -> None:
-    """Makes the file with a random token, complete and private from the start; an existing file stays."""
+    """Creates the file with a random token, complete and private from the start; an existing file stays."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with open(descriptor, "wb") as file:
-            os.fchmod(descriptor, 0o600)  # in spite of the umask
+            os.fchmod(descriptor, 0o600)  # independent of the umask
             file.write(secrets.token_urlsafe(32).encode() + b"\n")
             file.flush()
             os.fsync(descriptor)
@@ -216,7 +216,7 @@ def _create(path: Path) -> None:
 
 
 def _publish(temporary: Path, path: Path) -> None:
-    """Gives the finished file its name, unless another process was faster: all then read the first one's file."""
+    """Gives the finished file its name, unless another process was faster: then all read that process's file."""
     try:
         os.link(temporary, path)
     except FileExistsError:
@@ -228,7 +228,7 @@ def _publish(temporary: Path, path: Path) -> None:
 
 
 def _rename_under_lock(temporary: Path, path: Path) -> None:
-    """The same without hard links: locks the directory, because a rename alone would replace another process's file."""
+    """Does the same without hard links, with a lock on the directory: a rename alone would replace another's file."""
     import fcntl  # not on Windows, where os.link works
 
     directory = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)

@@ -1,4 +1,4 @@
-"""Unix sockets of this host: their abilities, the process at their other end, and descriptors that they carry.
+"""Unix sockets of this host: what they support here, the process at the other end, and descriptors passed over them.
 
 [Note: senders] `SO_PEERCRED` always names the process that called `connect()` or `listen()`. That process may have
 ended, and its process id may have been reused; or it may have passed the socket on. So `SO_PEERCRED` does not identify
@@ -92,10 +92,10 @@ Ancillary = list[tuple[int, int, bytes]]
 
 _INT_BYTES: Final = array("i").itemsize
 MAX_DESCRIPTORS: Final = 16
-"""Limit of the received descriptors whose message has not been read yet."""
+"""Limit on received descriptors whose message has not been read yet."""
 ANCILLARY_BYTES: Final = socket.CMSG_SPACE(MAX_DESCRIPTORS * _INT_BYTES) if hasattr(socket, "CMSG_SPACE") else 0
 CUT_OFF: Final = int(getattr(socket, "MSG_CTRUNC", 0))
-"""Plain integers: an operation on the enums of `socket` takes longer than the system call."""
+"""A plain integer: an operation on the enums of `socket` takes longer than the system call."""
 CLOSE_ON_EXEC: Final = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
 
 
@@ -104,7 +104,7 @@ class ReceivedDescriptors:
 
     def __init__(self, address: str) -> None:
         self._address = address
-        self._waiting: deque[int | None] = deque()  # None: this process has no room for it
+        self._waiting: deque[int | None] = deque()  # None: this process had no free descriptor for it
 
     def add(self, ancillary: Ancillary, flags: int) -> None:
         """Stores the descriptors that `recvmsg` returned. Raises `ProtocolViolation` if the peer passes too many."""
@@ -114,14 +114,14 @@ class ReceivedDescriptors:
         if not ancillary:  # truncated: this process has no free descriptor
             self._waiting.append(None)
         elif flags & CUT_OFF:
-            raise ProtocolViolation(f"{self._address} passes more descriptors than it may")
+            raise ProtocolViolation(f"{self._address} sent more descriptors at once than are allowed")
         if len(self._waiting) > MAX_DESCRIPTORS:
-            raise ProtocolViolation(f"{self._address} passes descriptors that it does not announce")
+            raise ProtocolViolation(f"{self._address} sent descriptors that no message announced")
 
     def take(self) -> int | None:
-        """The next descriptor, which the caller closes; None if this process had no room for it."""
+        """The next descriptor, which the caller closes; None if this process had no free descriptor for it."""
         if not self._waiting:
-            raise ProtocolViolation(f"{self._address} offers memory without a descriptor")
+            raise ProtocolViolation(f"{self._address} offered shared memory but sent no descriptor")
         return self._waiting.popleft()
 
     def close(self) -> None:

@@ -18,10 +18,10 @@ MAX_COMPACT_BODY_BYTES: Final = 1 << 18
 """A value with more bytes (apart from large buffers) travels in a protobuf message, which can be cut into chunks."""
 
 MAX_NAME_BYTES: Final = 1000
-"""A call of a function with a longer name travels in a protobuf message: receivers keep the names of compact frames."""
+"""A call of a function with a longer name travels in a protobuf message; receivers keep the names of compact frames."""
 
 UNCOUNTED_BYTES: Final = 4096
-"""A message with a small body that finds few frames in the queue counts in no account, which saves it four locks."""
+"""A message with a body of up to this size is not counted if few frames are queued, which saves it four locks."""
 
 NamedReference = tuple[int, int, int, int, int, int]
 """A remote reference and the used share of it: worker, number and incarnation of each `UniqueId`."""
@@ -67,13 +67,13 @@ class CallMessage:
         context: the autograd context in which the function runs; 0 for none.
         history: the autograd record of the arguments in `body`.
         transfer, large, loans: its large buffers, as in a protobuf `Message`; the session fills them in.
-        value: the arguments where the compact form cannot say them; `body` is empty then.
+        value: the arguments, if the compact form cannot express them; `body` is empty then.
         is_by_value: whether the function is the last one of the arguments.
         is_serial: for `remote()`, whether the result is an actor.
         counts_as_idle: whether it waits for other workers: a callee that shuts down does not wait for it.
         traceparent: the W3C header of the caller's span; empty for none.
-        device_map: takes the place of the caller's map for this worker, for the arguments and the answer.
-        num_arrived_bytes: of the protobuf message in which it came, all of which is in memory as long as `value`.
+        device_map: replaces the caller's device map for this worker, for the arguments and the answer.
+        num_arrived_bytes: size of the protobuf message in which it came, which stays in memory as long as `value`.
     """
 
     wrapped: ClassVar[bool] = False
@@ -118,7 +118,7 @@ class CallMessage:
 
     @property
     def size_bytes(self) -> int:
-        """The size of its arguments, and of what arrived with them, without large buffers."""
+        """The size of its arguments, or of the protobuf message in which they came, without large buffers."""
         return self.num_arrived_bytes or (len(self.body) if self.value is None else self.value.ByteSize())
 
 
@@ -130,11 +130,11 @@ class ReplyMessage:
         body: the result, like `CallMessage.body`; empty for None.
         num_tensors: the number of tensors in `body`.
         created: whether it answers a `remote()` whose result the callee keeps.
-        has_value: whether it has the result of that `remote()`, as its caller asked.
+        has_value: whether it includes the result of that `remote()`, as its caller asked.
         history: the autograd record of the result in `body`.
         transfer, large, loans: as in `CallMessage`.
-        value: the result where the compact form cannot say it.
-        failure: why there is no result.
+        value: the result, if the compact form cannot express it.
+        failure: the reason why there is no result.
         is_stream: whether the result is a stream, whose items follow.
     """
 
@@ -209,7 +209,7 @@ def set_large(message: WireMessage, sizes: Sequence[int], loans: Sequence[Loan] 
 
 
 def can_linger(message: WireMessage) -> bool:
-    """Whether this message may wait for the next one: that of a `remote()`, whose caller will ask for the value."""
+    """Whether it may wait for the next message: it is a `remote()`, whose caller will probably ask for the value."""
     return message.__class__ is CallMessage and message.result is not None
 
 
@@ -221,7 +221,7 @@ def is_urgent(message: WireMessage) -> bool:
 
 
 def is_for_loop(message: WireMessage) -> bool:
-    """Whether only the I/O loop hands this message on, which keeps their order; any reader hands on the others."""
+    """Whether the handler must get this message on the I/O loop, in order; any reader may deliver the others."""
     if not isinstance(message, rpc_pb2.Message):
         return message.is_stream
     if message.HasField("autograd"):

@@ -73,7 +73,7 @@ def test_the_job_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert node_options(rpc.RpcOptions(job="other")).job == "other"
     node = acquire_node()
     try:
-        with pytest.raises(ConfigError, match=r"belongs to job 'nightly', and cannot join job 'other'.*RPCDIST_JOB"):
+        with pytest.raises(ConfigError, match=r"belongs to job 'nightly', so it cannot join job 'other'.*RPCDIST_JOB"):
             acquire_node(NodeOptions(job="other"))
     finally:
         node.release()

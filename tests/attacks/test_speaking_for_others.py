@@ -74,7 +74,7 @@ def test_nobody_ends_the_calls_of_another_worker_at_an_actor() -> None:
             with pytest.raises(TypeError):
                 rpc.rpc_sync("a", _turns_over, (there, (2, 1), 0, (1, 2, 3)))
             for stream, numbers in ((0, [1]), ("0", (1,)), (0, ("1",)), (0, 1)):
-                with pytest.raises(RpcdistError, match="told by the number"):
+                with pytest.raises(RpcdistError, match="needs the number"):
                     rpc.rpc_sync("a", _turns_over, (there, stream, numbers))
         assert of_c.over == set() and len(queue._callers) == 2
 

@@ -174,7 +174,7 @@ def test_the_deadline_of_the_call_that_runs_says_so(cluster: InProcessCluster) -
         gate = new_gate("runs")
         actor = journal()
         assert actor.rpc_sync().note(1) == 1
-        with pytest.raises(DeadlineExceeded, match="had been running at 'b' for"):
+        with pytest.raises(DeadlineExceeded, match="had been running on 'b' for"):
             actor.rpc_sync(timeout=1.5).hold("runs")
         with pytest.raises(DeadlineExceeded, match="its turn at an actor"):
             actor.rpc_sync(timeout=1.5).note(2)

@@ -190,13 +190,13 @@ CallState = rpc_pb2.CallState
 @pytest.mark.parametrize(
     ("phase", "text"),
     [
-        (CallState.QUEUED, "waited for a thread at 'b'"),
-        (CallState.RUNNING, "had been running at 'b' for 7."),
-        (CallState.WAITING, "At 'b' it waited for"),
-        (CallState.STREAMING, "had been producing items at 'b' for 7."),
-        (CallState.IN_LINE, "waited for its turn at an actor on 'b'"),
-        (CallState.ENDED, "'b' had ended it: its reply was under way"),
-        (99, "'b' had ended it"),  # of a later version
+        (CallState.QUEUED, "was waiting for a thread on 'b'"),
+        (CallState.RUNNING, "had been running on 'b' for 7."),
+        (CallState.WAITING, "On 'b' it was waiting for"),
+        (CallState.STREAMING, "had been producing items on 'b' for 7."),
+        (CallState.IN_LINE, "was waiting for its turn at an actor on 'b'"),
+        (CallState.ENDED, "had ended on 'b', and its reply was on the way"),
+        (99, "had ended on 'b'"),  # of a later version
     ],
 )
 def test_the_error_at_the_deadline_says_how_far_the_call_was(phase: Any, text: str) -> None:
@@ -205,16 +205,16 @@ def test_the_error_at_the_deadline_says_how_far_the_call_was(phase: Any, text: s
     session: Any = SimpleNamespace(peer=Identity("b", 1, 2), last_received=time.monotonic(), closed_reason=None)
     assert "It was not sent" in str(call.deadline_error())
     call.session, call.was_asked = session, True
-    assert "'b' did not say how far it was; it was last heard 0.0 s ago" in str(call.deadline_error())
+    assert "'b' did not report its progress; its last message arrived 0.0 s ago" in str(call.deadline_error())
     for sender, id in ((cast(Any, object()), call.id), (session, call.id + 1)):  # of somebody else, of no call
         table.on_state(sender, rpc_pb2.Message(call_state=CallState(id=id, phase=phase)), [], [])
-    assert "did not say" in str(call.deadline_error())
+    assert "did not report" in str(call.deadline_error())
     said = CallState(id=call.id, phase=phase, running_us=7_000_000)
     table.on_state(session, rpc_pb2.Message(call_state=said), [], [])
     assert text in str(call.deadline_error())
     call.transfer = 3
     session.transfer_progress = {3: (1 << 19, 3 << 20)}.get
-    assert "Its arguments were under way: 0.5 of 3.0 MiB were sent." in str(call.deadline_error())
+    assert "Only 0.5 of 3.0 MiB of its arguments were sent." in str(call.deadline_error())
 
 
 def arrived(value: object, autograd: Any = None) -> ArrivedCompact:
@@ -288,7 +288,7 @@ def test_the_error_of_a_deadline_says_how_long_it_was() -> None:
     )
     inherited = pending(table, 60, Deadline.after(0.1)).deadline_error()
     assert isinstance(inherited, DeadlineExceeded)
-    assert "60000 ms" not in str(inherited) and "(100 ms, what was left" in str(inherited)
+    assert "60000 ms" not in str(inherited) and "(100 ms, the remaining time" in str(inherited)
 
 
 # ---------------------------------------------------------------- leases

@@ -159,7 +159,9 @@ def test_who_takes_names_only_refuses_before_it_unpickles(options: dict[str, Any
     trap = Trap()
     with InProcessCluster("a", "b", peer_timeout=CALM_S, by_value=True, **options) as cluster, cluster.use("a"):
         if "allow_pickle" in options:
-            with pytest.raises(SerializationError, match="no name under which the callee finds it, and pickle is off"):
+            with pytest.raises(
+                SerializationError, match="no name under which the callee can find it, and pickle is off"
+            ):
                 rpc.rpc_sync("b", lambda: trap)
         else:
             with pytest.raises(CallRefused, match="functions by name only"):

@@ -89,7 +89,7 @@ def test_the_port_of_another_service_prints_no_frame_of_ours() -> None:
     service = threading.Thread(target=answer_as_a_web_server, args=(listener,))
     service.start()
     try:
-        with pytest.raises(AuthenticationFailed, match="is no rpcdist process") as caught:
+        with pytest.raises(AuthenticationFailed, match="is not an rpcdist process") as caught:
             start(f"tcp://127.0.0.1:{listener.getsockname()[1]}")
     finally:
         listener.shutdown(socket.SHUT_RDWR)

@@ -10,7 +10,7 @@ from own_shortages import no_free_descriptor
 from rpcdist.errors import ConnectFailed
 from rpcdist.rpc._peers.peer import ReachLimit, was_refused
 
-REFUSED, SILENT = ConnectFailed("b:1", "Connection refused"), ConnectFailed("b:1", "no process answered there", 1.0)
+REFUSED, SILENT = ConnectFailed("b:1", "Connection refused"), ConnectFailed("b:1", "no process answered", 1.0)
 
 
 @pytest.fixture

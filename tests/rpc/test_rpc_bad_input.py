@@ -128,7 +128,7 @@ def test_what_is_no_function(world: RpcWorld) -> None:
 @pytest.mark.parametrize("args", [5, "text", torch.ones(2), torch.ones(1)], ids=["int", "str", "tensor", "one number"])
 def test_arguments_that_are_no_sequence(world: RpcWorld, call: Any, args: Any) -> None:
     error = world["a"].begin(call, "b", functions.make, args).error(TypeError)
-    assert f"not one of type {type(args).__name__}; write args=(value,)" in str(error)
+    assert f"but it is a {type(args).__name__}; to pass one value, write args=(value,)" in str(error)
     error = world["a"].begin(call, "b", functions.make, (), [1]).error(TypeError)
     assert "kwargs must be a dict" in str(error) and "list" in str(error)
     assert world["a"].run(rpc.rpc_sync, "b", functions.make, [args]) is not None
@@ -240,7 +240,7 @@ def test_without_pickle_only_plain_values_pass(
     error = world["x"].begin(rpc.rpc_sync, "y", bad_input.make_touching, (str(witness),)).error(Exception)
     assert "pickle is off here" in str(error)
     error = world["x"].begin(bad_input.send_function_by_value, "y").error(SerializationError)
-    assert "has no name under which the callee finds it, and pickle is off here" in str(error)
+    assert "has no name under which the callee can find it, and pickle is off here" in str(error)
     assert not witness.exists()
     error = world["x"].begin(rpc.rpc_sync, "y", bad_input.raise_odd, ("touches", str(witness))).error(RemoteError)
     assert error.type_name == "Touching" and error.worker == "y"

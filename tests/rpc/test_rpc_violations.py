@@ -42,15 +42,15 @@ VIOLATIONS: dict[str, tuple[list[bytes], str]] = {
     "the ends of too many contexts": ([frame(rpc_pb2.Message(autograd=MANY_ENDS))], "the end of 257 contexts"),
     "more than announced": (
         [frame(BIG), chunk_envelope(1, 0, 0, memoryview(b"x" * 1001))],
-        "a chunk of 1001 bytes arrived for offset 0",
+        "a chunk of 1001 bytes arrived at offset 0",
     ),
     "more than announced, in chunks": (
         [frame(BIG), *(chunk_envelope(1, 0, at, memoryview(b"x" * 300)) for at in (0, 300, 600, 900))],
-        "a chunk of 300 bytes arrived for offset 900",
+        "a chunk of 300 bytes arrived at offset 900",
     ),
     "a chunk at the wrong place": (
         [frame(BIG), chunk_envelope(1, 0, 5, memoryview(b"x"))],
-        "a chunk of 1 bytes arrived for offset 5",
+        "a chunk of 1 bytes arrived at offset 5",
     ),
     "a buffer that was not announced": ([frame(BIG), chunk_envelope(1, 3, 0, memoryview(b"x"))], "buffer 3 of 1"),
     "announced twice": ([frame(BIG), frame(BIG)], "transfer 1 was announced twice"),

@@ -172,7 +172,7 @@ def test_what_cannot_be_unpickled_names_the_cause() -> None:
 
 def test_table_entries_cannot_be_read_outside() -> None:
     body = encode(Holder(torch.ones(1))).value.body
-    with pytest.raises(SerializationError, match="only as its part"):
+    with pytest.raises(SerializationError, match="only as a part of it"):
         pickle.loads(body)
 
 

@@ -433,7 +433,9 @@ def test_other_devices_need_a_route() -> None:
 def test_a_device_that_the_receiver_lacks() -> None:
     value = encode(torch.ones(2)).value
     value.tensors[0].device = "cuda:99"
-    with pytest.raises(SerializationError, match="tensor for cuda:99 arrived where tensors of the CPU are expected"):
+    with pytest.raises(
+        SerializationError, match="tensor for cuda:99 arrived where only tensors on the CPU are expected"
+    ):
         decode(value)
     with pytest.raises(SerializationError, match="another device"):
         decode(value, plain_only=True)

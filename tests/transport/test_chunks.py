@@ -99,8 +99,8 @@ def test_transfers_do_not_mix() -> None:
 VIOLATIONS: list[tuple[str, list[Any], str]] = [
     ("announced twice", [announced(1, 5), announced(1, 5)], "announced twice"),
     ("announced as number 0", [announced(0, 5)], "announced twice"),
-    ("out of order", [announced(1, 5), chunk(1, 0, 2, b"xx")], "expected was 0"),
-    ("repeated", [announced(1, 5), chunk(1, 0, 0, b"xx"), chunk(1, 0, 0, b"xx")], "expected was 2"),
+    ("out of order", [announced(1, 5), chunk(1, 0, 2, b"xx")], "bytes is at 0"),
+    ("repeated", [announced(1, 5), chunk(1, 0, 0, b"xx"), chunk(1, 0, 0, b"xx")], "bytes is at 2"),
     ("larger than announced", [announced(1, 5), chunk(1, 0, 0, b"xxxxxx")], "5 announced bytes"),
     ("larger in the end", [announced(1, 5), chunk(1, 0, 0, b"xxx"), chunk(1, 0, 3, b"xxx")], "5 announced bytes"),
     ("another buffer", [announced(1, 5), chunk(1, 1, 0, b"x")], "buffer 1 of 1"),
@@ -135,7 +135,7 @@ def test_a_transfer_that_does_not_fit_fails_alone(reason: str) -> None:
         incoming = Incoming(no_memory, announced=(counted := AnnouncedBytes()))
     assert incoming.announce(announced(1, 6, 4)) is None
     assert incoming.chunk(chunk(1, 0, 0, b"xxx")) is None and incoming.chunk(chunk(1, 1, 0, b"xxxx")) is None
-    with pytest.raises(ProtocolViolation, match="expected was 3"):  # what it drops is looked at as well
+    with pytest.raises(ProtocolViolation, match="bytes is at 3"):  # what it drops is looked at as well
         incoming.chunk(chunk(1, 0, 4, b"xxx"))
     delivery = incoming.chunk(chunk(1, 0, 3, b"xxx"))
     assert delivery is not None and delivery[0] == announced(1, 6, 4)

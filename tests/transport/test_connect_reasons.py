@@ -23,12 +23,12 @@ LAST_ERROR = "failed to connect to all addresses; last error: "
         (
             "errors resolving nohost.invalid:1: [field:hostname lookup error:address lookup failed for "
             "nohost.invalid:1: Domain name not found]",
-            "the host name cannot be resolved; is it spelled right?",
+            "the host name cannot be resolved; check its spelling",
         ),
         (
             LAST_ERROR + "FAILED_PRECONDITION: ipv4:255.255.255.255:5: connect failed: addr: ipv4:255.255.255.255:5 "
             "error: Network is unreachable",
-            "no route leads there; is it the right network?",
+            "the network has no route there; check the address",
         ),
         (
             LAST_ERROR + "INTERNAL: ipv4:127.0.0.1:42481: Failed parsing HTTP/2 (Expected SETTINGS frame as the first "

@@ -202,7 +202,7 @@ def raw(message: rpc_pb2.Message | ReturnedSegments) -> bytes:
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
-        (rpc_pb2.Message(segment_offer={"segment": 1, "size": LARGE}), "without a descriptor"),
+        (rpc_pb2.Message(segment_offer={"segment": 1, "size": LARGE}), "but sent no descriptor"),
         (rpc_pb2.Message(segment_answer={"segment": 1, "accepted": True}), "was answered, but not offered"),
         (ReturnedSegments([1]), "was returned, but not lent"),
         (rpc_pb2.Message(segment_news={"withdrawn": [1]}), "was withdrawn"),
@@ -224,7 +224,7 @@ async def test_descriptors_that_nobody_announced_end_the_session(pair: ChannelPa
         for _ in range(MAX_DESCRIPTORS + 1):
             message = rpc_pb2.Message(heartbeat=rpc_pb2.Heartbeat())
             socket.send_fds(pair.sockets[1], [raw(message)], [segment.fileno()])
-        assert "passes descriptors" in await closed_reason(pair)
+        assert "sent descriptors that no message announced" in await closed_reason(pair)
         await pair.end()
         assert len(os.listdir("/proc/self/fd")) <= descriptors - 3
 

@@ -203,7 +203,7 @@ def test_who_took_the_name_first_learns_nothing_and_stops_nobody(
     squatter = Squatter(port, answer)
     try:
         server.serve("127.0.0.1", port)
-        assert "its name is taken" in caplog.text
+        assert "its name is in use" in caplog.text
         server.handle_role("echo", Recorder(echo=True))
         link = open_link(client, server, handler=answers, expected=server.identity)
         assert link.peer == server.identity and not is_local(link)
@@ -257,8 +257,11 @@ CALL = frame(rpc_pb2.Message(call=rpc_pb2.Call(id=1, arguments=value_pb2.Value(b
     [
         (framed(CALL), b" bytes that arrived are not a handshake"),
         (framed(b"\xff" * 100), b"100 bytes that arrived are not a handshake"),
-        (b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", b"announced a message of"),
-        (LENGTH.pack(MAX_HANDSHAKE_BYTES + 1), b"announced a message of %d bytes" % (MAX_HANDSHAKE_BYTES + 1)),
+        (b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", b"announced a handshake message of"),
+        (
+            LENGTH.pack(MAX_HANDSHAKE_BYTES + 1),
+            b"announced a handshake message of %d bytes" % (MAX_HANDSHAKE_BYTES + 1),
+        ),
         (framed(b""), b"a handshake message is empty"),
     ],
     ids=["a call", "not a handshake", "http", "too large", "empty"],

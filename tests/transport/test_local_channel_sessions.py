@@ -182,7 +182,7 @@ async def test_the_task_writes_what_a_thread_left_in_the_channel_while_it_went_t
         return False
 
     writer._turn = SimpleNamespace(acquire=acquire, release=turn.release, locked=turn.locked)
-    writer._tell_task()
+    writer._wake_task()
     assert (await pair.handlers[1].next())[0] == 1
 
 
@@ -369,7 +369,7 @@ async def test_a_peer_that_is_gone_ends_the_session_at_once(pair: ChannelPair) -
 @pytest.mark.parametrize(
     ("envelopes", "says"),
     [
-        ([frame(announced(1, 200_000)), chunk_envelope(1, 0, 5, memoryview(bytes(100_000)))], "for offset 5"),
+        ([frame(announced(1, 200_000)), chunk_envelope(1, 0, 5, memoryview(bytes(100_000)))], "at offset 5"),
         ([frame(announced(1, 90_000)), chunk_envelope(1, 0, 0, memoryview(bytes(100_000)))], "90000"),
         ([frame(announced(1, 90_000)), chunk_envelope(1, 7, 0, memoryview(bytes(80_000)))], "buffer 7"),
         ([b"\xff" * 100_000], "not an envelope"),

@@ -227,7 +227,7 @@ async def test_an_abort_between_two_turns_drops_the_frames_that_are_left(ends: A
 async def test_a_stranger_may_not_announce_much(ends: Any, size: int) -> None:
     ends[0].setblocking(False)
     ends[1].sendall(LENGTH.pack(size))
-    with pytest.raises(ProtocolViolation, match=f"b announced a message of {size} bytes"):
+    with pytest.raises(ProtocolViolation, match=f"b announced a handshake message of {size} bytes"):
         await asyncio.wait_for(SocketPipe(ends[0], "b").read(), LIMIT_S)
 
 

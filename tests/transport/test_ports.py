@@ -60,7 +60,7 @@ def test_the_error_names_what_gives_a_longer_range_and_that_of_any_port_is_the_s
     def bind(port: int) -> int:
         raise OSError(errno.EADDRINUSE, "not this machine's address")
 
-    with pytest.raises(OSError, match=r"all ports of 80-81 are in use.*\(RPCDIST_HEALTH_PORT\)"):
+    with pytest.raises(OSError, match=r"all ports of 80-81 are in use. Set RPCDIST_HEALTH_PORT"):
         PortRange(80, 81).bind(bind, "RPCDIST_HEALTH_PORT")
     with pytest.raises(OSError, match="not this machine's address"):
         ANY_PORT.bind(bind)

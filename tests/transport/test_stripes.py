@@ -162,8 +162,8 @@ def test_bytes_of_an_aborted_message_are_dropped() -> None:
         ([("stripe", 65)], "for a stripe with 64 bytes left"),
         ([("stripe", 0)], "0 bytes arrived"),
         ([("stripe", 64), ("stripe", 1)], "for a stripe with 0 bytes left"),
-        ([("stripe", 10), ("chunk", 10)], "in stripes, and in chunks"),
-        ([("chunk", 10), ("stripe", 10)], "in chunks or lent memory, and in stripes"),
+        ([("stripe", 10), ("chunk", 10)], "in stripes, and also in chunks"),
+        ([("chunk", 10), ("stripe", 10)], "in stripes, and also in chunks or lent memory"),
     ],
 )
 def test_what_a_peer_must_not_send(steps: list[tuple[str, int]], text: str) -> None:

@@ -83,7 +83,7 @@ def test_who_wants_tls_gets_it_or_goes_to_grpc(
     link = open_link(nodes.make("client"), server, handler=answers)
     assert kind_of(link) == ("tcp" if client_mode == "always" else "grpc")
     assert is_encrypted(link) == (client_mode == "always")
-    told = [record.getMessage() for record in caplog.records if "came without TLS" in record.getMessage()]
+    told = [record.getMessage() for record in caplog.records if "connected without TLS" in record.getMessage()]
     assert len(told) == (client_mode == "auto")
 
 
@@ -107,7 +107,7 @@ def test_a_plain_peer_with_the_token_is_refused(nodes: Nodes) -> None:
         plain.sendall(len(hello).to_bytes(4, "little") + hello)
         size = int.from_bytes(plain.recv(4, socket.MSG_WAITALL), "little")
         reply = handshake_pb2.Handshake.FromString(plain.recv(size, socket.MSG_WAITALL))
-        assert "came without TLS" in reply.refusal.reason
+        assert "connected without TLS" in reply.refusal.reason
         assert plain.recv(1) == b""
     assert not server.sessions
 

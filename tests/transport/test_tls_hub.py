@@ -102,7 +102,7 @@ def test_a_side_that_needs_tls_is_not_talked_out_of_it(monkeypatch: pytest.Monke
     with open_hub() as strict:
         monkeypatch.setenv(TLS_VARIABLE, "auto")
         with open_hub() as usual:
-            with pytest.raises(AuthenticationFailed, match="came without TLS"):
+            with pytest.raises(AuthenticationFailed, match="connected without TLS"):
                 usual.connect(strict.address, "a purpose", LIMIT_S, unix=False)
             one, other = connect(strict, usual)
             with one, other:

@@ -172,7 +172,7 @@ def test_a_home_that_takes_no_token_leaves_it_to_a_folder_of_this_machine(
     path = runtime / "rpcdist/token"
     assert job_token() == first == path.read_text().strip().encode()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600 and stat.S_IMODE(path.parent.stat().st_mode) == 0o700
-    assert f"{path}, which is of this machine alone" in describe_token_source()
+    assert f"{path}, which only this machine has" in describe_token_source()
     path.parent.chmod(0o755)  # others could have put a file there
     with pytest.raises(ConfigError, match="RPCDIST_TOKEN to the same value"):
         job_token()
@@ -195,7 +195,7 @@ def test_a_machine_that_takes_no_token_anywhere_asks_for_the_variable(
 def test_a_file_that_the_user_names_is_the_only_one(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(home))
     monkeypatch.setenv("RPCDIST_TOKEN_FILE", f"{NO_FOLDER}/token")
-    with pytest.raises(ConfigError, match="cannot be kept in /proc"):
+    with pytest.raises(ConfigError, match="cannot be stored in /proc"):
         job_token()
 
 

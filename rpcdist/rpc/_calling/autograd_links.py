@@ -20,20 +20,20 @@ from rpcdist.transport.io_loop import IoLoop, Timer
 
 
 class AutogradLinks:
-    """The agent as distributed autograd sees it. Any thread may call any method; none of them waits.
+    """The agent's services for distributed autograd. Any thread may call any method; no method waits.
 
     Attributes:
         allow_pickle: whether gradients may arrive pickled.
-        default_mode: the mode of a backward pass that names none: "smart" or "fast".
-        timeout_of: a timeout with torch's conventions (-1: the default, 0: none) as seconds, infinity for none.
+        default_mode: the default mode of backward passes: "smart" or "fast".
+        timeout_of: a timeout with torch's conventions (-1: the default, 0: none) in seconds, infinity for none.
         worker_name_of: the name of a worker, or a text with its id if it is unknown.
         silence_s: seconds since the connection to a worker was last known to be good.
-        standing_session: the open session with the process that has a worker's place now, or None.
-        submit: has a function called on a thread that may run code of users.
-        gpus: bring gradients on GPUs to other workers.
-        call_later: has a short function called on the I/O loop, after a delay in seconds.
+        standing_session: the open session with the process that is now the worker, or None.
+        submit: runs a function on a thread that may run user code.
+        gpus: sends gradients on GPUs to other workers.
+        call_later: runs a short function on the I/O loop, after a delay in seconds.
         send_control: sends a message to another worker until it has arrived, unless the worker dies.
-        send, send_if_alive: send one at most once, and raise, or drop it, if the worker is lost.
+        send, send_if_alive: send a message at most once, and raise, or drop it, if the worker is lost.
     """
 
     def __init__(
@@ -64,21 +64,21 @@ class AutogradLinks:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the agent shuts down, or has: nothing can be sent any more."""
+        """Whether the agent is shutting down, or has shut down, so that no message can be sent any more."""
         return self._lifetime.is_closed
 
 
 MakeAutograd = Callable[[AutogradLinks], AutogradHooks]
-"""Makes distributed autograd for an agent; `rpcdist._upper_layers` knows it as "autograd"."""
+"""Creates distributed autograd for an agent; `rpcdist._upper_layers` lists it as "autograd"."""
 
 
 def tell_autograd(
     hooks: AutogradHooks, events: PeerEvents, lifetime: Lifetime, is_worker: Callable[[int], bool]
 ) -> None:
-    """Has distributed autograd hear of what happens to connections and workers, until the agent closes.
+    """Reports broken connections and lost workers to distributed autograd, until the agent closes.
 
     Args:
-        is_worker: whether a number is that of a worker of the job. The contexts of another process end with its
+        is_worker: whether a number belongs to a worker of the job. The contexts of another process end with its
             connection, since it is never declared lost.
     """
 

@@ -1,7 +1,7 @@
 """Calls that wait for their reply, and how they end.
 
-A call ends exactly once: the event that takes it out of the table (reply, deadline, cancellation, loss of the peer,
-shutdown) completes it. Taking it out is one `dict.pop`, so no lock is needed.
+A call ends exactly once: the event that removes it from the table (reply, deadline, cancellation, loss of the peer,
+shutdown) completes it. Removing it is one `dict.pop`, so no lock is needed.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ from rpcdist.waiters import RareWaits
 CallState = rpc_pb2.CallState
 INFINITE: Final = float("inf")
 FETCH: Final = "to_here()"
-MAX_NAME: Final = 500  # characters of the name of a function in reports
+MAX_NAME: Final = 500  # characters of a function's name in reports
 
 
 class ReplySink(Protocol):
-    """Takes the outcome of a call."""
+    """Gets the outcome of a call."""
 
     def replied(self, failure: ArrivedFailure | None, payload: object, jobs: list[PoolJob]) -> None:
-        """The reply came; called on the thread that read it, or that made a call to oneself; it must not run user code.
+        """Called with the reply, on the thread that has read it or called its own worker; must not run user code.
 
         Args:
-            failure: what the callee raised, or None.
+            failure: the callee's exception, or None.
             payload: an `Arrived` value, a `Stream`, or None.
             jobs: gets the remaining work for the pool.
         """
 
     def failed(self, exc: BaseException) -> None:
-        """The call ended otherwise; any thread."""
+        """Called if the call ended in another way; any thread."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -62,21 +62,21 @@ class PendingCall:
 
     Attributes:
         called: the name of the function, or the reference whose value is wanted.
-        is_repeatable: it may run twice, so it is sent again when its connection breaks, until the worker is declared
-            lost. Only where nothing but plain arguments travels: a share of a reference cannot be made twice.
-        counts_as_work: a worker that shuts down waits for it, on both sides. A call that itself waits for other workers
-            does not count: they would wait for each other.
-        timeout_s: what the user asked for; the deadline of the call that is being handled here may be earlier.
-        made: when it was made, in seconds of the monotonic clock.
-        state: what the callee has said about it, and when, once its deadline is near.
-        was_asked: whether the callee was asked for that.
+        is_repeatable: whether it may run twice, so that it is sent again if its connection breaks, until the worker is
+            declared lost. Only for calls with plain arguments: a share of a reference cannot be made twice.
+        counts_as_work: whether a worker that shuts down waits for it, on both sides. Calls that wait for other workers
+            do not count: these workers would wait for each other.
+        timeout_s: the user's timeout; the deadline of the call that is being handled here may be earlier.
+        made: when it was made, in monotonic seconds.
+        state: the callee's last report about it, and when it arrived; requested when the deadline is near.
+        was_asked: whether that report was requested.
         transfer: number of the transfer that carries its large arguments, 0 for none.
-        forks: what the callee holds when the arguments have arrived, to be given back when they may not have.
+        forks: the shares that the callee gets with the arguments; returned if the arguments may not have arrived.
         repeat: the message, if it may be sent again.
-        is_bound: it names values, references or a context that only one process knows.
+        is_bound: whether it names values, references or a context that only one process has.
         autograd: the autograd context in which it was made, or None.
         on: the reference whose method is called, held until the reply; None for other calls.
-        span: of OpenTelemetry, if the program wants spans.
+        span: the span of OpenTelemetry, if the program uses spans.
     """
 
     table: CallTable
@@ -118,7 +118,7 @@ class PendingCall:
         return None if self.is_bound or self.forks else self.deadline
 
     def on_sent(self, session: AnySession, transfer: int) -> None:
-        """The message was given to a session; if that session has ended meanwhile, so has the call."""
+        """Called when the message was passed to a session; if that session has ended, so has the call."""
         self.session = session
         self.transfer = transfer
         if session.closed_reason is not None:
@@ -131,24 +131,24 @@ class PendingCall:
             self.table.end(self, TransportError(f"{self.what()} was not sent: {reason}"))
 
     def cancel(self) -> bool:
-        """Ends it, and tells the callee; its caller completes its own side. False if it has ended already."""
+        """Ends it, and notifies the callee; its caller completes its own side. False if it has ended already."""
         return self.table.cancel(self, None)
 
     def deadline_error(self) -> DeadlineExceeded:
         limit = f"set timeout ({round(self.timeout_s * 1000)} ms)"
         if self.deadline.at < self.made + self.timeout_s:
             left_ms = round((self.deadline.at - self.made) * 1000)
-            limit = f"set timeout ({left_ms} ms, what was left for the call that made it)"
+            limit = f"set timeout ({left_ms} ms, the remaining time of the call that made it)"
         text = f"RPC ran for more than {limit} and will now be marked with an error: {self.what()}"
         return DeadlineExceeded(f"{text}. {how_far}" if (how_far := self._how_far()) else text)
 
     @property
     def ask_at(self) -> float:
-        """When the caller asks the callee how far the call is, in seconds of the monotonic clock."""
+        """The time at which the caller asks the callee for the progress of the call, in monotonic seconds."""
         return self.deadline.at - min(CALL_QUESTION_LEAD_S, self.timeout_s / 5)
 
     def unsent(self) -> tuple[int, int] | None:
-        """The bytes of large arguments that were sent, and all of them; None if none are left to send."""
+        """The bytes of large arguments that were sent, and their total; None if none are left to send."""
         return self.session.transfer_progress(self.transfer) if self.session is not None and self.transfer else None
 
     def end_span(self, outcome: str) -> None:
@@ -158,7 +158,7 @@ class PendingCall:
             spans.end(self.span, called, self.table.name_of(self.peer), outcome)
 
     def facts(self, now: float) -> CallMade:
-        """Its state at a moment of the monotonic clock."""
+        """Its state at a time, in monotonic seconds."""
         session, unsent = self.session, self.unsent()
         phase = "unsent" if session is None else "sending" if unsent is not None else "waiting"
         done, total = unsent or (0, 0)
@@ -177,10 +177,10 @@ class PendingCall:
         )
 
     def _how_far(self) -> str:
-        """How far the call was, as a sentence; empty if there was no time to find out."""
+        """A sentence on the progress of the call; empty if there was no time to ask."""
         if (unsent := self.unsent()) is not None:
             sent, size = (num_bytes / (1 << 20) for num_bytes in unsent)
-            return f"Its arguments were under way: {sent:.1f} of {size:.1f} MiB were sent."
+            return f"Only {sent:.1f} of {size:.1f} MiB of its arguments were sent."
         if self.session is None:
             why = own_shortage() or "there was no connection, or its arguments were still being written to it"
             return f"It was not sent: {why}."
@@ -189,21 +189,22 @@ class PendingCall:
         name, now = self.session.peer.name, time.monotonic()
         if self.state is None:
             return (
-                f"{name!r} did not say how far it was; it was last heard {now - self.session.last_received:.1f} s ago."
+                f"{name!r} did not report its progress; its last message arrived "
+                f"{now - self.session.last_received:.1f} s ago."
             )
         state, at = self.state
         running_s = state.running_us / 1e6 + now - at
         return {
-            CallState.QUEUED: f"It waited for a thread at {name!r}, and had not begun.",
-            CallState.RUNNING: f"It had been running at {name!r} for {running_s:.2f} s.",
-            CallState.WAITING: f"At {name!r} it waited for a value, or for the future that its function had returned.",
-            CallState.IN_LINE: f"It waited for its turn at an actor on {name!r}, and had not begun.",
-            CallState.STREAMING: f"It had been producing items at {name!r} for {running_s:.2f} s.",
-        }.get(state.phase, f"{name!r} had ended it: its reply was under way.")
+            CallState.QUEUED: f"It was waiting for a thread on {name!r}, and had not begun.",
+            CallState.RUNNING: f"It had been running on {name!r} for {running_s:.2f} s.",
+            CallState.WAITING: f"On {name!r} it was waiting for a value, or for the future that its function returned.",
+            CallState.IN_LINE: f"It was waiting for its turn at an actor on {name!r}, and had not begun.",
+            CallState.STREAMING: f"It had been producing items on {name!r} for {running_s:.2f} s.",
+        }.get(state.phase, f"It had ended on {name!r}, and its reply was on the way.")
 
 
 Submit = Callable[..., None]
-"""Gives a function and its arguments to the pool."""
+"""Runs a function with its arguments on the pool."""
 
 
 class CallTable:
@@ -211,12 +212,12 @@ class CallTable:
     the I/O loop.
 
     Args:
-        give_back: gives back what the callee holds for a call.
-        send_again: sends the message of a call to the same process once more; raises `TransportError`.
-        recorder: remembers how calls ended; None for not at all.
+        give_back: returns the shares that the callee would have got with a call.
+        send_again: sends the message of a call to the same process again; raises `TransportError`.
+        recorder: records how calls ended; None to record nothing.
 
     Attributes:
-        num_work: how many calls that count as work were ever made.
+        num_work: the number of calls made so far that count as work.
     """
 
     def __init__(
@@ -253,11 +254,11 @@ class CallTable:
 
     @property
     def num_made(self) -> int:
-        """How many calls were ever made."""
+        """The number of calls made so far."""
         return int(repr(self._numbers)[len("count(") : -1]) - 1  # uses up no number; copies end with Python 3.14
 
     def add(self, call: PendingCall) -> None:
-        """Registers a call before it is sent; asks to be woken at its deadline."""
+        """Registers a call before it is sent, and sets the timer for its deadline."""
         self._calls[call.id] = call
         if call.counts_as_work:
             self.num_work += 1
@@ -266,7 +267,7 @@ class CallTable:
             self._io.call_soon(self._set_timer, at)
 
     def take(self, id: int, outcome: str = OK, is_stream: bool = False) -> PendingCall | None:
-        """Removes a call; None if it has ended already. `outcome` is for the recorder; the span of a stream goes on."""
+        """Removes a call; None if it has ended. `outcome` is for the recorder; the span of a stream continues."""
         call = self._calls.pop(id, None)
         if call is not None:
             if (note := self.ended.note) is not None:
@@ -283,7 +284,7 @@ class CallTable:
         self, id: int, session: AnySession, outcome: str = OK, is_stream: bool = False
     ) -> PendingCall | None:
         """`take` for a reply. Only the session that carried the call may answer it; otherwise a peer could answer any
-        call by guessing its number. While the call is being sent, its session is unknown yet, but its worker is known.
+        call by guessing its number. While the call is being sent, its session is not set yet, but its worker is.
         """
         call = self._calls.get(id)
         if call is None or call.session is session:
@@ -293,13 +294,13 @@ class CallTable:
     def on_state(
         self, session: AnySession, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
     ) -> None:
-        """A callee says how far a call is. Its own callee has the session by which the call was sent."""
+        """Records a callee's report on a call. Only the session on which the call was sent may bring it."""
         call = self._calls.get(message.call_state.id)
         if call is not None and call.session is session:
             call.state = message.call_state, time.monotonic()
 
     def by_age(self) -> Iterator[PendingCall]:
-        """The calls, the oldest first; on the I/O loop, where another thread may end it early by changing the table."""
+        """The calls, the oldest first; on the I/O loop. It may end early if another thread changes the table."""
         try:
             yield from self._calls.values()
         except RuntimeError:
@@ -309,7 +310,7 @@ class CallTable:
         return iter(list(self._calls.values()))
 
     def wait_empty(self, timeout_s: float | None) -> bool:
-        """Waits until no call is in flight; False when the time is over."""
+        """Waits until no call is in flight; False on timeout."""
         return self._idle.wait_for(lambda: not self._calls, timeout_s)
 
     # ------------------------------------------------------------ how calls end, other than by a reply
@@ -321,10 +322,10 @@ class CallTable:
             call.reply_sink.failed(exc)
 
     def cancel(self, call: PendingCall, exc: BaseException | None) -> bool:
-        """Ends a call and tells the callee; False if it has ended already.
+        """Ends a call and notifies the callee; False if it has ended already.
 
         Args:
-            exc: what it fails with; None where the caller completes its own side.
+            exc: the error with which it fails; None if the caller completes its own side.
         """
         if self.take(call.id, "Cancelled") is None:
             self._in_flight.end(call.peer, call.id)  # it may have been admitted, and not sent yet
@@ -342,17 +343,17 @@ class CallTable:
     def fail_all(self, exc: BaseException) -> None:
         """Ends every call here, without a message to the callees."""
         for call in self:
-            if self.take(call.id, "given up by shutdown") is not None:
+            if self.take(call.id, "abandoned by shutdown") is not None:
                 call.reply_sink.failed(exc)
 
     def on_broken(self, session: AnySession, reason: str) -> None:
-        """A session has ended: what was sent on it will not be answered. On the I/O loop."""
+        """Ends the calls of a session that has ended, since they will not be answered. On the I/O loop."""
         for call in self:
             if call.session is session:
                 self.on_unanswered(call, session, reason)
 
     def on_unanswered(self, call: PendingCall, session: AnySession, reason: str) -> None:
-        """The session of a call has ended: the call fails, unless it may be repeated."""
+        """Fails a call whose session has ended, unless it may be repeated."""
         if call.repeat is None:
             self.end(call, _lost(session, reason, call.what()))
         else:
@@ -370,7 +371,7 @@ class CallTable:
     # ------------------------------------------------------------ deadlines, on the I/O loop
 
     def _set_timer(self, at: float) -> None:
-        """Has deadlines looked at at a time, in seconds of the monotonic clock, unless that happens earlier."""
+        """Sets the timer for the deadlines to a time in monotonic seconds, unless it is set to an earlier time."""
         loop = self._io.loop
         when = loop.time() + at - time.monotonic()
         if self._timer is not None and not self._timer.cancelled() and loop.time() < self._timer_at <= when:
@@ -379,7 +380,7 @@ class CallTable:
         self._timer, self._timer_at = loop.call_at(when, self._on_timer), when
 
     def _on_timer(self) -> None:
-        """Ends the calls whose deadline has passed, and asks, once, how far those are whose deadline is near."""
+        """Ends calls whose deadline has passed, and asks once for the progress of those whose deadline is near."""
         self._timer = None
         now = time.monotonic()
         expired, to_ask = [], []
@@ -399,7 +400,7 @@ class CallTable:
         for call in expired:
             error = call.deadline_error()
             if call.session is not None and call.transfer:
-                call.session.abort_transfer(call.transfer, "the deadline of the call is over")
+                call.session.abort_transfer(call.transfer, "the deadline of the call has passed")
             self._give_back(call.forks)
             call.reply_sink.failed(error)
         for call in to_ask:
@@ -408,7 +409,7 @@ class CallTable:
                 call.session.flush()
 
     def stop_timer(self) -> None:
-        """No deadline is looked at any more."""
+        """Stops the timer for the deadlines."""
         if self._timer is not None:
             self._timer.cancel()
 

@@ -1,4 +1,4 @@
-"""The caller's side of an agent: makes calls, sends them, and takes their replies."""
+"""The caller's side of an agent: makes calls, sends them, and handles their replies."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ Destination = str | int | WorkerInfo
 
 
 class Caller:
-    """One per agent. Any thread may use it; `on_*` run where they say.
+    """Makes the calls of one agent. Any thread may use it, except for the `on_*` methods.
 
     Args:
-        rpc_timeout_s: the limit of calls that name none.
-        max_in_flight_bytes: of the arguments of calls to one worker.
-        on_handler_loop: whether its caller runs where coroutines of handlers run.
-        recorder: remembers how calls ended.
+        rpc_timeout_s: the default limit of calls.
+        max_in_flight_bytes: limit on the arguments of unfinished calls to one worker.
+        on_handler_loop: whether the current thread runs the loop of handlers' coroutines.
+        recorder: records how calls ended.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Caller:
 
     @property
     def rpc_timeout_s(self) -> float:
-        """The limit of calls that name none."""
+        """The default limit of calls."""
         return self._new_calls.rpc_timeout_s
 
     @rpc_timeout_s.setter
@@ -135,7 +135,7 @@ class Caller:
         timeout_s: float = UNSET_RPC_TIMEOUT,
         device_map: DeviceMap | None = None,
     ) -> Callable[[], Any]:
-        """`sync` in two parts: makes the call, and returns what waits for its result, for a thread that will do so."""
+        """Makes and sends a call; returns a function that waits for the result, for a thread that will call it."""
         reply_sink = SyncReplySink()
         call, message, large = self._new_calls.of_function(
             to, func, args, None, timeout_s, reply_sink, device_map=device_map
@@ -176,8 +176,8 @@ class Caller:
 
         Args:
             workers: their names, ranks or descriptions.
-            func: the rest: as for `start`.
-            unsent: gets short calls, which are left to `send_each`; all are sent if it is None.
+            func: this and the rest as for `start`.
+            unsent: gets the short calls, which `send_each` must send; None sends them now.
         """
         futures: list[Future[Any]] = []
         made: NewCall | None = None
@@ -201,12 +201,12 @@ class Caller:
     def send_each(
         self, calls: Sequence[NewCall], wait: Callable[[AnySession | None, Callable[[], None]], list[Any]]
     ) -> list[Any]:
-        """Sends calls in a wait for their replies.
+        """Sends calls within a wait for their replies.
 
         Args:
-            calls: of `start_each`.
-            wait: gets the first session, or None, and a function that it calls once, while it leads that session: it
-                has the thread read all sessions, and sends the calls.
+            calls: from `start_each`.
+            wait: called with the first session, or None, and a function that it must call once while it leads that
+                session; this function makes the thread read all sessions, and sends the calls.
         """
         sessions = [self._router.session_for_call(call.peer) for call, _, _ in calls]
         first = next((session for session in sessions if session is not None), None)
@@ -243,7 +243,7 @@ class Caller:
         return creation
 
     def fetch_created(self, creation: Creation) -> Any:
-        """The value of a `remote()`, if its message can be made to ask for that, too; else `WITHHELD`. Waits for it."""
+        """Waits for the value of a `remote()`, if its message can still be changed to ask for it; else `WITHHELD`."""
         if asyncio._get_running_loop() is not None or current_autograd.get() is not None:
             return WITHHELD
         value_sink = ValueSink(creation)
@@ -287,8 +287,8 @@ class Caller:
 
     def _start_in_turn(self, call: PendingCall, message: CallMessage, large: Sequence[LargeBuffer]) -> None:
         if torch_profiler._is_profiler_enabled:
-            # Until it is sent. Where the result comes, on whatever thread, the profiler may have ended: its memory is
-            # freed then, and ending the range would write to it.
+            # The range ends when the call is sent. When the result arrives, on any thread, the profiler may have ended
+            # and freed its memory, to which the end of the range would write.
             with record_function(call.what()):
                 self._send_in_turn(call, message, large)
         else:
@@ -310,7 +310,7 @@ class Caller:
         self._send(call, message, large, session, later)
 
     def _wait_for_room(self, call: PendingCall, message: CallMessage, large: Sequence[LargeBuffer]) -> None:
-        """Waits until a call may be sent, unless it is a handler's; not on an event loop.
+        """Waits until a call may be sent, unless a handler makes it; not on an event loop.
 
         Raises:
             Overloaded: there was no room until the deadline.
@@ -318,22 +318,22 @@ class Caller:
         num_bytes = _num_bytes(message, large)
         if num_bytes < COUNTED_FROM_BYTES:
             return
-        if hooks.enter is not None:  # a thread of the pool
+        if hooks.enter is not None:  # a pool thread
             self.in_flight.take_anyway(call.peer, call.id, num_bytes)
             return
         try:
             if not self.in_flight.wait(call.peer, call.id, num_bytes, call.deadline):
                 raise Overloaded(
-                    f"{call.what()} was not sent: the arguments of calls to that worker that have not ended filled the "
-                    f"{self.in_flight.limit_bytes} bytes of RpcOptions(max_in_flight_bytes=...) until the deadline. "
-                    "Wait for some results before you make more calls, or raise the limit"
+                    f"{call.what()} was not sent: until its deadline, the arguments of unfinished calls to that worker "
+                    f"filled the {self.in_flight.limit_bytes} bytes of RpcOptions(max_in_flight_bytes=...). Wait for "
+                    "some results before you make more calls, or raise the limit"
                 )
         except BaseException:
             self._marshal.give_back(call.forks)
             raise
 
     def _has_room(self, call: PendingCall, num_bytes: int, later: Callable[[], None]) -> bool:
-        """Whether a call may be sent now. If not, `later` is called on the I/O loop when it may; on an event loop."""
+        """Whether a call may be sent now; if not, `later` is called on the I/O loop when it may. On an event loop."""
         if num_bytes < COUNTED_FROM_BYTES:
             return True
         if self._on_handler_loop():
@@ -342,7 +342,7 @@ class Caller:
         return self.in_flight.defer(call.peer, call.id, num_bytes, lambda: self._io.call_soon(later))
 
     def _send_later(self, call: PendingCall, message: CallMessage, large: Sequence[LargeBuffer]) -> None:
-        """Sends a call that had to wait, if it has not ended; on the I/O loop."""
+        """Sends a call that had to wait, unless it has ended; on the I/O loop."""
         if call.ended:
             self.in_flight.end(call.peer, call.id)
             return
@@ -352,7 +352,7 @@ class Caller:
             self.calls.end(call, exc)
 
     def _resolve(self, to: Destination, timeout_s: float) -> int:
-        """The id of a destination. A coordinator that may be lost, and have come back, is looked for first; bounded."""
+        """The id of a destination. If the coordinator may be lost, or have returned, looks for it first; bounded."""
         worker_id = self._directory.resolve(to)
         if worker_id == self._directory.coordinator and self._router.misses_coordinator():
             deadline = Deadline.after(self.timeout_of(timeout_s)).earlier(current_deadline.get())
@@ -367,10 +367,10 @@ class Caller:
         session: AnySession | None = None,
         later: Callable[[], None] | None = None,
     ) -> None:
-        """Enters a call into the table, and gives its message to its session, or to the router if there is none.
+        """Enters a call into the table, and passes its message to its session, or to the router if there is none.
 
-        The table comes first: the reply may be there before this returns. Where there is no room for the call's bytes,
-        `later` is called when there is, if it is given; the deadline holds meanwhile.
+        The table comes first, since the reply may arrive before this returns. If there is no room for the call's bytes
+        and `later` is given, `later` is called when there is room; meanwhile the deadline applies.
         """
         try:
             if self._lifetime.is_closed:
@@ -386,7 +386,7 @@ class Caller:
             raise
 
     def _withdraw(self, call: PendingCall) -> None:
-        """Ends a call that failed to be sent, or at which Ctrl-C came: its caller will never see its outcome."""
+        """Ends a call that could not be sent, or was interrupted by Ctrl-C: its caller will not get its outcome."""
         if not self.calls.cancel(call, None):
             self._marshal.give_back(call.forks)
 
@@ -405,12 +405,12 @@ class Caller:
         except TransportError as exc:
             call.on_not_sent(self._router.silence_s(call.peer), str(exc))
 
-    # ------------------------------------------------------------ what callees answer
+    # ------------------------------------------------------------ replies
 
     def on_reply(
         self, session: AnySession, reply: ReplyMessage, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
     ) -> None:
-        """A reply arrived; on the thread that read it: the I/O loop, or one that leads."""
+        """Handles a reply; on the thread that has read it: the I/O loop, or a thread that leads."""
         failure = None
         payload = self._marshal.arrived_with(reply, buffers, session.peer)
         if payload is None and reply.has_value:
@@ -419,7 +419,7 @@ class Caller:
             failure = self._marshal.arrived_failure(reply.failure, buffers, session.peer)
         outcome = OK if failure is None else failure.type_name
         call = self.calls.take_answered(reply.id, session, outcome, reply.is_stream)
-        if call is None:  # it timed out or was cancelled here, or another worker was asked
+        if call is None:  # it timed out or was cancelled here, or was sent to another worker
             if payload is not None:
                 payload.discard()
             elif failure is not None:

@@ -19,12 +19,12 @@ from rpcdist.rpc._values.exceptions import copied
 from rpcdist.rpc.future import Future
 
 WITHHELD: Final = object()
-"""Stands for the value where the reply to a `remote()` did not bring it along."""
+"""Returned in place of the value if the reply to a `remote()` did not include it."""
 
 
 @dataclass(slots=True, eq=False)
 class Creation:
-    """The outcome of a `remote()` (`ReplySink`). Its future is made on demand, since hardly any program asks for it.
+    """The outcome of a `remote()` (`ReplySink`). Its future is created on demand, since few programs ask for it.
 
     It must not hold the reference, which the table of calls would keep alive.
     """
@@ -32,7 +32,7 @@ class Creation:
     _share: ReferenceShare
     _listener: RRefShell
     _submit: Submit
-    _lock: LockType = field(default_factory=threading.Lock)  # around all below
+    _lock: LockType = field(default_factory=threading.Lock)  # protects everything below
     _call: PendingCall | None = None  # None when it has ended
     _value_sink: ValueSink | None = None  # waits for the value, which comes with the reply
     _future: Future[Any] | None = None
@@ -46,11 +46,11 @@ class Creation:
             return
         self._listener.on_created(self._share)
         future = self._end(None)
-        if future is not None:  # its callbacks are code of users
+        if future is not None:  # its callbacks are user code
             jobs.append((partial(future._complete, None), ()))
         if value_sink is not None:
             value_sink.replied(None, WITHHELD if payload is None else payload, jobs)
-        elif isinstance(payload, Arrived):  # the thread that wanted it has given up
+        elif isinstance(payload, Arrived):  # the thread that wanted it waits no longer
             payload.discard()
 
     def failed(self, exc: BaseException) -> None:
@@ -68,7 +68,7 @@ class Creation:
         exc: BaseException
         try:
             exc = failure.exception()
-        except BaseException as why:  # of the user's `__setstate__`, Ctrl-C included: it ends the creation all the same
+        except BaseException as why:  # from the user's `__setstate__`, Ctrl-C included: it also ends the creation
             exc = why
         try:
             self.fail(exc)
@@ -77,7 +77,7 @@ class Creation:
                 value_sink.failed(copied(exc))
 
     def fail(self, exc: BaseException) -> None:
-        """The call failed, or could not be made; not on the I/O loop."""
+        """Records that the call failed, or could not be made; not on the I/O loop."""
         self._listener.on_creation_failed(self._share, exc)
         future = self._end(exc)
         if future is not None:
@@ -91,7 +91,7 @@ class Creation:
             return self._future
 
     def began(self, call: PendingCall) -> None:
-        """The call was made."""
+        """Records that the call was made."""
         with self._lock:
             if not self._has_ended:
                 self._call = call
@@ -108,13 +108,14 @@ class Creation:
         return True
 
     def want_value(self, value_sink: ValueSink, limit_s: float) -> PendingCall | None:
-        """Has the reply bring the value along, if the call's message has not left.
+        """Makes the reply include the value, if the call's message has not been sent yet.
 
         Args:
-            value_sink: gets the value, or `WITHHELD`; nobody else may wait for it.
-            limit_s: of the caller's wait. A call that may take longer is left alone.
+            value_sink: gets the value, or `WITHHELD`; only one may wait for it.
+            limit_s: limit of the caller's wait. A call that may take longer is left unchanged.
 
         Returns:
+            The call, for which the caller then waits; None if the value must be fetched.
             The call, for which the caller waits now; None where the value must be fetched.
         """
         call = self._call
@@ -123,14 +124,14 @@ class Creation:
         with self._lock:
             if self._has_ended or self._value_sink is not None:
                 return None
-            self._value_sink = value_sink  # before the message asks: its reply may come at once
+            self._value_sink = value_sink  # before the message is changed: its reply may come at once
         if call.session.want_value(call.id):
             return call
         self.forget(value_sink)
         return None
 
     def forget(self, value_sink: ValueSink) -> bool:
-        """Nobody waits for the value any more; False if it has come."""
+        """Records that the sink waits no longer; False if the value has arrived."""
         with self._lock:
             if self._value_sink is not value_sink:
                 return False
@@ -138,7 +139,7 @@ class Creation:
             return True
 
     def future(self) -> Future[Any]:
-        """The same one each time; done when the owner holds the result."""
+        """The future, always the same one; done when the owner holds the result."""
         with self._lock:
             if self._future is not None:
                 return self._future
@@ -153,7 +154,7 @@ class Creation:
 
 
 class ValueSink(SyncReplySink):
-    """One blocked thread that wants what a `remote()` makes. The call goes on when that thread waits no longer."""
+    """One blocked thread that wants the value of a `remote()`. The call continues when the thread waits no longer."""
 
     __slots__ = ("_creation",)
 

@@ -1,16 +1,17 @@
-"""Bounds the memory of calls in flight: a caller that is faster than the callee has to wait.
+"""Bounds the memory of calls in flight: a caller that is faster than the callee must wait.
 
-The bytes of the arguments of calls to one worker count, from the moment when a call may be sent until it has ended. So
-the bound covers bytes that wait here to be written, bytes under way, and bytes that wait at the callee for a thread of
-its pool. Calls of a few bytes do not count: their number is bounded by the memory of their futures at the caller.
+The bytes of the arguments of calls to one worker count from the moment when a call may be sent until it ends. So the
+bound covers bytes that wait here to be written, bytes in transit, and bytes that wait for a pool thread at the callee.
+Calls of a few bytes do not count: their number is bounded by the memory of their futures at the caller.
 
-If the room is used up:
+If there is no room:
 
-    a thread of the user's    sleeps until there is, at most until the deadline of its call
-    a task on an event loop   never waits here, since the loop would: the call is made, and its message goes out later
-    a handler                 goes on: two workers that call each other from handlers would wait for each other
+    a thread of the user      sleeps until there is room, at most until the deadline of its call
+    a task on an event loop   does not wait, since that would block the loop: its message is sent when there is room
+    a handler                 does not wait: two workers that call each other from handlers would wait for each other
 
-Replies never wait. Calls go out in the order in which they came; one that is larger than the limit goes alone.
+Replies never wait. Calls are sent in the order in which they were made; a call that is larger than the limit is sent
+alone.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Final
 from rpcdist.deadline import Deadline, acquire
 
 COUNTED_FROM_BYTES: Final = 4096
-"""Calls with fewer bytes of arguments do not count, and cost nothing here."""
+"""Calls with fewer bytes of arguments do not count, and have no cost here."""
 
 
 _Waiter = tuple[int, Callable[[], object]]
@@ -43,15 +44,15 @@ class InFlightBytes:
     """One per agent. Any thread may call any method.
 
     Invariants:
-        1. The admitted calls to one worker have at most `limit_bytes` together, or there is one of them, unless calls
-           were admitted with `take_anyway`.
-        2. Calls that wait are admitted in the order in which they came.
+        1. The admitted calls to one worker have at most `limit_bytes` together, or there is only one, except for calls
+           admitted by `take_anyway`.
+        2. Waiting calls are admitted in the order in which they were made.
 
     Args:
-        limit_bytes: for the calls to one worker.
+        limit_bytes: limit for the calls to one worker.
 
     Attributes:
-        admitted: by call that was admitted, and has not ended: its bytes.
+        admitted: the bytes of each call that was admitted and has not ended.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -66,12 +67,12 @@ class InFlightBytes:
             return f"<InFlightBytes {num_bytes} B, {sum(len(line.waiters) for line in self._lines.values())} waiting>"
 
     def usage(self) -> dict[int, tuple[int, int]]:
-        """By worker: the bytes in flight, and the number of calls that wait."""
-        lines = self._lines.copy()  # in a single step: a look holds no lock of the call path
+        """The bytes in flight and the number of waiting calls, by worker."""
+        lines = self._lines.copy()  # in a single step: inspection takes no lock of the call path
         return {worker: (line.num_bytes, len(line.waiters)) for worker, line in lines.items()}
 
     def wait(self, to: int, call: int, num_bytes: int, deadline: Deadline) -> bool:
-        """Admits a call to a worker, sooner or later; False if its deadline came first."""
+        """Waits until a call to a worker is admitted; False if its deadline came first."""
         there_is_room = threading.Lock()
         there_is_room.acquire()
         if self._enter(to, call, (num_bytes, there_is_room.release)):
@@ -86,19 +87,19 @@ class InFlightBytes:
         return admitted
 
     def defer(self, to: int, call: int, num_bytes: int, admitted: Callable[[], object]) -> bool:
-        """Admits a call at once, or returns False, and calls `admitted`, which must not block, when it is admitted.
+        """Admits a call at once, or returns False and calls `admitted`, which must not block, later.
 
-        It is called on the thread that ends another call; not if `end` comes first.
+        `admitted` is called on the thread that ends another call, unless `end` comes first.
         """
         return self._enter(to, call, (num_bytes, admitted))
 
     def take_anyway(self, to: int, call: int, num_bytes: int) -> None:
-        """Admits a call, room or not."""
+        """Admits a call even if there is no room."""
         with self._lock:
             self._admit(self._line(to), call, num_bytes)
 
     def end(self, to: int, call: int) -> None:
-        """A call to a worker has ended, admitted or not; idempotent."""
+        """Records that a call to a worker has ended, admitted or not; idempotent."""
         with self._lock:
             line = self._lines.get(to)
             if line is None:

@@ -1,6 +1,6 @@
-"""Makes calls and their messages, and what takes their replies: a blocked thread, or a future.
+"""Makes calls and their messages, and the sinks for their replies: a blocked thread, or a future.
 
-For a message, the name is found, the arguments are encoded, and the deadline and the autograd context are noted.
+A message gets the name of the function, the encoded arguments, the deadline and the autograd context.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ logger = logging.getLogger(__name__)
 
 
 def positional(args: Any) -> tuple[Any, ...]:
-    """The positional arguments as the user gave them; raises `TypeError` for what nobody means."""
+    """The positional arguments; raises `TypeError` for values that users pass only by mistake."""
     if type(args) is tuple:
         return args
     if args is None:
         return ()
-    # These can be taken apart, too, but nobody who writes `args=tensor` or `args="text"` means that.
+    # These are iterable, too, but users who write `args=tensor` or `args="text"` do not mean their items.
     if isinstance(args, str | bytes | torch.Tensor) or not isinstance(args, Iterable):
         raise TypeError(
-            f"args must be a tuple or list of the function's arguments, not one of type {type(args).__name__}; write "
-            "args=(value,) to pass one value"
+            f"args must be a tuple or list of the function's arguments, but it is a {type(args).__name__}; to pass one "
+            "value, write args=(value,)"
         )
     return tuple(args)
 
 
 def by_keyword(kwargs: Any) -> Mapping[str, Any]:
-    """The same for those by keyword."""
+    """The keyword arguments; raises `TypeError` if they are not a mapping."""
     if kwargs is None:
         return {}
     if type(kwargs) is not dict and not isinstance(kwargs, Mapping):
@@ -66,17 +66,17 @@ def by_keyword(kwargs: Any) -> Mapping[str, Any]:
 
 
 NewCall = tuple[PendingCall, CallMessage, Sequence[LargeBuffer]]
-"""A call that was not sent yet, its message, and the large buffers of that."""
+"""A call that was not sent yet, its message, and the large buffers of the message."""
 
 MAX_KNOWN: Final = 4096
 
 
 class NewCalls:
-    """One per agent. Any thread may use it; encoding runs code of users.
+    """Makes the calls of one agent. Any thread may use it; encoding runs user code.
 
     Args:
-        table: they are entered into it when they are sent.
-        rpc_timeout_s: the limit of calls that name none.
+        table: the table into which calls are entered when they are sent.
+        rpc_timeout_s: the default limit of calls.
     """
 
     def __init__(self, table: CallTable, marshal: Marshal, rpc_timeout_s: float) -> None:
@@ -87,7 +87,7 @@ class NewCalls:
         self._marshal = marshal
 
     def timeout_of(self, timeout_s: float) -> float:
-        """The user's timeout with torch's conventions (-1: the default, 0: none) as seconds, infinity for none."""
+        """The user's timeout with torch's conventions (-1: the default, 0: none) in seconds, infinity for none."""
         if timeout_s == UNSET_RPC_TIMEOUT:
             return self.rpc_timeout_s or INFINITE
         return checked_timeout(timeout_s) or INFINITE
@@ -108,15 +108,15 @@ class NewCalls:
         """A call of a function.
 
         Args:
-            timeout_s: as users write it.
-            result: of `remote()`: the ids under which the callee keeps the result.
-            on: a reference to a value of the callee, which becomes the function's first argument there. It is only
-                named, so the owner has nothing to count; the call holds the reference until it ends.
+            timeout_s: as users give it.
+            result: for `remote()`: the ids under which the callee keeps the result.
+            on: a reference to a value of the callee, which becomes the function's first argument there. The call only
+                names it, so the owner counts no new share; the call holds the reference until it ends.
         """
         if not callable(func):
             kind = type(func).__name__
             raise TypeError(
-                f"function should be callable, and this is a value of type {kind}. Write the function itself, without "
+                f"function should be callable, but it is a value of type {kind}. Pass the function itself, without "
                 "calling it, and its arguments after it: rpc_sync(to, function, args=(value,))"
             )
         timeout_s, deadline, made = self._limits(timeout_s)  # before encoding, which may run slow user code
@@ -157,7 +157,7 @@ class NewCalls:
             call.result, call.is_serial = (*result.rref, *result.fork), is_serial
         if on is not None:
             call.target = (*on.state.rref, *on.state.id)
-        # Not before: nobody ends the span if the arguments cannot be written.
+        # Not before: the span would never end if the arguments cannot be written.
         if (spans := call_records.exporter) is not None:
             pending.span = spans.begin_made(called)
             call.traceparent = spans.traceparent(pending.span)
@@ -186,12 +186,12 @@ class NewCalls:
             )
 
     def is_for_all(self, made: NewCall) -> bool:
-        """Whether the same call may go to another worker."""
+        """Whether the same call may be sent to another worker."""
         call = made[1]
         return call.is_compact and not (call.context or call.result or call.target)
 
     def for_another(self, made: NewCall, to: int, reply_sink: ReplySink) -> NewCall | None:
-        """The same call for another worker, without encoding it again; None if parts of it are for one worker alone."""
+        """The same call for another worker, without encoding it again; None if parts of it are for one worker only."""
         call, message, large = made
         if not self.is_for_all(made) or (message.num_tensors and self._marshal.moves_cpu(to)):
             return None
@@ -203,7 +203,7 @@ class NewCalls:
         return pending, again, large
 
     def of_fetch(self, owner: int, share: ReferenceShare, timeout_s: float, reply_sink: ReplySink) -> NewCall:
-        """A call for the value of a reference, which its caller holds. It may safely be sent twice."""
+        """A call for the value of a reference that the caller holds. It may safely be sent twice."""
         timeout_s, deadline, made = self._limits(timeout_s)
         current = current_autograd.get()
         context, context_id = (None, 0) if current is None else current.for_call(owner)
@@ -232,16 +232,16 @@ class NewCalls:
     def _by_value(
         self, func: Callable[..., Any], args: object, kwargs: object, to: int, device_map: DeviceMap | None
     ) -> Written:
-        """The function behind its arguments: what it holds (tensors, references) travels as they do."""
+        """The function is written after its arguments, with the values that it holds (tensors, references)."""
         if not self._marshal.allow_pickle:
             raise SerializationError(
-                f"{getattr(func, '__qualname__', repr(func))!r} has no name under which the callee finds it, and "
+                f"{getattr(func, '__qualname__', repr(func))!r} has no name under which the callee can find it, and "
                 "pickle is off here; define it at the top level of a module that both sides can import"
             )
         return self._marshal.write((args, kwargs, func), to, None, device_map)
 
     def _limits(self, timeout_s: float) -> tuple[float, Deadline, float]:
-        """The time that the user gave; the deadline, that of the call that is handled here if it is earlier; now."""
+        """The timeout in seconds; the deadline, or the deadline of the call that is handled here if earlier; now."""
         is_default = timeout_s == UNSET_RPC_TIMEOUT
         timeout_s = (self.rpc_timeout_s or INFINITE) if is_default else self.timeout_of(timeout_s)
         inherited = current_deadline.get()
@@ -251,14 +251,14 @@ class NewCalls:
 
 
 def _is_in_handler() -> bool:
-    """Whether this thread, or the task that it runs, serves the call of a worker."""
+    """Whether this thread, or the task that it runs, handles a call of another worker."""
     return hooks.enter is not None or calling_worker.get() is not None
 
 
 class KnownNames:
-    """Names that `function_reference` has returned for functions and classes at the top level of modules. Any thread.
+    """Caches what `function_reference` returned for functions and classes at the top level of modules. Any thread.
 
-    A name holds as long as its module still has the same object there: reloading and patching a module are noticed.
+    A name is valid while its module has the same object there, so reloading and patching a module take effect.
     """
 
     __slots__ = ("_known",)
@@ -270,32 +270,32 @@ class KnownNames:
         return f"<KnownNames [{len(self._known)}]>"
 
     def find(self, func: object) -> str | None:
-        """The name on the wire; None if it is not known, or leads to something else now."""
-        # Of other types equality, or the hash, may run code of users, or mean what they hold.
+        """The name on the wire; None if it is not known, or leads to another object now."""
+        # For objects of other types, equality or the hash may run user code, or depend on their contents.
         known = self._known.get(func) if type(func) is FunctionType or type(func) is type else None
         if known is None:
             return None
         module = sys.modules.get(known[0])
         if module is not None and getattr(module, known[1], None) is func:
             return known[2]
-        self._known.pop(func, None)  # deleted or replaced: nothing else would let go of it
+        self._known.pop(func, None)  # deleted or replaced: the entry would keep the function alive
         return None
 
     def note(self, func: object, encoded: str) -> None:
-        """Keeps what `function_reference` has returned, if it is the name of something at the top level of a module."""
+        """Stores a result of `function_reference`, if it names an object at the top level of a module."""
         if type(func) is FunctionType or type(func) is type:
             module, name = func.__module__, func.__qualname__
             if "." not in name:
                 if len(self._known) >= MAX_KNOWN:
-                    self._known.clear()  # those in use are soon back
+                    self._known.clear()  # names in use soon come back
                 self._known[func] = module, name, encoded
 
 
-# ---------------------------------------------------------------- what takes the reply
+# ---------------------------------------------------------------- sinks for replies
 
 
 def result_of(failure: ArrivedFailure | None, payload: object) -> object:
-    """The value of a reply; raises what the callee raised. Runs user code: never on the I/O loop."""
+    """The value of a reply; raises the callee's exception. Runs user code: never on the I/O loop."""
     if isinstance(payload, Arrived):
         return payload.decode()
     if failure is not None:
@@ -304,27 +304,27 @@ def result_of(failure: ArrivedFailure | None, payload: object) -> object:
 
 
 def _is_made_here(payload: object) -> bool:
-    """Whether the thread that has read a reply makes its value: that is quick, and runs no code of users.
+    """Whether the thread that has read a reply also decodes its value, because that is quick and runs no user code.
 
-    A thread of the user's makes no tensors of other calls in torch's modes, which could change them.
+    In torch's modes, which could change them, a user's thread decodes no tensors of other calls.
     """
     if isinstance(payload, Arrived):
         return payload.is_short and ((payload.is_simple and payload.autograd is None) or is_default())
-    return payload is None  # of most functions
+    return payload is None  # the result of most functions
 
 
 def _run_inside(context: CallContext | None, job: Callable[[], object]) -> None:
-    """Callbacks of a call that was made in an autograd context run in it. Each job has a `contextvars` context."""
+    """Runs callbacks of a call in the autograd context in which it was made. Each job has a `contextvars` context."""
     if context is not None:
         current_autograd.set(context)
     job()
 
 
 class SyncReplySink:
-    """One blocked thread. The value is decoded on that thread, so a call costs no third one.
+    """One blocked thread, which also decodes the value, so that a call involves no third thread.
 
-    The constructor takes the lock, and the end of the call releases it. Until then the thread reads from the
-    connection of the call, or, if another thread does, sleeps on the lock.
+    The constructor takes the lock, and the end of the call releases it. Until then the thread reads from the connection
+    of the call, or sleeps on the lock if another thread reads.
     """
 
     __slots__ = ("_error", "_failure", "_lock", "_payload", "_session", "_thread")
@@ -335,8 +335,8 @@ class SyncReplySink:
         self._failure: ArrivedFailure | None = None
         self._payload: object = None
         self._error: BaseException | None = None
-        self._thread = 0  # the one that waits
-        self._session: AnySession | None = None  # where the thread may be reading
+        self._thread = 0  # the thread that waits
+        self._session: AnySession | None = None  # the session that the thread may be reading
 
     def replied(self, failure: ArrivedFailure | None, payload: object, jobs: list[PoolJob]) -> None:
         self._failure = failure
@@ -354,17 +354,17 @@ class SyncReplySink:
     def wait(
         self, call: PendingCall, send: Callable[[], object] | None = None, session: AnySession | None = None
     ) -> object:
-        """Waits for the call, and sends it before.
+        """Sends the call, and waits for it.
 
         Args:
             send: sends it; None if it was sent already.
-            session: by which it will go, if there is one.
+            session: the session on which it will be sent, if there is one.
 
         Returns:
             The result; raises the call's failure, or `DeadlineExceeded`.
         """
         try:
-            if hooks.enter is None:  # a thread of the user's
+            if hooks.enter is None:  # a thread of the user
                 ended = self._wait(call, send, session)
             else:
                 with blocking():
@@ -376,17 +376,17 @@ class SyncReplySink:
             overdue = call.deadline_error()
             if self._cancel(call, None):
                 raise overdue
-            self._lock.acquire(timeout=THREAD_GRACE_S)  # the outcome arrived in this very moment
+            self._lock.acquire(timeout=THREAD_GRACE_S)  # the outcome has arrived at this moment
         if (error := self._error) is not None:
             self._error = None
             try:
                 raise error
             finally:
-                del error  # it holds this frame, and with it the arguments: a cycle, in which references would live on
+                del error  # it holds this frame and the arguments: a cycle, in which references would stay alive
         return result_of(self._failure, self._payload)
 
     def _cancel(self, call: PendingCall, exc: BaseException | None) -> bool:
-        """Ends a call that was interrupted, or whose deadline is over; False if it has ended already."""
+        """Ends a call that was interrupted, or whose deadline has passed; False if it has ended already."""
         return call.table.cancel(call, exc)
 
     def _wait(self, call: PendingCall, send: Callable[[], object] | None, session: AnySession | None) -> bool:
@@ -402,14 +402,14 @@ class SyncReplySink:
 
 
 class CallFuture(Future[Any]):
-    """The future of a call. The thread that reads the reply completes it if its value is plain and short. Another value
-    is decoded by a thread that waits, or else by the pool, which runs callbacks, too.
+    """The future of a call. The thread that reads the reply completes it if the value is plain and short. Other values
+    are decoded by a thread that waits for the future, or else by the pool, which also runs the callbacks.
     """
 
     __slots__ = ()
 
     def expect(self, call: PendingCall) -> None:
-        """Says which call it is, before that is sent: a complete future lets go of its call, which holds it."""
+        """Sets the call, before it is sent; a complete future drops its call, which holds the future."""
         self._expected = call
         self._on_cancel = call.cancel
 
@@ -418,7 +418,7 @@ class CallFuture(Future[Any]):
         if failure is None and _is_made_here(payload):
             try:
                 value = result_of(None, payload)
-            except Exception as exc:  # it is damaged, or nested too deeply for the stack of this thread: see below
+            except Exception as exc:  # damaged, or nested too deeply for the stack of this thread: see below
                 logger.debug("a reply is left to the pool: %r", exc)
             else:
                 if self._arrive(value):
@@ -436,5 +436,5 @@ class CallFuture(Future[Any]):
 
     def failed(self, exc: BaseException) -> None:
         call = self._expected
-        if isinstance(call, PendingCall):  # else it is complete
+        if isinstance(call, PendingCall):  # otherwise the future is complete
             call.table.submit(self._fail, exc)

@@ -1,7 +1,7 @@
 """Results that are streams: a generator at the callee, an iterator at the caller, credits between them.
 
-The producer sends an item only for a credit. The consumer grants `window` credits at once and returns them as items
-are taken, in halves of the window, so that a slow consumer holds back its producer and a fast one never waits for a
+The producer sends an item only for a credit. The consumer grants `window` credits at first, and returns them in halves
+of the window as it takes items, so that a slow consumer slows down its producer and a fast one does not wait for a
 round trip per item.
 """
 
@@ -43,19 +43,19 @@ _END = object()
 
 
 class StreamState:
-    """The receiving end, without the object that the user holds: the agent's table keeps this, and the user's object
+    """The receiving end, without the object that the user holds. The agent's table keeps this, and the user's object
     may be dropped at any time.
 
     Attributes:
         autograd: the autograd context of the call, or None.
-        told: called with the outcome when the consumer has come to the end, or has closed it; for traces.
+        on_ended: called with the outcome when the consumer has reached the end, or has closed the stream; for traces.
     """
 
     def __init__(
         self, id: int, what: str, window: int, grant: Callable[[int], None], cancel: Callable[[], None]
     ) -> None:
         self.autograd: CallContext | None = None
-        self.told: Callable[[str], object] | None = None
+        self.on_ended: Callable[[str], object] | None = None
         self.id = id
         self.what = what
         self._grant = grant
@@ -65,7 +65,7 @@ class StreamState:
         self._taken = 0
         self._items: deque[ArrivedValue] = deque()
         self._ended = False
-        self._exhausted = False  # the consumer has been told that it ended
+        self._exhausted = False  # the consumer knows that the stream has ended
         self._failure: BaseException | ArrivedFailure | None = None
         self._condition = threading.Condition()
         self._async_waiters: list[asyncio.Future[None]] = []
@@ -90,7 +90,7 @@ class StreamState:
             self._notify()
 
     def end(self, failure: BaseException | ArrivedFailure | None) -> None:
-        """No more items come. Idempotent; any thread."""
+        """Records that no more items come. Idempotent; any thread."""
         with self._condition:
             if not self._ended:
                 self._ended = True
@@ -171,18 +171,18 @@ class StreamState:
             )
 
     def take_failure(self) -> BaseException | None:
-        """How the stream ended; None for a regular end, and from the second time on.
+        """The error that ended the stream; None for a regular end, and from the second call on.
 
         It is not kept: once raised, its traceback holds the stream's object, whose finalizer holds this state.
         """
         failure, self._failure = self._failure, None
         return failure.exception() if isinstance(failure, ArrivedFailure) else failure
 
-    def tell(self, outcome: str) -> None:
-        """The consumer has come to the end, or has closed it: the first time, a trace is told."""
-        told, self.told = self.told, None
-        if told is not None:
-            told(outcome)
+    def report_end(self, outcome: str) -> None:
+        """Reports once that the consumer has reached the end, or has closed the stream."""
+        on_ended, self.on_ended = self.on_ended, None
+        if on_ended is not None:
+            on_ended(outcome)
 
     def cancel(self) -> None:
         """Ends the stream from this side; the producer's generator is closed. Idempotent."""
@@ -190,13 +190,13 @@ class StreamState:
             if not self._ended:
                 self._cancel()
         finally:
-            self.tell("Cancelled")
+            self.report_end("Cancelled")
         closed = Cancelled(f"the stream of {self.what} was closed by its consumer")
         self.end(closed)
         with self._condition:
             items, failure = list(self._items), self._failure
             self._items.clear()
-            if items:  # its end may have come before, but a consumer that reads on would miss these
+            if items:  # the end may have arrived, but a consumer that reads on would miss these items
                 self._failure = closed
         for item in items:
             item.discard()
@@ -208,7 +208,7 @@ class Stream(Generic[T]):
     """The items of a remote generator: use `for` in a thread, `async for` in a coroutine.
 
     It can be consumed once. Leaving it unfinished (`close`, `aclose`, or dropping it) closes the generator at the other
-    end. An exception of the generator is raised after the items that came before it.
+    end. An exception of the generator is raised after the items that preceded it.
 
     Args:
         timeout_s: limit of the wait for each item, in seconds; None for no limit.
@@ -224,7 +224,7 @@ class Stream(Generic[T]):
         return f"Stream({self._state!r})"
 
     def __iter__(self) -> Iterator[T]:
-        """Raises `RpcdistError` when the items have been taken already: they are not kept."""
+        """Raises `RpcdistError` if the items have been taken: they are not kept."""
         self._state.check_not_exhausted()
         return self
 
@@ -233,28 +233,28 @@ class Stream(Generic[T]):
 
         Raises:
             StopIteration: the generator is exhausted.
-            DeadlineExceeded: no item came in time.
+            DeadlineExceeded: no item arrived in time.
             WorkerLost: the producer died.
-            Exception: what the generator raised.
+            Exception: the generator raised it.
         """
         if asyncio._get_running_loop() is not None:
             raise BlockingInLoop("iterating a stream with `for`", "async for item in stream")
         return self._result(self._state.take(self._timeout_s), StopIteration)
 
     def __aiter__(self) -> AsyncIterator[T]:
-        """As `__iter__`."""
+        """Like `__iter__`."""
         self._state.check_not_exhausted()
         return self
 
     async def __anext__(self) -> T:
-        """The next item; raises as `__next__` does. Cancellation loses no item."""
+        """The next item; raises the same errors as `__next__`. Cancellation loses no item."""
         return self._result(await self._state.take_async(self._timeout_s), StopAsyncIteration)
 
     def _result(self, item: object, exhausted: type[Exception]) -> T:
         if isinstance(item, ArrivedValue):
-            return item.decode()  # type: ignore[return-value]  # the caller of the stream says what T is
+            return item.decode()  # type: ignore[return-value]  # the caller of the stream decides what T is
         failure = self._state.take_failure()
-        self._state.tell(OK if failure is None else type(failure).__name__)
+        self._state.report_end(OK if failure is None else type(failure).__name__)
         if failure is not None:
             try:
                 raise failure
@@ -267,7 +267,7 @@ class Stream(Generic[T]):
         self._state.cancel()
 
     async def aclose(self) -> None:
-        """As `close`."""
+        """Like `close`."""
         self._state.cancel()
 
     def __enter__(self) -> Stream[T]:
@@ -287,7 +287,7 @@ class StreamTable:
     """The streams that this worker consumes.
 
     Args:
-        send: sends a message about a call to a worker, unless that is gone.
+        send: sends a message about a call to a worker, unless the worker is gone.
     """
 
     def __init__(self, send: Callable[[int, rpc_pb2.Message], None], marshal: Marshal) -> None:
@@ -301,7 +301,7 @@ class StreamTable:
         return len(self._streams)
 
     def open(self, call: PendingCall, session: AnySession, timeout_s: float | None) -> Stream[object]:
-        """Registers the stream that a call turned out to be; on the I/O loop, before its first item."""
+        """Registers the stream that a call returned; on the I/O loop, before its first item."""
         id, peer = call.id, call.peer
 
         def grant(items: int) -> None:
@@ -314,21 +314,21 @@ class StreamTable:
         state = StreamState(id, call.what(), DEFAULT_WINDOW, grant, cancel)
         state.autograd = call.autograd
         if call.span is not None or span_taps:
-            # Without the call, which holds the stream: one that nobody holds any more has to be collected.
+            # Without the call, which holds the stream: a stream that is no longer used must be freed.
             called = call.called if isinstance(call.called, str) else call.what()
-            state.told = partial(_tell, call.span, called, session.peer.name, time.monotonic())
+            state.on_ended = partial(_report_end, call.span, called, session.peer.name, time.monotonic())
         self._streams[id] = (state, session)
         return Stream(state, timeout_s, self._dropped)
 
     def on_item(
         self, session: AnySession, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
     ) -> None:
-        """An item arrived. The shares of references in it are received in any case, so that they can be given back."""
+        """Handles an item. The shares of references in it are always received, so that they can be returned."""
         item = message.stream_item
         arrived = self._marshal.arrived(item.value, buffers, session.peer)
         entry = self._streams.get(item.id)
         if entry is None or entry[1] is not session:
-            arrived.discard()  # cancelled at this end meanwhile, or another worker's stream
+            arrived.discard()  # cancelled at this end, or sent by a worker that does not produce this stream
         else:
             arrived.autograd = entry[0].autograd
             entry[0].arrived(arrived)
@@ -336,7 +336,7 @@ class StreamTable:
     def on_end(
         self, session: AnySession, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
     ) -> None:
-        """The producer has sent its last item."""
+        """Handles the end of a stream."""
         end = message.stream_end
         if (entry := self._streams.get(end.id)) is None or entry[1] is not session:
             return
@@ -346,7 +346,7 @@ class StreamTable:
             entry[0].end(self._marshal.arrived_failure(end.failure, buffers, session.peer) if failed else None)
 
     def on_broken(self, session: AnySession, reason: str) -> None:
-        """A connection has ended, and the streams that came on it."""
+        """Fails the streams of a connection that has ended."""
         silence_s = time.monotonic() - session.last_received
         self._fail(lambda on: on is session, lambda what: WorkerLost(session.peer.name, what, silence_s, reason))
 
@@ -366,7 +366,7 @@ class StreamTable:
                 state.end(error(state.what))
 
     def close_unread(self, limit_s: float) -> None:
-        """Closes the streams that were not read for this long, in seconds; each is logged."""
+        """Closes the streams that were not read for this time, in seconds; logs each."""
         for state, _ in list(self._streams.values()):
             if (unread_s := state.unread_s()) >= limit_s:
                 logger.warning(
@@ -378,7 +378,7 @@ class StreamTable:
                 state.cancel()
 
     def wait_empty(self, timeout_s: float) -> bool:
-        """Waits until no stream is open; False when the time is over."""
+        """Waits until no stream is open; False on timeout."""
         return self._idle.wait_for(lambda: not self._streams, timeout_s)
 
     def facts(self, most: int) -> list[StreamFacts]:
@@ -407,13 +407,13 @@ class StreamTable:
 
 
 class StartingStream(Stream[T]):
-    """A stream whose call is under way; the first `async for` waits for its answer.
+    """A stream whose call has not been answered yet; the first `async for` waits for the answer.
 
     Cancelling that first wait cancels the call, as with `await rpc.rpc_async(...)`.
 
     Args:
         start: its result is the stream.
-        function: what was called, for messages.
+        function: the called function, for messages.
     """
 
     def __init__(self, start: Future[Any], function: object) -> None:
@@ -426,7 +426,7 @@ class StartingStream(Stream[T]):
 
     @property
     def _stream(self) -> Stream[T] | None:
-        """The stream, when the call has been answered with one."""
+        """The stream, if the call was answered with one."""
         if not self._start.done() or self._start.exception() is not None:
             return None
         result = self._start.value()
@@ -477,8 +477,8 @@ def check_is_stream(result: object, function: object) -> Stream[Any]:
     raise TypeError(f"rpc_stream expects a generator function, but {function!r} returned {type(result).__name__}")
 
 
-def _tell(span: Any, called: str, peer: str, began_s: float, outcome: str) -> None:
-    """Tells traces of a stream that was read."""
+def _report_end(span: Any, called: str, peer: str, began_s: float, outcome: str) -> None:
+    """Reports a stream that was read to tracing."""
     if span is not None and (spans := call_records.exporter) is not None:
         spans.end(span, called, peer, outcome)
     for tap in list(span_taps):

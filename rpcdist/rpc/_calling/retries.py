@@ -1,4 +1,4 @@
-"""Calls of idempotent functions, made again when their worker is lost, until their deadline."""
+"""Calls of idempotent functions: if their worker is lost, they are made again, until their deadline."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from rpcdist.waiters import RareWaits
 
 @dataclass(eq=False, repr=False)
 class Retries:
-    """One per agent; any thread may use it.
+    """The retried calls of one agent; any thread may use it.
 
     Args:
-        submit: gives functions that encode arguments, and so may run code of users, to the pool.
+        submit: runs functions that encode arguments, and so may run user code, on the pool.
     """
 
     caller: Caller
@@ -44,7 +44,7 @@ class Retries:
         timeout_s: float,
         device_map: DeviceMap | None = None,
     ) -> Future[Any]:
-        """As `Caller.start`. Errors in the arguments are raised at once, as there."""
+        """Like `Caller.start`. Errors in the arguments are raised at once, as there."""
         start = partial(self.caller.start, to, func, args, kwargs, device_map=device_map)
         retried = _Retried(self, to, start, timeout_s)
         self._open.add(retried)
@@ -61,17 +61,17 @@ class Retries:
             self._idle.look_again()
 
     def wait_empty(self, timeout_s: float) -> bool:
-        """Waits until all of them have ended; False when the time is over."""
+        """Waits until all of them have ended; False on timeout."""
         return self._idle.wait_for(lambda: not self._open, timeout_s)
 
     def fail_all(self, exc: BaseException) -> None:
-        """Ends those that pause; the calls of the others are ended by the caller."""
+        """Ends the calls that pause; the caller ends those in flight."""
         for retried in self._open.copy():
             retried.end(exc)
 
 
 class _Retried:
-    """One of these calls. At any time it has a call in flight, or a timer, or has ended."""
+    """One retried call. At any time it has a call in flight, or a timer, or has ended."""
 
     def __init__(
         self, owner: Retries, to: Destination, start: Callable[[float], Future[Any]], timeout_s: float
@@ -82,14 +82,14 @@ class _Retried:
         self._start = start
         self._deadline = Deadline.after(owner.caller.timeout_of(timeout_s)).earlier(current_deadline.get())
         self._pauses: Iterator[float] = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, self._deadline)
-        self._context = copy_context()  # of the thread that makes the call: later attempts see the same
+        self._context = copy_context()  # of the thread that makes the call, for all later attempts
         self._lock = threading.Lock()
         self._current: Future[Any] | None = None
         self._timer: Timer | None = None
         self._ended = False
 
     def attempt(self) -> None:
-        """Makes the call once more."""
+        """Makes the call, the first time or again."""
         deadline = self._deadline
         left_s = max(deadline.remaining_s(), MIN_WAIT_S) if deadline.is_finite else 0
         current = self._context.copy().run(self._start, left_s)
@@ -122,7 +122,7 @@ class _Retried:
             self.end(error)
 
     def _is_loss(self, error: BaseException) -> bool:
-        """Whether the worker that was called is lost; the function may also raise a `WorkerLost` about another one."""
+        """Whether the called worker is lost; the function may also raise a `WorkerLost` about another worker."""
         if not issubclass(type(error), WorkerLost) or issubclass(type(error), OwnerLost):
             return False
         assert isinstance(error, WorkerLost)

@@ -1,4 +1,4 @@
-"""The calls that remote references make: to create a value elsewhere, to fetch it, and to run its methods."""
+"""The calls that remote references make: to create a value on another worker, to fetch it, and to call its methods."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from rpcdist.transport.fork import check_not_forked
 
 
 class RRefCalls:
-    """The calls of an agent's references; each of them holds it. Any thread may call any method.
+    """Makes the calls of an agent's references, all of which hold this object. Any thread may call any method.
 
     Args:
-        autograd_mode: of backward passes that begin at a reference.
+        autograd_mode: the mode of backward passes that begin at a reference.
     """
 
     def __init__(
@@ -68,11 +68,11 @@ class RRefCalls:
         self._lifetime = lifetime
 
     def fetch(self, state: HandleState, timeout_s: float, creation: object = None) -> Any:
-        """The value of a reference that another worker owns. A lost worker goes through `fetch_error`.
+        """The value of a reference that another worker owns. If that worker is lost, raises what `fetch_error` makes.
 
         Args:
-            timeout_s: as users write it.
-            creation: of the reference, if it was made here.
+            timeout_s: as users give it.
+            creation: the reference's `Creation`, if this worker created it.
         """
         check_not_forked()
         if timeout_s == UNSET_RPC_TIMEOUT and isinstance(creation, Creation):
@@ -123,36 +123,34 @@ class RRefCalls:
         return self._serial.call(rref, mode, method, args, kwargs, timeout_s, self.remote)
 
     def _check_not_inside(self, state: HandleState, method: str, timeout_s: float) -> None:
-        """Raises `RRefError` where a method of an actor would wait for its own actor; waits until the value says so."""
+        """Raises `RRefError` if a method of an actor would wait for its own actor; waits until the value exists."""
         owned = state.owned
         if owned is None:
             return
         deadline = Deadline.after(self._caller.timeout_of(timeout_s)).earlier(current_deadline.get())
         if owned.exception(deadline.wait_s()) is None and self._actors.runs_here(state.rref, owned.value()):
             raise RRefError(
-                f"a method of this actor calls {method}() of the same actor and waits for it, which would wait for "
-                f"ever: one call runs at a time. Call it on self, or do not wait (rref.rpc_async().{method}(...))"
+                f"a method of this actor calls {method}() of the same actor and waits for it. That would wait forever, "
+                f"since one call runs at a time. Call it on self, or do not wait (rref.rpc_async().{method}(...))"
             )
 
     def turns_over(self, rref: Any, stream: int, numbers: tuple[int, ...]) -> None:
-        """At the owner; the calls belong to the worker that calls this. Raises `RpcdistError` if malformed."""
+        """Ends turns; runs at the owner, called by the worker that made the calls. Raises `RpcdistError`."""
         if type(stream) is not int or type(numbers) is not tuple or any(type(number) is not int for number in numbers):
-            raise RpcdistError(
-                "the end of an actor's calls is told by the number of their stream, and a tuple of numbers"
-            )
+            raise RpcdistError("the end of an actor's calls needs the number of their stream, and a tuple of numbers")
         state, caller = rref._handle.state, calling_worker.get()
         if caller is None or state.owned is None:
-            raise CallRefused("only the worker that made calls of an actor may tell their end, to the actor's owner")
+            raise CallRefused("only a worker that made calls of an actor may report their end, and only to the owner")
         who, over = caller.process, self._actors.over
 
         def is_there(value: Future[Any]) -> None:
             if value.exception() is None:
                 over(state.rref, value.value(), who, stream, numbers)
 
-        state.owned._when_done(is_there)  # the value determines which actor it is
+        state.owned._when_done(is_there)  # the value determines the actor
 
     def _on_value(self, rref: Any, args: tuple[Any, ...]) -> tuple[int, tuple[Any, ...], Handle | None]:
-        """The owner, the arguments, and the reference to name in the call. The owner's own needs no name."""
+        """The owner, the arguments, and the reference to name in the call, if this worker is not the owner."""
         state = self._rrefs.check_sharable(rref)
         if state.owned is not None:
             return state.owner.worker, (rref, *args), None
@@ -169,16 +167,16 @@ class RRefCalls:
         is_serial: bool = False,
         device_map: DeviceMap | None = None,
     ) -> Any:
-        """Calls a function whose result stays there; returns a reference to it at once.
+        """Calls a function whose result stays on that worker; returns a reference to the result at once.
 
         Args:
-            is_serial: the calls of its methods run one at a time.
+            is_serial: whether calls of its methods run one at a time.
         """
         owner = self._directory.resolve(to)
         if owner != self.me.worker and not self._router.is_reachable(owner):
             deadline = Deadline.after(self._caller.timeout_of(timeout_s)).earlier(current_deadline.get())
             self._router.reach(owner, lambda: self._rrefs.is_lost(owner), deadline)
-        # A method of an actor may return that actor: calls of the result have numbers, too.
+        # A method of an actor may return that actor, so calls of the result are numbered, too.
         rref, share = self._rrefs.create_remote(owner, is_serial or (on is not None and on.state.is_serial))
         try:
             rref._creation = self._caller.remote(
@@ -192,15 +190,15 @@ class RRefCalls:
         return rref
 
     def backward(self, context_id: int, root: torch.Tensor, retain_graph: bool) -> None:
-        """Runs a distributed backward pass that begins here; blocks."""
+        """Runs a distributed backward pass that begins on this worker; blocks."""
         timeout_s = self._caller.timeout_of(UNSET_RPC_TIMEOUT)
         deadline = Deadline.after(timeout_s).earlier(current_deadline.get())
         self._autograd.backward(context_id, [root], retain_graph, self._autograd_mode, deadline)
 
     def on_broken(self, session: AnySession, reason: str) -> None:
-        """Messages to a worker may be lost, and shares of references with them: ask for those that did not arrive.
+        """Finds the shares of references that were lost with messages of a session that has ended.
 
-        Calls that are still in flight give their shares back themselves when they end.
+        Calls that are still in flight return their shares themselves when they end.
         """
         peer = session.peer.id
         if not self._lifetime.is_closed and self._directory.knows(peer):

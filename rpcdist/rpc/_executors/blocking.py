@@ -18,7 +18,7 @@ from typing import Any, Final, ParamSpec, TypeVar
 
 from rpcdist.errors import BlockingInLoop
 from rpcdist.rpc._executors.torch_state import StateSlot
-from rpcdist.transport.io_loop import heed_signals
+from rpcdist.transport.io_loop import unblock_signals
 from rpcdist.waiters import run_in_thread
 
 Hook = Callable[[], object]
@@ -61,7 +61,7 @@ class WorkerThread:
 
     def begin(self) -> None:
         """The thread calls it first, itself: asking for the clock of a thread that has ended may crash the process."""
-        heed_signals()
+        unblock_signals()
         if HAS_THREAD_CLOCK:
             self._clock = time.pthread_getcpuclockid(threading.get_ident())
 

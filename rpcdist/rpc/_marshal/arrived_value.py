@@ -1,4 +1,4 @@
-"""A value that arrived: its header, its large buffers, and the remote references that came with it."""
+"""A value that has arrived: its header, its large buffers, and its remote references."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from rpcdist.rpc.future import Future
 from rpcdist.transport.wire_messages import CallMessage, History, ReplyMessage
 
 MAX_GPUS: Final = 256
-MAX_SHORT_BYTES: Final = 64 * 1024  # of a body: decoding on the I/O loop must not delay it
+MAX_SHORT_BYTES: Final = 64 * 1024  # of a body: decoding it on the I/O loop must not take long
 
 
 class Arrived:
-    """One received value; decode it once, or `discard` it. Either may happen on any thread but the I/O loop's.
+    """One received value; decode it once, or `discard` it. Either may happen on any thread except the I/O loop's.
 
-    Afterwards only what was decoded has its memory: memory that the sender has lent goes back when that is freed.
+    Afterwards only the decoded object holds its memory: memory that the sender has lent is returned when that is freed.
 
-    An object of this class itself is None, where something else says that a value has come.
+    An instance of this class itself is None; it serves when another field says that a value has arrived.
 
     Attributes:
         autograd: the autograd context to which the value belongs, or None.
@@ -45,12 +45,12 @@ class Arrived:
 
     @property
     def is_simple(self) -> bool:
-        """Whether `decode` is quick and runs no code of users, so that it may run on a loop."""
+        """Whether `decode` is quick and runs no user code, so that it may run on a loop."""
         return False
 
     @property
     def is_short(self) -> bool:
-        """The same, with tensors: `decode` makes them on the memory in which they arrived, or copies a few KiB."""
+        """Like `is_simple`, but `decode` may make tensors, on the memory in which they arrived, or by a small copy."""
         return False
 
     @property
@@ -59,40 +59,40 @@ class Arrived:
         return False
 
     def keep_gpu_tensors(self) -> None:
-        """Has `decode` note these, for `join_gpus`."""
+        """Makes `decode` keep these tensors for `join_gpus`."""
 
     def gpus(self) -> Sequence[int]:
         """The GPUs of this worker on which `decode` makes tensors."""
         return ()
 
     def join_gpus(self) -> None:
-        """Has the current streams of this thread wait for tensors that `decode` made in others, on any thread."""
+        """Makes the current streams of this thread wait for tensors that `decode` made in others, on any thread."""
 
     def followed_by(self, result: object) -> ArrivedTensors:
-        """The tensors that a callback made of those of the value, in the current streams of this thread."""
+        """The tensors that a callback made from those of the value, in the current streams of this thread."""
         return ArrivedTensors.of(result)
 
     def confirmation(self) -> Future[None] | None:
-        """Done when the owners of the references in it have counted them; None if there is nothing to wait for."""
+        """Done when the owners of its references have counted them; None if there is nothing to wait for."""
         return None
 
     def decode(self) -> object:
-        """The value. Runs user code when it is pickled."""
+        """The value. Runs user code if it is pickled."""
         return None
 
     def discard(self) -> None:
-        """Gives back the remote references that nobody claimed; idempotent."""
+        """Returns the remote references that were not claimed; idempotent."""
 
 
 class ArrivedValue(Arrived):
-    """A value that came in a protobuf message.
+    """A value from a protobuf message.
 
     The constructor receives the shares of remote references, on the I/O loop; shares that decoding does not claim are
-    given back. It raises `ProtocolViolation` for more of them than the value weighs for, from a peer that may send no
-    pickles: what they take is there before the value is decoded.
+    returned. From a peer that may send no pickles, it accepts only as many shares as the value weighs for, since they
+    take memory before the value is decoded; otherwise it raises `ProtocolViolation`.
 
     Attributes:
-        plain_only: refuse pickles.
+        plain_only: whether to refuse pickles.
     """
 
     __slots__ = (
@@ -132,7 +132,7 @@ class ArrivedValue(Arrived):
             if plain_only and REFERENCE_BYTES * len(value.rrefs) > allowed_bytes(weight_bytes):
                 raise ProtocolViolation(
                     f"{len(value.rrefs)} remote references arrived from worker {sender.name!r} in {weight_bytes} "
-                    f"bytes, and each takes {REFERENCE_BYTES} bytes of memory: send fewer at once"
+                    f"bytes, but each takes {REFERENCE_BYTES} bytes of memory: send fewer at once"
                 )
             self._references = [rrefs.receive(fork, sender.id, sender.incarnation) for fork in value.rrefs]
 
@@ -156,9 +156,7 @@ class ArrivedValue(Arrived):
         if not gpus:
             return ()
         if len(gpus) > MAX_GPUS:
-            raise SerializationError(
-                f"a value arrived with tensors for {len(gpus)} GPUs; at most {MAX_GPUS} are allowed"
-            )
+            raise SerializationError(f"a value arrived with tensors for {len(gpus)} GPUs; the limit is {MAX_GPUS}")
         count = torch.cuda.device_count()
         return sorted({gpu for gpu in gpus if gpu < count})
 
@@ -208,10 +206,10 @@ class ArrivedValue(Arrived):
 
 @dataclass(slots=True, eq=False)
 class ArrivedFailure:
-    """Why a call failed at its callee. Make its exception once, or `discard` it; any thread but the I/O loop's.
+    """The failure of a call. Make its exception once, or `discard` it; on any thread except the I/O loop's.
 
     Args:
-        original: the exception itself; None if there is none, or it must not be unpickled here.
+        original: the exception itself; None if there is none, or if it must not be unpickled here.
     """
 
     _failure: rpc_pb2.Failure
@@ -219,21 +217,21 @@ class ArrivedFailure:
 
     @property
     def type_name(self) -> str:
-        """Of the exception, as the callee names it."""
+        """The type of the exception, as the callee names it."""
         return self._failure.type_name
 
     def exception(self) -> Exception:
-        """The exception to raise. Runs user code when it is unpickled."""
+        """The exception to raise. Runs user code if it is unpickled."""
         return exception_of(self._failure, None if self._original is None else self._original.decode)
 
     def discard(self) -> None:
-        """Gives back the remote references that nobody claimed; idempotent."""
+        """Returns the remote references that were not claimed; idempotent."""
         if self._original is not None:
             self._original.discard()
 
 
 class ArrivedCompact(Arrived):
-    """A value in compact form: it has no references, so there is nothing to give back or to wait for."""
+    """A value in compact form, which has no references to return or to wait for."""
 
     __slots__ = ("_buffers", "_message", "_sender")
 
@@ -263,10 +261,10 @@ class ArrivedCompact(Arrived):
 
 @dataclass(slots=True, eq=False)
 class OutgoingRRefs:
-    """`Externals` of the encoder: shares every remote reference that it meets with the receiver.
+    """`Externals` of the encoder: shares each remote reference of a value with the receiver.
 
     Attributes:
-        forks: the shares, in the order in which they belong into the value.
+        forks: the shares, in their order in the value.
     """
 
     _rrefs: RRefShell

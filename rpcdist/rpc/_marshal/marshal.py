@@ -1,7 +1,7 @@
-"""Values to and from the wire, with what belongs to them beyond data.
+"""Converts values to and from the wire, with what belongs to them beyond data.
 
-A value that leaves shares its remote references with the receiver, and its tensors are recorded where gradients are to
-flow back. A share whose message may not have arrived is given back, or its value would live for ever.
+An outgoing value shares its remote references with the receiver, and its tensors are recorded if gradients will flow
+back. If a message may not have arrived, its shares are returned, or their values would never be freed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 Share = value_pb2.RRefFork | int
-"""Of a value that was encoded: what its receiver holds when it arrives, a reference or the loan of this number."""
+"""A right that the receiver of an encoded value gets with it: the share of a reference, or the loan of this number."""
 
 
 class Written(NamedTuple):
@@ -43,11 +43,11 @@ class Written(NamedTuple):
 
     Attributes:
         obj: the object.
-        to: the id of the worker that it is for.
-        session: for the result of a call, the one by which the call came.
+        to: the id of the receiving worker.
+        session: for the result of a call, the session on which the call came.
         writer: has written it without pickle; None if that is impossible.
-        externals: takes its remote references.
-        device_map: of the call alone, or its inverse for the result.
+        externals: shares its remote references.
+        device_map: a device map for this call alone, or its inverse for the result.
     """
 
     obj: object
@@ -59,17 +59,17 @@ class Written(NamedTuple):
 
 
 class Marshal:
-    """One per agent. Encoding may run code of users, so it is done on their threads or in the pool.
+    """Encodes and decodes the values of one agent. Encoding may run user code, so it happens on user or pool threads.
 
     Args:
-        rref_type: the class of those.
-        gpus: bring tensors of GPUs to other workers.
-        by_value: send the code of functions and classes that the receiver cannot import.
-        allow_pickle: send and take pickles; without it, only plain values.
+        rref_type: the class of remote references.
+        gpus: sends tensors on GPUs to other workers.
+        by_value: whether to send the code of functions and classes that the receiver cannot import.
+        allow_pickle: whether to send and accept pickles; without it, only plain values.
 
     Attributes:
-        gpu_news: not empty while lenders of memory of GPUs have to hear something.
-        tell: tells the one at the other end of a session, with the next message there.
+        gpu_news: not empty while there is news for workers that lend memory of GPUs.
+        tell: sends that news to the peer of a session, before the next message.
         moves_cpu: see `GpuSharing`.
     """
 
@@ -108,8 +108,8 @@ class Marshal:
         Args:
             value: the message to fill.
             autograd: records the tensors that require grad, unless it is None.
-            session: for the result of a call, the one by which the call came.
-            device_map: of the call alone, or its inverse for the result.
+            session: for the result of a call, the session on which the call came.
+            device_map: a device map for this call alone, or its inverse for the result.
 
         Returns:
             The large buffers, and the shares, for `give_back`.
@@ -119,7 +119,7 @@ class Marshal:
     def write(
         self, obj: object, to: int, session: AnySession | None = None, device_map: DeviceMap | None = None
     ) -> Written:
-        """The first step of encoding an object for a worker; `put` or `fill` is the next one."""
+        """The first step of encoding an object for a worker, before `put` or `fill`."""
         incarnation = None if session is None else session.peer.incarnation
         externals = OutgoingRRefs(self._rrefs, self._rref_type, to, incarnation)
         writer = write_plain(obj, externals, plain_only=not self.allow_pickle)
@@ -128,7 +128,7 @@ class Marshal:
     def put(
         self, message: CallMessage | ReplyMessage, written: Written, autograd: CallContext | None = None
     ) -> tuple[Sequence[LargeBuffer], Sequence[Share]]:
-        """Puts the value into a call or a reply, in the compact form if both have it. See `encode`."""
+        """Puts the value into a call or a reply, in the compact form if both allow it. See `encode`."""
         writer = written.writer
         if (
             writer is not None
@@ -171,8 +171,8 @@ class Marshal:
         return large, [*externals.forks, *route.loans] if route.loans else externals.forks
 
     def explain(self, exc: BaseException, written: Written, what: str, **parts: object) -> None:
-        """Notes on an error of `fill` which part it was, of those given by name, and that it was sent as `what`."""
-        if issubclass(type(exc), SerializationError):  # says so itself
+        """Adds a note to an error of `fill`: the named part that cannot be sent, and that it was sent as `what`."""
+        if issubclass(type(exc), SerializationError):  # its text says so itself
             return
         try:
             for name, part in parts.items():
@@ -180,16 +180,16 @@ class Marshal:
                 if found is not None:
                     add_note(exc, f"{found}, which should be sent {what}.")
                     return
-        except Exception:  # the search asks objects of the user for their `repr` and attributes
+        except Exception:  # the search calls `repr` of the user's objects, and reads their attributes
             logger.debug("which part cannot be sent was not found", exc_info=True)
 
     def why_unpicklable(self, obj: object, name: str) -> str | None:
-        """A sentence that names the part of `obj` which no other worker can get, by its path; None if there is none."""
+        """A sentence that names the part of `obj` that cannot be sent to other workers, by its path; or None."""
         externals = OutgoingRRefs(self._rrefs, self._rref_type, self._rrefs.me.worker)
         return unpicklable_part(obj, name, externals, self.by_value)
 
     def give_back(self, shares: Iterable[Share] | None) -> None:
-        """Undoes shares whose message may not have arrived."""
+        """Returns shares whose message may not have arrived."""
         for share in shares or ():
             if isinstance(share, int):
                 self._gpus.doubt(share)
@@ -199,7 +199,7 @@ class Marshal:
     def send(
         self, session: AnySession, message: WireMessage, large: Sequence[LargeBuffer], forks: Sequence[Share]
     ) -> None:
-        """Sends a message with an encoded value on a session; a session that has ended gives the shares back."""
+        """Sends a message with an encoded value on a session; returns the shares if the session has ended."""
         if self.gpu_news:
             self.tell(session)
         session.send(message, large)
@@ -209,10 +209,10 @@ class Marshal:
     def check_room(
         self, session: AnySession, size_bytes: int, large: Sequence[LargeBuffer], forks: Sequence[Share]
     ) -> None:
-        """Checks that the account of the peer has room for an answer, which it may not read soon.
+        """Checks that the peer's account has room for an answer, which the peer may not read soon.
 
         Raises:
-            Overloaded: it has none; the shares have been given back.
+            Overloaded: it has none; the shares have been returned.
         """
         num_bytes = size_bytes + sum(buffer.size for buffer in large)
         if (refusal := session.account.refusal(num_bytes, "are the answer to a call")) is not None:
@@ -226,14 +226,14 @@ class Marshal:
         sender: Identity,
         autograd: CallContext | None = None,
     ) -> ArrivedValue:
-        """A value that came; its shares are received at once, the rest is decoded later. On the I/O loop."""
+        """A value that has arrived; its shares are received at once, the rest is decoded later. On the I/O loop."""
         gpus = self._gpus.arriving(value, sender)
         return ArrivedValue(value, buffers, self._rrefs, sender, not self.allow_pickle, autograd, gpus)
 
     def arrived_with(
         self, message: CallMessage | ReplyMessage, buffers: Sequence[ReceiveBuffer], sender: Identity
     ) -> Arrived | None:
-        """The value of a call or a reply, None if it has none; as `arrived`."""
+        """The value of a call or a reply, None if it has none; see `arrived`."""
         if message.value is not None:
             return self.arrived(message.value, buffers, sender)
         return ArrivedCompact(message, buffers, sender) if message.body else None
@@ -241,7 +241,7 @@ class Marshal:
     def failure(
         self, exc: BaseException, session: AnySession, device_map: DeviceMap | None = None
     ) -> tuple[rpc_pb2.Failure, list[LargeBuffer], Sequence[Share]]:
-        """An exception of this worker, for a session's peer: its message, and as in `encode`; raises nothing."""
+        """The message for an exception of this worker, with large buffers and shares as in `encode`; raises nothing."""
         to = session.peer.id
         shared: list[Share] = []
 
@@ -266,7 +266,7 @@ class Marshal:
     def arrived_failure(
         self, failure: rpc_pb2.Failure, buffers: Sequence[ReceiveBuffer], sender: Identity
     ) -> ArrivedFailure:
-        """A failure that came; as `arrived`. Without pickles, only its texts are read."""
+        """A failure that has arrived; see `arrived`. Without pickles, only its texts are read."""
         if not failure.HasField("exception"):
             return ArrivedFailure(failure)
         original = self.arrived(failure.exception, buffers, sender)

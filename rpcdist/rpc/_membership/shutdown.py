@@ -295,7 +295,7 @@ class Leaving:
                     return
             if all_are_leaving and not len(calls) and active_calls.only_streams:
                 self.streams.close_unread(IDLE_LIMIT_S)
-            for unwanted in active_calls.give_up(began, SLOW_WORK_LIMIT_S):
+            for unwanted in active_calls.abandon(began, SLOW_WORK_LIMIT_S):
                 logger.error(
                     "shutdown of %s gives up %s: its caller waits no longer, and it has not ended for %.0f s",
                     self._me.name, unwanted, SLOW_WORK_LIMIT_S,

@@ -1,4 +1,4 @@
-"""The calls that a worker handles: each from its arrival to its reply, the table of them, and what they may call."""
+"""The calls that a worker handles, from their arrival to their reply; their table; and the functions they may call."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from rpcdist.transport.wire_messages import CallMessage, NamedReference
 from rpcdist.waiters import RareWaits
 
 CALL_BYTES: Final = 5 << 10
-"""The memory of a call until it has ended, without its arguments. Measured: 1.7 KiB while it waits for a thread, 4.7 as
-a coroutine."""
+"""The memory of a call until it has ended, without its arguments. Measured: 1.7 KiB while it waits for a thread, 4.7
+KiB as a coroutine."""
 
 _CALLS_OF_METHODS: Final = frozenset(function_name(function) for function in CALLS_OF_METHODS)
-MAX_KNOWN: Final = 4096  # names of callables; a peer may send any
+MAX_KNOWN: Final = 4096  # names of callables; a peer may send any number of names
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -45,30 +45,30 @@ class ActiveCall:
     """One call, from its arrival to its reply.
 
     Attributes:
-        session: where it came from, and where the reply goes.
+        session: the session on which it came, and on which the reply is sent.
         id: the caller's number of it.
-        function: its name; empty for one by value, and where only a value is fetched.
-        method: class and name of the method, for a call through a reference, once its value is there; for views.
-        is_by_value: the function has no name, and stands behind its arguments.
+        function: its name; empty for a function by value, and for a fetch.
+        method: class and name of the method, for a call through a reference whose value exists; for inspection.
+        is_by_value: whether the function has no name, and is sent after its arguments.
         arguments: not decoded yet; None if the function takes none.
-        back: the inverse of the device map that the call brought; None where that of its session counts.
-        weight: what it takes in the account of its caller, in bytes.
-        cancelled_at: when its caller said that it does not want the result, on the monotonic clock; infinity for never.
-        handle: of the user loop, while a coroutine runs; of an actor, while the call waits for its turn or runs there.
-        result: for `remote()`: the share that its caller has of the result.
+        back: the inverse of the device map that the call brought; None if the device map of its session applies.
+        weight: the bytes that it takes in its caller's account.
+        cancelled_at: when its caller cancelled it, in monotonic seconds; infinity for never.
+        handle: a handle of the user loop, while a coroutine runs; or the turn at an actor, from its wait to its end.
+        result: for `remote()`: the caller's share of the result.
         entry: for `remote()`: the reference under which the result is kept.
         autograd: the caller's context, in which the function runs.
         value: the share of the reference whose method is called, or whose value is fetched.
-        wants_value: for `remote()`: its caller waits for the result, too.
-        target: the value that is fetched, or that a method is called on, which may not be there yet.
-        counts_as_idle: it waits for other workers; a shutdown of this one does not wait for it.
-        is_serial: for `remote()`: the result is an actor.
-        awaited: the future that the function has returned, while that is waited for.
-        is_answered: its answer is on the way, or was sent; it is removed at once after that.
-        is_chained: the function has returned a future, and that is waited for.
-        arrived: when it came, in seconds of the monotonic clock.
-        span: of OpenTelemetry, if the program wants spans.
-        started: when its function was called, in seconds of the monotonic clock; 0 before.
+        wants_value: for `remote()`: whether its caller also waits for the result.
+        target: the value that is fetched, or whose method is called; it may not exist yet.
+        counts_as_idle: whether it waits for other workers, so that a shutdown of this one does not wait for it.
+        is_serial: for `remote()`: whether the result is an actor.
+        awaited: the future that the function has returned, while the call waits for it.
+        is_answered: whether its answer is being sent, or was sent; it is removed right after that.
+        is_chained: whether the function has returned a future for which the call waits.
+        arrived: when it arrived, in monotonic seconds.
+        span: the span of OpenTelemetry, if the program uses spans.
+        started: when its function was called, in monotonic seconds; 0 before.
     """
 
     session: AnySession
@@ -104,7 +104,7 @@ class ActiveCall:
 
     @classmethod
     def of(cls, session: AnySession, call: CallMessage, arguments: Arrived | None) -> ActiveCall:
-        """A call that came."""
+        """A call that has arrived."""
         now, timeout_s = time.monotonic(), call.timeout_us / 1e6
         is_limited = 0.0 < timeout_s <= LONGEST_TIMEOUT_S
         deadline = Deadline(now + timeout_s) if is_limited else NEVER
@@ -121,7 +121,7 @@ class ActiveCall:
         return active
 
     def target_value(self) -> Any:
-        """The value of `target`, which is done; raises a copy of its error, which others raise, too."""
+        """The value of `target`, which is done; raises a copy of its error, which other calls raise, too."""
         assert self.target is not None
         error = self.target.exception()
         if error is not None:
@@ -130,7 +130,7 @@ class ActiveCall:
 
     @property
     def is_fetch(self) -> bool:
-        """Whether nothing is called, and the value of a reference is the result."""
+        """Whether it calls no function, and its result is the value of a reference."""
         return self.value is not None and not self.function and not self.is_by_value
 
     @property
@@ -140,7 +140,7 @@ class ActiveCall:
 
     @property
     def is_abandoned(self) -> bool:
-        """Nothing runs, and nobody waits: its caller gave up, and the future may never be completed."""
+        """Whether it waits for a future, which may never complete, while its caller waits no longer."""
         return self.is_chained and (self.cancelled or self.deadline.expired())
 
     @property
@@ -150,12 +150,12 @@ class ActiveCall:
 
     @property
     def cancelled(self) -> bool:
-        """Its caller does not want the result any more."""
+        """Whether its caller no longer wants the result."""
         return self.cancelled_at < NEVER.at
 
     @property
     def unwanted_since(self) -> float:
-        """When its caller gave up, or will, on the monotonic clock; infinity for never."""
+        """When its caller stops waiting, in monotonic seconds; infinity for never."""
         return min(self.cancelled_at, self.deadline.at)
 
     @property
@@ -173,7 +173,7 @@ class ActiveCall:
         return self.handle.began if isinstance(self.handle, Turn) else self.started
 
     def state(self) -> rpc_pb2.CallState:
-        """How far the call is."""
+        """The progress of the call."""
         phases = rpc_pb2.CallState.Phase
         turn = self.handle if isinstance(self.handle, Turn) else None
         started = self.run_began
@@ -189,7 +189,7 @@ class ActiveCall:
         return rpc_pb2.CallState(phase=phase, running_us=running_us)
 
     def cancel(self) -> None:
-        """Stops what runs; any thread."""
+        """Stops the call if it runs; any thread."""
         self.cancelled_at = min(self.cancelled_at, time.monotonic())
         if self.producer is not None:
             self.producer.cancel()
@@ -202,15 +202,15 @@ def _share_of(ids: NamedReference) -> ReferenceShare:
 
 
 NUM_UNCOUNTED: Final = 64
-"""While a worker serves fewer calls than that, a small one counts in no account, which saves it two locks."""
+"""While a worker serves fewer calls than this, small calls are not counted, which saves each two locks."""
 UNCOUNTED_BYTES: Final = CALL_BYTES + 4096
 
 
 class ActiveCalls:
-    """By session and number. Any thread may use it.
+    """The table of the calls, by session and number. Any thread may use it.
 
     Args:
-        recorder: remembers how calls ended; None for not at all.
+        recorder: records how calls ended; None to record nothing.
     """
 
     def __init__(self, recorder: CallRecorder | None = None) -> None:
@@ -233,10 +233,10 @@ class ActiveCalls:
             return
 
     def add(self, active: ActiveCall) -> str | None:
-        """Keeps a call that has come; if its caller has too much here already, does not, and returns the reason.
+        """Adds a call. If its caller has too much here already, does not add it, and returns the reason.
 
         Raises:
-            ProtocolViolation: its number is that of another one.
+            ProtocolViolation: another call has the same number.
         """
         session, calls = active.session, self._calls
         if len(calls) < NUM_UNCOUNTED and active.weight <= UNCOUNTED_BYTES:
@@ -254,10 +254,10 @@ class ActiveCalls:
         return self._calls.get((session, number))
 
     def remove(self, active: ActiveCall, outcome: str = OK) -> None:
-        """A call is over; once more does no harm. `outcome` is for those that are told of it."""
+        """Removes a call that is over; idempotent. `outcome` is for the recorder and tracing."""
         session = active.session
         key = session, active.id
-        # A call that was refused may have come under the number of one that is here.
+        # A refused call may have the number of a call that is here.
         if self._calls.get(key) is active and self._calls.pop(key, None) is not None:
             if active.weight:
                 session.account.subtract(active.weight)
@@ -279,15 +279,15 @@ class ActiveCalls:
             self._idle.look_again()
 
     def wait_idle(self, timeout_s: float | None) -> bool:
-        """Waits until no call is being handled; False when the time is over."""
+        """Waits until no call is being handled; False on timeout."""
         return self._idle.wait_for(lambda: not self._working(), timeout_s)
 
     def wait_gathered(self, timeout_s: float) -> bool:
-        """Waits until the workers that wait here for others have been answered; False when the time is over."""
+        """Waits until the workers that wait here for others have been answered; False on timeout."""
         return self._idle.wait_for(lambda: not any(active.counts_as_idle for active in self), timeout_s)
 
     def wait_noted(self, timeout_s: float) -> bool:
-        """Waits until the end of each call whose caller may have the answer is noted; False when the time is over."""
+        """Waits until the end of each call whose caller may have the answer is recorded; False on timeout."""
         answered = [active for active in self if active.is_answered]
         return self._idle.wait_for(
             lambda: not any(self.find(one.session, one.id) is one for one in answered), timeout_s
@@ -296,17 +296,17 @@ class ActiveCalls:
     def _working(self) -> list[ActiveCall]:
         return [active for active in self if active.counts_as_work]
 
-    def give_up(self, began: float, limit_s: float) -> list[str]:
-        """Forgets the calls that have not ended for so long after their callers gave up, and after `began`."""
+    def abandon(self, began: float, limit_s: float) -> list[str]:
+        """Forgets the calls that did not end within `limit_s` after `began` and after their callers stopped waiting."""
         now = time.monotonic()
         unwanted = [active for active in self._working() if max(active.unwanted_since, began) + limit_s <= now]
         for active in unwanted:
-            self.remove(active, "given up by shutdown")
+            self.remove(active, "abandoned by shutdown")
         return [repr(active) for active in unwanted]
 
     @property
     def only_streams(self) -> bool:
-        """Whether all that is left to do here is to produce items of streams."""
+        """Whether the only remaining work is to produce items of streams."""
         return all(active.producer is not None for active in self._working())
 
     def describe(self) -> list[str]:
@@ -314,18 +314,18 @@ class ActiveCalls:
         return [repr(active) for active in self._working()]
 
     def cancel_all(self) -> None:
-        """Cancels what is left."""
+        """Cancels the remaining calls."""
         for active in self:
             active.cancel()
 
 
 class Callables:
-    """One per agent.
+    """Finds the functions that peers may call. One per agent.
 
     Args:
         options: the allow-list, and whether pickles are accepted.
-        always: what every peer may call, by the name on the wire, whatever the allow-list says: without these no job
-            can shut down.
+        always: functions that every peer may call, by the name on the wire, even if the allow-list does not name them:
+            no job can shut down without them.
     """
 
     def __init__(self, options: RpcOptions, always: Mapping[str, Callable[..., Any]], worker_name: str) -> None:
@@ -337,8 +337,8 @@ class Callables:
     def find(self, name: str) -> Callable[..., Any]:
         """The callable that "module:qualified.name" names here.
 
-        Its module is imported, and asked for it (`__getattr__`), where peers may run any code, or where the allow-list
-        has the whole name. Else it is one that a loaded module holds.
+        Its module may be imported, and asked for the name (`__getattr__`), if peers may run any code, or if the
+        allow-list has the full name. Otherwise the name must be an attribute of a loaded module.
 
         Raises:
             CallRefused: it may not be called.
@@ -349,7 +349,7 @@ class Callables:
             return self._allowed(name, self._options.allow_functions)
         if not self._options.allow_pickle:
             return loaded_function(name)
-        parts = self._known.get(name)  # not the function: what the module holds now is meant
+        parts = self._known.get(name)  # not the function itself: the module may hold another one now
         if parts is not None and (module := sys.modules.get(parts[0])) is not None:
             function = getattr(module, parts[1], None)
             if callable(function):
@@ -357,7 +357,7 @@ class Callables:
         return self._found(name)
 
     def check(self, name: str) -> None:
-        """Raises `CallRefused` if a peer may not call this function, which is one of ours."""
+        """Raises `CallRefused` if a peer may not call this function, which is one of rpcdist's."""
         if self._options.allow_functions is not None:
             self._allowed(name, self._options.allow_functions)
 
@@ -369,19 +369,19 @@ class Callables:
         return function
 
     def check_by_value(self) -> None:
-        """Raises `CallRefused` if functions without a name, which come as values, may not be called."""
+        """Raises `CallRefused` if functions without a name, which are sent as values, may not be called."""
         if self._options.allow_functions is not None or not self._options.allow_pickle:
             raise CallRefused(
-                f"worker {self._worker_name!r} accepts functions by name only (allow_functions or "
-                "allow_pickle=False is set there); call a module-level function"
+                f"worker {self._worker_name!r} accepts functions by name only (it has set allow_functions or "
+                "allow_pickle=False); call a module-level function"
             )
 
     def _allowed(self, name: str, patterns: tuple[str, ...]) -> Callable[..., Any]:
         module, _, qualname = name.partition(":")
         if not self._options.allows(module, qualname):
             raise CallRefused(
-                f"worker {self._worker_name!r} does not allow calls of {name}; "
-                "add it to RpcOptions(allow_functions=...) there"
+                f"worker {self._worker_name!r} does not allow calls of {name}; add it to "
+                "RpcOptions(allow_functions=...) of that worker"
             )
         if name in patterns:
             return decode_function(name)
@@ -392,7 +392,7 @@ class Callables:
             raise CallRefused(
                 f"worker {self._worker_name!r} does not allow calls of {name}, which is "
                 f"{home or 'a callable without a name of its own'}; to allow it, add it to "
-                "RpcOptions(allow_functions=...) there, without wildcards"
+                "RpcOptions(allow_functions=...) of that worker, without wildcards"
             )
         return function
 
@@ -400,16 +400,16 @@ class Callables:
 def decoded_call(
     active: ActiveCall, callables: Callables
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """The function, and its positional and keyword arguments; decoding runs code of users.
+    """The function, and its positional and keyword arguments; decoding runs user code.
 
-    Whether the function may be called is decided before anything is decoded.
+    Whether the function may be called is checked before anything is decoded.
     """
     if active.is_by_value:
         callables.check_by_value()
         args, kwargs, function = _parts(active, 3)
         if not callable(function):
             raise SerializationError(
-                f"what arrived as a function is a {type(function).__name__}, which cannot be called"
+                f"the call sent a {type(function).__name__} as its function, which cannot be called"
             )
     else:
         function = callables.find(active.function)
@@ -424,5 +424,5 @@ def decoded_call(
 def _parts(active: ActiveCall, count: int) -> tuple[Any, ...]:
     parts = active.arguments.decode() if active.arguments is not None else None
     if not (isinstance(parts, tuple) and len(parts) == count and isinstance(parts[1], dict)):
-        raise RpcdistError("the arguments of the call are not a tuple and a dict, with the function if that is a value")
+        raise RpcdistError("the arguments of the call are not a tuple and a dict, with the function if it is by value")
     return parts

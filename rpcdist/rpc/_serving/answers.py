@@ -1,4 +1,4 @@
-"""Sends the outcomes of calls: a result, a stream's beginning, a creation, or why there is none."""
+"""Sends the outcomes of calls: a result, the beginning of a stream, the creation of a value, or a failure."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from rpcdist.transport.wire_messages import ReplyMessage
 logger = logging.getLogger(__name__)
 
 _CALLS_OF_METHODS: Final = frozenset(function_name(function) for function in CALLS_OF_METHODS)
-MAX_LOGGED_CHARS: Final = 200  # of the error of a handler, which its caller gets in full, and of the function's name
+MAX_LOGGED_CHARS: Final = 200  # of a handler's error, which its caller gets in full, and of the function's name
 MAX_LOGGED_CALLS: Final = 1000
-"""Failures of one peer's calls that are warnings, within `LOG_PERIOD_S`: a peer cannot fill a disk with them."""
+"""Failures of one peer's calls that are logged as warnings within `LOG_PERIOD_S`: a peer must not fill a disk."""
 
 
 class Answers:
     """Answers the calls of an agent; any thread.
 
     Args:
-        calls: those that are not over; an answered one leaves them.
+        calls: the unfinished calls; an answered call is removed.
         produce: begins the stream of a generator that a call returned.
-        on_born: is told of each object that a `remote(serial=True)` has made, before others can reach it.
-        lifetime: when it is over, failures are not answered: the end of the process says more than they do.
+        on_born: called with each object that a `remote(serial=True)` has made, before others can reach it.
+        lifetime: once it has ended, failures are not sent: the end of the process explains more than they do.
     """
 
     def __init__(
@@ -63,23 +63,23 @@ class Answers:
         self._on_born = on_born
         self._me = me
         self._lifetime = lifetime
-        # By thread that keeps a result now: the answers of fetches that waited for it, which the thread's job returns.
+        # By thread that is storing a result: the answers to fetches that waited for it, which the thread's job returns.
         self._fetches: dict[int, DeferredReply] = {}
-        self._logged: dict[AnnouncedBytes, tuple[float, int]] = {}  # by account: since when, and how many
+        self._logged: dict[AnnouncedBytes, tuple[float, int]] = {}  # by account: start of the period, and count
 
     def finish(self, active: ActiveCall, result: object, is_last: bool = False) -> DeferredReply | None:
-        """Answers a call; anything that goes wrong with the answer becomes its failure.
+        """Answers a call. If the answer cannot be made or sent, the error is sent as the call's failure.
 
         Args:
-            is_last: this thread of the pool has nothing else to do for the call.
+            is_last: whether this pool thread has nothing else to do for the call.
 
         Returns:
-            The answer, for a job that is the last: the pool's thread sends it when all that the function has used is
-            freed, and may wait for the next call where this one came from. None if nothing is left to send.
+            The answer, if `is_last`: the pool thread sends it when everything that the function has used is freed, and
+            may wait for the next call on the same connection. None if nothing is left to send.
         """
         try:
             if result is not None and is_generator(result) and active.entry is None:
-                if active.deadline.expired():  # the caller has given up and will never take an item, nor cancel
+                if active.deadline.expired():  # the caller has timed out: it will never take an item, nor cancel
                     raise DeadlineExceeded("RPC ran for more than set timeout: it was over before the stream began")
                 self._produce(active, result)
                 return None
@@ -87,7 +87,7 @@ class Answers:
             forks: Sequence[Share] = ()
             if active.entry is not None:
                 return self._keep(active, active.entry, result, is_last)
-            if result is None:  # as most functions return: a reply without an outcome
+            if result is None:  # as most functions return: a reply without a result
                 message = ReplyMessage(active.id)
             else:
                 message, large, forks = self._encode(active, result)
@@ -107,7 +107,7 @@ class Answers:
         return None
 
     def _keep(self, active: ActiveCall, entry: RRefId, result: object, is_last: bool) -> DeferredReply | None:
-        """Keeps the result of a `remote()`. Those of its worker's fetches that waited for it are answered with it."""
+        """Stores the result of a `remote()`. Fetches of the same worker that waited for it are answered together."""
         if active.is_serial:
             self._on_born(entry, result)
         if not is_last:
@@ -130,7 +130,7 @@ class Answers:
     def _created(
         self, active: ActiveCall, result: object
     ) -> tuple[ReplyMessage, Sequence[LargeBuffer], Sequence[Share]]:
-        """The reply to a `remote()`, with the result if it is wanted and can be sent: else its caller fetches it."""
+        """The reply to a `remote()`, with the result if it is wanted and can be sent; else its caller fetches it."""
         if active.wants_value and not is_generator(result):
             try:
                 if result is not None:
@@ -138,8 +138,8 @@ class Answers:
                     self._marshal.check_room(active.session, reply.size_bytes, large, forks)
                     return reply, large, forks
                 return ReplyMessage(active.id, created=True, has_value=True), (), ()
-            except Exception as exc:  # the value exists all the same; the error is that of the fetch
-                logger.debug("the result of %s stays where it is: %r", active.what, exc)
+            except Exception as exc:  # the value exists nevertheless; a fetch gets the error
+                logger.debug("the result of %s is not sent with the reply: %r", active.what, exc)
         return ReplyMessage(active.id, created=True), (), ()
 
     def _answer(
@@ -158,8 +158,8 @@ class Answers:
     def _encode(
         self, active: ActiveCall, result: object
     ) -> tuple[ReplyMessage, Sequence[LargeBuffer], Sequence[Share]]:
-        """The reply with a result, its large buffers, and the shares of references that it carries."""
-        back = None if active.entry is not None else active.back  # a reference's value goes as its later fetches do
+        """The reply with a result, its large buffers, and its shares of references."""
+        back = None if active.entry is not None else active.back  # a later fetch of the value ignores it, too
         written = self._marshal.write(result, active.session.peer.id, active.session, back)
         reply = ReplyMessage(active.id)
         reply.created = reply.has_value = active.entry is not None
@@ -180,23 +180,23 @@ class Answers:
                 return  # no caller is left: after a flood, encoding this for each call took seconds
             outcome = self._send_failure(active, exc)
         finally:
-            # Not before: a shutdown that waits for this may close the connections then.
+            # Not before: a shutdown that waits for this may then close the connections.
             self._calls.remove(active, outcome)
 
     def _send_failure(self, active: ActiveCall, exc: BaseException) -> str:
-        """Returns the failure in a few words."""
+        """Sends an exception; returns a short description of it."""
         failure, large, forks = self._marshal.failure(exc, active.session, active.back)
         try:
             if active.arguments is not None:
                 active.arguments.discard()
             self._log(active, failure)
             if active.entry is not None:
-                # `SystemExit` of a handler would end the threads of those who ask for the value: they get what callers
-                # get.
+                # `SystemExit` of a handler would end the threads that ask for the value: they get the error that
+                # callers get.
                 kept = cast(Exception, exc) if issubclass(type(exc), Exception) else exception_of(failure)
                 self._rrefs.set_error(active.entry, kept)
         finally:
-            if self._lifetime.is_closed:  # the end of this process says more than what it did to its handlers
+            if self._lifetime.is_closed:  # the end of this process explains more than the errors of its handlers
                 self._marshal.give_back(forks)
             else:
                 active.is_answered = True
@@ -213,7 +213,7 @@ class Answers:
             logger.debug("the traceback of that:\n%s", failure.traceback)
 
     def _level_of_next(self, session: AnySession) -> int:
-        """How the next failure of a call of this peer is logged; says so where it will not be seen."""
+        """The log level of the next failure of this peer's calls; logs a warning when it becomes DEBUG."""
         now = time.monotonic()
         since, num = self._logged.get(session.account, (now, 0))
         if now - since > LOG_PERIOD_S:
@@ -221,12 +221,14 @@ class Answers:
         self._logged[session.account] = since, num + 1
         if num == MAX_LOGGED_CALLS:
             name = session.peer.name
-            logger.warning("%d calls of %s have failed; further failures are at level DEBUG for a while", num, name)
+            logger.warning(
+                "%d calls from %s have failed; further failures are logged at level DEBUG for a while", num, name
+            )
         return logging.WARNING if num < MAX_LOGGED_CALLS else logging.DEBUG
 
 
 def _called(active: ActiveCall) -> str:
-    """The user's code that a call runs, for the log; empty for a call of ours."""
+    """The user code that a call runs, for the log; empty for a call of rpcdist's own functions."""
     if not active.function.startswith("rpcdist."):
         return active.function
     if active.function not in _CALLS_OF_METHODS:

@@ -1,12 +1,12 @@
 """Runs the calls that arrive.
 
-    reading thread     the I/O loop, or a thread that leads: admits a call, and hands it to the pool (or a known
+    reading thread     the I/O loop, or a thread that leads: admits a call, and submits it to the pool (or a known
                        coroutine function to the user loop); runs functions marked by `runs_on_reader`
     pool thread        finds the function, decodes the arguments, runs it, encodes the result
     user loop          runs coroutines; their arguments were decoded in the pool unless they are plain
 
-A call gets one reply in any case (an exception, `sys.exit`, a result that cannot be encoded, a deadline), unless its
-caller cancelled it or is gone.
+Every call gets one reply (for an exception, `sys.exit`, a result that cannot be encoded or a deadline, too), unless its
+caller has cancelled it or is gone.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ from rpcdist.rpc._values.function_names import function_name
 from rpcdist.rpc.functions import ASYNC_MARK, READER_MARK
 from rpcdist.rpc.future import Future
 from rpcdist.transport._framing.incoming import MissingBuffer
-from rpcdist.transport.io_loop import heed_signals
+from rpcdist.transport.io_loop import unblock_signals
 from rpcdist.transport.wire_messages import CallMessage, ReplyMessage
 
 MAX_KNOWN_NAMES: Final = 4096
@@ -73,9 +73,9 @@ _IN_TURN: Final = function_name(_invoke_in_turn)
 
 
 class GilWait:
-    """How long handlers wait for the interpreter lock: a running mean.
+    """Measures how long handlers wait for the interpreter lock: a running mean.
 
-    `sample` gives the lock away and takes it back, which is the wait that is measured.
+    `sample` releases the lock and takes it again, and measures that wait.
     """
 
     def __init__(self) -> None:
@@ -96,14 +96,14 @@ class Dispatcher:
     """The callee's side of an agent.
 
     Args:
-        new_context: makes the contexts in which both run.
+        new_context: makes the contexts in which handlers and coroutines run.
         admit_context: the autograd context of a call, by its id; None if it is over.
-        lifetime: when it is over, failures are not answered: the end of the process says more than they do.
-        recorder: remembers how calls ended.
+        lifetime: once it has ended, failures are not sent: the end of the process explains more than they do.
+        recorder: records how calls ended.
 
     Attributes:
-        accepting: calls that come; others are refused.
-        gil_wait: measures, while it is there.
+        accepting: whether calls are accepted; otherwise they are refused.
+        gil_wait: measures the waits of handlers, unless it is None.
     """
 
     def __init__(
@@ -132,26 +132,26 @@ class Dispatcher:
         self._me = me
         self.calls = ActiveCalls(recorder)
         self._answers = Answers(marshal, rrefs, self.calls, self._produce, actors.born, me, lifetime)
-        # Names that led to coroutine functions. They need no thread of the pool when they come again, and what a name
-        # leads to may change: the function that is found then decides.
+        # Names that led to coroutine functions, which need no pool thread the next time. A name may lead to another
+        # object later: the object that is found then decides.
         self._coroutine_functions: set[str] = set()
-        self._reader_functions: set[str] = set()  # likewise, of functions that run on the thread that reads
+        self._reader_functions: set[str] = set()  # likewise, names of functions that run on the reading thread
         self.accepting = True
         self.gil_wait: GilWait | None = None
 
-    # ------------------------------------------------------------ I/O loop; `on_call` on the thread that read it
+    # ------------------------------------------------------------ I/O loop; `on_call` on the reading thread
 
     def on_call(
         self, session: AnySession, call: CallMessage, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
     ) -> None:
-        """Takes a call; appends what the pool must do to `jobs`.
+        """Handles a call; appends the pool's work to `jobs`.
 
-        All steps that run no code of users are done at once, so that a thread of the pool has less to do: the shares of
-        references in the arguments are received, and a `remote()` is entered as being created.
+        Steps that run no user code are done at once, so that a pool thread has less to do: the shares of references in
+        the arguments are received, and the result of a `remote()` is registered as being created.
         """
         arguments = self._marshal.arrived_with(call, buffers, session.peer)
         active = ActiveCall.of(session, call, arguments)
-        if len(call.function) > MAX_FUNCTION_CHARS:  # names are kept for those who look at ended calls
+        if len(call.function) > MAX_FUNCTION_CHARS:  # names are kept for the inspection of ended calls
             active.function = f"{call.function[:MAX_METHOD_CHARS]}..."
             error = f"a function's name has at most {MAX_FUNCTION_CHARS} characters, not {len(call.function)}"
             self._answers.fail(active, CallRefused(error))
@@ -190,7 +190,7 @@ class Dispatcher:
                 return
         if active.value is not None and not self._find_target(active, active.value):
             return
-        # Where it runs if its thread matters: the creation of an actor, and a call that finds it free.
+        # The lane in which it must run: for the creation of an actor, or a call that finds its actor free.
         lane: Lane | None = None
         if active.is_serial and active.result is not None:
             lane = self._actors.begin(active.result.rref)
@@ -198,7 +198,7 @@ class Dispatcher:
             lane = self._actors.free_lane(active.value.rref)
         confirmed = arguments.confirmation() if arguments is not None else None
         if confirmed is not None:
-            # A function may rely on its arguments: their owners have counted them before it runs.
+            # A function may rely on its arguments: their owners have counted the shares before it runs.
             submit = partial(self._submit, active) if lane is None else lane.submit
             confirmed._when_done(lambda _: submit(self.run, active))
         elif lane is not None:
@@ -216,10 +216,10 @@ class Dispatcher:
             jobs.append((self.run, (active,)))
 
     def _find_target(self, active: ActiveCall, value: ReferenceShare) -> bool:
-        """Looks up the value that is fetched, or that a method is called on.
+        """Finds the value that is fetched, or whose method is called.
 
         Returns:
-            Whether it is there. If not, the call goes on when it is: a method in the pool, a fetch on the thread that
+            Whether it exists. If not, the call continues when it does: a method in the pool, a fetch on the thread that
             has made the value.
         """
         peer = active.session.peer
@@ -247,7 +247,7 @@ class Dispatcher:
     def on_cancel(
         self, session: AnySession, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
     ) -> None:
-        """The caller does not want the result any more."""
+        """Cancels a call whose caller no longer wants the result."""
         active = self.calls.find(session, message.cancel.id)
         if active is not None:
             active.cancel()
@@ -255,7 +255,7 @@ class Dispatcher:
     def on_question(
         self, session: AnySession, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
     ) -> None:
-        """The caller wants to know how far a call is."""
+        """Answers a caller's question about the progress of a call."""
         number = message.call_question.id
         active = self.calls.find(session, number)
         state = rpc_pb2.CallState() if active is None else active.state()
@@ -266,20 +266,20 @@ class Dispatcher:
     def on_credit(
         self, session: AnySession, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
     ) -> None:
-        """The consumer of a stream can take more items."""
+        """Records that the consumer of a stream can take more items."""
         credit = message.stream_credit
         active = self.calls.find(session, credit.id)
         if active is not None and active.producer is not None:
             active.producer.credit(credit.items)
 
     def on_broken(self, session: AnySession, reason: str) -> None:
-        """A connection has ended: its calls are cancelled, except those whose results `remote()` keeps here."""
+        """Cancels the calls of a connection that has ended, except those whose results `remote()` keeps here."""
         for active in self.calls:
             if active.session is session and active.result is None:
                 active.cancel()
 
     def on_exhausted(self, error: PoolExhausted, function: Callable[..., object], arguments: tuple[Any, ...]) -> None:
-        """A job found no thread for too long. Callers are told; jobs that complete calls of this worker still run."""
+        """Handles a job that waited too long for a thread: a call fails, another job runs on a thread of its own."""
         if function == self.run:
             self._answers.fail(arguments[0], error)
         else:
@@ -289,10 +289,10 @@ class Dispatcher:
     # ------------------------------------------------------------ pool
 
     def run(self, active: ActiveCall, is_last: bool | None = None) -> DeferredReply | None:
-        """Runs a call on this thread; returns as `Answers.finish` does.
+        """Runs a call on this thread; returns the result of `Answers.finish`.
 
         Args:
-            is_last: see `Answers.finish`; by default, whether this is a thread of the pool.
+            is_last: see `Answers.finish`; by default, whether this is a pool thread.
         """
         token = current_deadline.set(active.deadline)
         outer = current_autograd.set(active.autograd)
@@ -309,7 +309,7 @@ class Dispatcher:
             if is_last is None:
                 is_last = hooks.enter is not None
             return self._finish_fetch(active, is_last) if active.is_fetch else self._invoke(active, is_last)
-        except BaseException as exc:  # SystemExit and KeyboardInterrupt of a handler are its caller's business
+        except BaseException as exc:  # including SystemExit and KeyboardInterrupt, which go to the caller
             self._answers.fail(active, exc)
             return None
         finally:
@@ -319,7 +319,7 @@ class Dispatcher:
                 spans.detach(attached)
 
     def _run_on_reader(self, active: ActiveCall) -> None:
-        """Runs a call on the thread that reads, which sends the answer and reads on."""
+        """Runs a call on the reading thread, which sends the answer and reads on."""
         try:
             function = self._callables.find(active.function)
         except BaseException as exc:
@@ -328,22 +328,22 @@ class Dispatcher:
         if getattr(function, READER_MARK, None) is True:
             calling_session.set(active.session)  # the context is that of this call
             self.run(active, is_last=False)
-        else:  # the name leads to another one now
+        else:  # the name leads to another function now
             self._submit(active, self.run, active)
 
     def _submit(self, active: ActiveCall, function: Callable[..., object], *arguments: object) -> None:
-        """Has the pool do something for a call, in the line of its caller."""
+        """Submits work for a call to the pool, in the line of its caller."""
         self._pool.submit_many(((function, arguments),), line_of(active.session, active.is_nested))
 
     def _refuse(self, active: ActiveCall) -> None:
-        """Answers a call that its caller does not want any more."""
+        """Answers a call that its caller no longer wants."""
         error: RpcdistError = DeadlineExceeded("RPC ran for more than set timeout: it was over before the call ran")
         if active.cancelled:
             error = Cancelled("the call was cancelled before it ran")
         self._answers.fail(active, error)
 
     def _finish_fetch(self, active: ActiveCall, is_last: bool = False) -> DeferredReply | None:
-        """Answers with the value, which is there, as `Answers.finish` does."""
+        """Answers a fetch with the value, which exists; see `Answers.finish`."""
         try:
             value = active.target_value()
         except BaseException as exc:
@@ -363,11 +363,11 @@ class Dispatcher:
     def _decode_and_invoke(
         self, active: ActiveCall, is_last: bool, streams: HandlerStreams | None
     ) -> DeferredReply | None:
-        if active.weight >= LARGE_BYTES:  # what the function makes will be as large
+        if active.weight >= LARGE_BYTES:  # the result is likely to be as large
             stock_small_blocks()
         function, args, kwargs = decoded_call(active, self._callables)
         name = active.function
-        if function in CALLS_OF_METHODS:  # what the value and its method are decides how it runs
+        if function in CALLS_OF_METHODS:  # the value and its method decide how it runs
             target, *order, method, args, kwargs = args
             if active.value is not None:
                 named, value = active.value.rref, target.value()
@@ -378,7 +378,8 @@ class Dispatcher:
             active.method = f"{kind[:MAX_METHOD_CHARS]}.{called_method((method, args, kwargs))}"
             turn = self._actors.turn(active.session.peer, named, value, number, method, args, kwargs)
             if turn is not None:
-                # The object of an actor ends on its own thread: this one must not be the last that has it.
+                # The object of an actor must be freed on its own thread, so this thread must not hold the last
+                # reference.
                 active.target = None
                 del target, value
                 if streams is not None:  # the method may run on another thread
@@ -395,8 +396,8 @@ class Dispatcher:
             result = profile.serve(function, args, kwargs)
         else:
             result = function(*args, **kwargs)
-        del args, kwargs  # lent memory is to go back with the first answer
-        if streams is not None:  # the result is for other threads, too
+        del args, kwargs  # lent memory should be returned with the first answer
+        if streams is not None:  # other threads use the result, too
             streams.leave()
         if result is not None and inspect.iscoroutine(result):
             if inspect.iscoroutinefunction(function):
@@ -423,7 +424,7 @@ class Dispatcher:
                 self._answers.fail(active, exc)
             else:
                 # The turn of an actor may have come at once, or later as a job of its own: then nothing is left to do,
-                # unless other jobs wait here. They may be the next turns, behind which the answer must not wait.
+                # unless other jobs wait here. They may be the next turns, and the answer must not wait behind them.
                 is_turn_here = isinstance(future, Turn) and future.thread == get_ident()
                 is_last = is_turn_here and hooks.enter is not None and not self._pool.has_queue
                 reply = self._answers.finish(active, result, is_last)
@@ -457,8 +458,8 @@ class Dispatcher:
 
         def done(outcome: object, exc: BaseException | None) -> None:
             if inspect.iscoroutine(coroutine) and inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
-                coroutine.close()  # cancelled before its first step: Python would warn that nobody awaited it
-            # Encoding may run user code and be slow; the loop has other coroutines to serve.
+                coroutine.close()  # cancelled before its first step: Python would warn that it was never awaited
+            # Encoding may run user code and be slow; the loop has other coroutines to run.
             if exc is not None:
                 self._submit(active, self._answers.fail, active, exc)
             elif outcome is None:
@@ -466,7 +467,7 @@ class Dispatcher:
             else:
                 self._submit(active, self._answers.finish, active, outcome)
 
-        # A function that is not a coroutine function may have set variables before it returned a coroutine.
+        # A plain function may have set context variables before it returned a coroutine.
         context = self._new_context() if coroutine is None else copy_context()
         context.run(current_autograd.set, active.autograd)
         context.run(calling_worker.set, active.session.peer)
@@ -475,9 +476,9 @@ class Dispatcher:
         name = getattr(coroutine, "__qualname__", active.what)
         try:
             active.handle = self._user_loop.submit(run, done, deadline=active.deadline, context=context, name=name)
-        except BaseException as exc:  # RPC ends here, or the loop cannot start
+        except BaseException as exc:  # RPC is shutting down, or the loop cannot start
             if inspect.iscoroutine(coroutine):
-                coroutine.close()  # else Python warns that nobody awaited it
+                coroutine.close()  # otherwise Python warns that it was never awaited
             self._answers.fail(active, exc)
             return
         if active.cancelled:  # between the check and here
@@ -502,12 +503,12 @@ class Dispatcher:
 
 
 def _run_beside(run: Callable[[], object]) -> None:
-    """Runs a job on a thread beside the pool."""
-    heed_signals()
+    """Runs a job on a thread outside of the pool."""
+    unblock_signals()
     run()
 
 
 def describe_job(function: Callable[..., object], arguments: tuple[object, ...]) -> str:
-    """For messages: the call that a job of the pool serves, or else the job's function."""
+    """Describes a job of the pool for messages: the call that it serves, or else its function."""
     active = next((argument for argument in arguments if isinstance(argument, ActiveCall)), None)
     return repr(function) if active is None else repr(active)

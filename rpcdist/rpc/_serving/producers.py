@@ -30,25 +30,25 @@ _CLASSES: Final = (Generator, AsyncGenerator)
 
 
 def is_generator(value: object) -> TypeGuard[Generator[Any, Any, Any] | AsyncGenerator[Any, Any]]:
-    """Whether a value produces items, one after the other.
+    """Whether a value is a plain or an async generator.
 
-    Both kinds have a method to throw into them. Nearly no other value has; the classes, which are abstract, take
-    microseconds to be asked.
+    Both kinds have a method to throw into them, which few other values have; checking against the abstract classes
+    takes microseconds.
     """
     kind = type(value)
     return (hasattr(kind, "throw") or hasattr(kind, "athrow")) and isinstance(value, _CLASSES)
 
 
 MAX_CREDIT: Final = 1024
-"""Items that a producer makes ahead of its consumer at most, whatever the consumer grants: they wait in memory here."""
+"""Limit on the items that a producer makes ahead of its consumer, whatever the consumer grants: they wait in memory."""
 
 
 @dataclass(eq=False, repr=False)
 class StreamSender:
-    """Puts the items of one stream, and its end, on the wire.
+    """Sends the items of one stream, and its end.
 
     Args:
-        id: the call whose result the stream is.
+        id: the call whose result is the stream.
         autograd: the context of the call, or None.
         ended: called before the end is sent.
         back: see `ActiveCall`.
@@ -81,10 +81,10 @@ class StreamSender:
 
 
 class SyncProducer:
-    """Draws from a plain generator on one thread of the pool, from its first step to its end.
+    """Draws from a plain generator on one pool thread, from its first step to its end.
 
-    While the consumer makes the generator wait, the thread is lent: it does not count as one of the pool. Context
-    variables and torch's state of the thread (`with torch.no_grad(): yield ...`) that the generator sets stay its own.
+    While the generator waits for its consumer, the thread is lent: the pool does not count it. Context variables and
+    torch's thread state (`with torch.no_grad(): yield ...`) that the generator sets apply only to itself.
     """
 
     def __init__(
@@ -99,10 +99,10 @@ class SyncProducer:
         self._credits = 0
         self._is_running = False
         self._cancelled = False
-        self._changed = threading.Condition()  # around the three above
+        self._changed = threading.Condition()  # protects the three above
 
     def run(self, items: int) -> None:
-        """Begins with so many items: on this thread, which has made the generator, if it is one of the pool."""
+        """Begins with `items` credits; on this thread, which has created the generator, if it is a pool thread."""
         worker = hooks.worker
         if worker is None or worker.is_lent:
             self.credit(items)
@@ -147,7 +147,7 @@ class SyncProducer:
                 return
 
     def _wait(self) -> PoolExhausted | None:
-        """Until the consumer wants more, or no more; its connection ends that, too. Returns why it cannot wait."""
+        """Waits for a credit or a cancellation, which a broken connection also causes; or returns why it cannot."""
         try:
             self._pool.reserve()
         except PoolExhausted as exc:
@@ -161,13 +161,13 @@ class SyncProducer:
         return None
 
     def _step(self) -> bool:
-        """Sends one item; False when the stream has ended."""
+        """Sends one item; False if the stream has ended."""
         try:
             self._sender.item(self._on_its_own(next, self._generator))
         except StopIteration:
             self._sender.end(None)
         except BaseException as exc:
-            self._closed()  # if it was the item that could not be sent, the generator still waits
+            self._closed()  # if the item could not be sent, the generator still waits
             self._sender.end(exc)
         else:
             return True
@@ -177,7 +177,7 @@ class SyncProducer:
         return self._context.run(self._state.call, function, *arguments)
 
     def _closed(self) -> BaseException | None:
-        """Closes the generator; returns what it raises then, since the stream must end in any case."""
+        """Closes the generator; returns the exception that it raises then, since the stream must end in any case."""
         try:
             self._on_its_own(self._generator.close)
         except BaseException as exc:

@@ -1,7 +1,7 @@
-"""Runs of bytes beside a value: how they leave without a copy, and where they arrive.
+"""Byte buffers beside a value: they are sent without a copy, and received into their final memory.
 
-Small buffers travel inside the message. Of a large one the message carries only the size; its bytes follow in chunks,
-are read straight out of the sender's memory, and are written straight into the memory that the received tensor will
+Small buffers travel inside the message. For a large one, the message carries only the size; its bytes follow in chunks,
+which are read directly from the sender's memory, and written directly into the memory that the received tensor will
 use.
 """
 
@@ -25,17 +25,17 @@ INLINE_LIMIT: Final = 32 * 1024
 TAKES_LONG_FROM_BYTES: Final = 4 << 20
 
 MAX_BUFFER_SIZE: Final = 1 << 47
-"""More bytes than a process can address: an announcement beyond it is damage, not data."""
+"""More bytes than a process can address: an announcement beyond it is damaged."""
 
 HUGE_PAGES_FROM: Final = 32 << 20
-"""Receive buffers of this many bytes ask for huge pages. The C library maps them again each time, and touching so many
-small pages for the first time costs more than the bytes: an echo of 64 MiB takes half as long with huge ones."""
+"""Receive buffers of this size request huge pages. The C library maps such buffers again each time, and the first touch
+of so many small pages costs more than the transfer: an echo of 64 MiB takes half as long with huge pages."""
 
 _CPU: Final = torch.device("cpu")
 _madvise: Final = getattr(ctypes.CDLL(None), "madvise", None) if hasattr(mmap, "MADV_HUGEPAGE") else None
 
-# One array type for every length: ctypes makes (and keeps) a class per length otherwise. Only a slice of it is ever
-# touched.
+# One array type for all lengths: otherwise ctypes would make (and keep) a class for each length. Only a slice of it is
+# ever accessed.
 _Memory: Final = ctypes.c_char * (1 << 62)
 
 
@@ -52,14 +52,14 @@ class LargeBuffer(OutgoingBuffer):
     __slots__ = ()
 
     def copy(self) -> ReceiveBuffer:
-        """A copy as the receiver would hold it; for calls of a worker to itself."""
+        """A copy as the receiver would have it; for calls of a worker to itself."""
         received = ReceiveBuffer.allocate(self.size)
         received.view[:] = self.view
         return received
 
 
 class TensorBuffer(LargeBuffer):
-    """Memory of tensors. Nobody can keep their owner from resizing a storage, which frees it, so every look asks."""
+    """Memory of tensors. Other code may resize a storage, which frees its memory, so every access checks that."""
 
     __slots__ = ("_start", "_storages", "_tensors", "_viewed")
 
@@ -73,7 +73,7 @@ class TensorBuffer(LargeBuffer):
 
     @property
     def view(self) -> memoryview:
-        """Raises `TransportError` if the memory is not there any more."""
+        """The bytes. Raises `TransportError` if the memory was freed."""
         self._check()
         view = self._viewed
         if view is None:
@@ -81,7 +81,7 @@ class TensorBuffer(LargeBuffer):
         return view
 
     def copy_to(self, address: int) -> None:
-        """Raises `TransportError` if the memory is not there any more."""
+        """Copies the bytes. Raises `TransportError` if the memory was freed."""
         self._check()
         copy_memory(address, self._start, self.size)
 
@@ -89,13 +89,13 @@ class TensorBuffer(LargeBuffer):
         for storage, address, size in self._storages:
             if storage.data_ptr() != address or storage.nbytes() != size:
                 raise TransportError(
-                    "the memory of a tensor was freed or resized while it was being sent; leave the storage of tensors "
-                    "that a call carries alone until the call is done"
+                    "the memory of a tensor was freed or resized while it was being sent; do not change the storage of "
+                    "the tensors of a call until the call is done"
                 )
 
 
 class GpuBuffer(LargeBuffer):
-    """Memory of tensors on a GPU. Of memory that cannot be lent, `on_host` begins a copy; only sending waits for it."""
+    """Memory of tensors on a GPU. If it cannot be lent, `on_host` starts a copy, for which only sending waits."""
 
     __slots__ = ("_copied", "_host", "_tensors", "device", "start")
 
@@ -108,7 +108,7 @@ class GpuBuffer(LargeBuffer):
         self._copied: torch.cuda.Event | None = None
 
     def on_host(self) -> GpuBuffer:
-        """Begins the copy into pinned memory, in the current stream; returns this buffer, which has the copy."""
+        """Starts the copy into pinned memory, in the current stream; returns this buffer."""
         storage = self._tensors[0].untyped_storage()
         with torch.inference_mode(False), torch.no_grad():
             flat = torch.empty(0, dtype=torch.uint8, device=self.device)
@@ -122,24 +122,25 @@ class GpuBuffer(LargeBuffer):
 
     @property
     def view(self) -> memoryview:
-        """The copy; waits until it is there."""
+        """The copy; waits until it is complete."""
         host = self._wait()
         return memory_view(host.data_ptr(), self.size, host)
 
     def copy_to(self, address: int) -> None:
-        """Copies the copy; waits until it is there."""
+        """Copies the bytes from the host; waits until they are there."""
         copy_memory(address, self._wait().data_ptr(), self.size)
 
     def _wait(self) -> torch.Tensor:
-        assert self._host is not None and self._copied is not None  # nobody has it before `on_host`
+        assert self._host is not None and self._copied is not None  # no code has this buffer before `on_host`
         self._copied.synchronize()
         return self._host
 
 
 def takes_long(buffers: Sequence[LargeBuffer]) -> bool:
-    """Whether a thread that sends these is busy for a while: it copies them into shared memory, in turns with others.
+    """Whether a thread that sends these is busy for a while: it copies them into shared memory, a few threads at a
+    time.
 
-    Meanwhile it must not keep others from reading, nor count as a thread that will soon take the next job.
+    Meanwhile it must not prevent others from reading, nor count as a thread that will soon take the next job.
     """
     return sum(buffer.size for buffer in buffers) >= TAKES_LONG_FROM_BYTES
 
@@ -155,12 +156,12 @@ class ReceiveBuffer:
 
     def __init__(self, size: int, memory: torch.Tensor | None, view: memoryview | None) -> None:
         self.size = size
-        self._memory = memory  # of the two, one is made when it is asked for: most buffers need one only
+        self._memory = memory  # each of the two is made on demand: most buffers need only one
         self._view = view
 
     @property
     def view(self) -> memoryview:
-        """Writable bytes; the transport writes chunks into it, from any thread, and must be done before `decode`."""
+        """Writable bytes, into which the transport writes chunks on any thread; they are complete before `decode`."""
         view = self._view
         if view is None:
             memory = self.memory
@@ -177,7 +178,7 @@ class ReceiveBuffer:
 
     @property
     def borrowed_view(self) -> memoryview | None:
-        """The view that the buffer was made of by `borrowed`, unless it is a tensor by now."""
+        """The view that was given to `borrowed`, unless the buffer has been made a tensor."""
         return self._view if self._memory is None else None
 
     @classmethod
@@ -185,7 +186,7 @@ class ReceiveBuffer:
         """Memory of `size` bytes, not zeroed.
 
         Raises:
-            SerializationError: the size is impossible, or the memory is not there.
+            SerializationError: the size is impossible, or the memory cannot be allocated.
         """
         if not 0 <= size <= MAX_BUFFER_SIZE:
             raise SerializationError(f"a buffer of {size} bytes was announced; no buffer can be that large")
@@ -202,7 +203,7 @@ class ReceiveBuffer:
 
     @classmethod
     def borrowed(cls, view: memoryview) -> ReceiveBuffer:
-        """Memory of another process that `view` keeps; the tensors on it end the loan when they are freed.
+        """Memory of another process that `view` keeps; the loan ends when the tensors on it are freed.
 
         Its storage cannot grow, like that of tensors in shared memory.
         """
@@ -210,10 +211,10 @@ class ReceiveBuffer:
 
 
 class CopiedBuffer(ReceiveBuffer):
-    """Memory of another process that may write there at any time: readers get a copy, made on demand.
+    """Memory that another process may write to at any time: readers get a copy, made on demand.
 
-    torch reads some tensors twice (a mask: to count, then to fill what it has counted), and trusts that they stay as
-    they are.
+    torch reads some tensors twice (a mask: to count, then to fill what it has counted), and relies on them not to
+    change.
     """
 
     __slots__ = ("_lent",)
@@ -224,7 +225,7 @@ class CopiedBuffer(ReceiveBuffer):
 
     @property
     def memory(self) -> torch.Tensor:
-        """Raises `SerializationError` where there is no memory for the copy."""
+        """The copy. Raises `SerializationError` if there is no memory for it."""
         lent = self._lent
         if lent is not None:
             memory = ReceiveBuffer.allocate(self.size).memory
@@ -234,7 +235,7 @@ class CopiedBuffer(ReceiveBuffer):
 
 
 def _ask_for_huge_pages(address: int, size: int) -> None:
-    """For the whole pages of a range that nobody has touched. The kernel may say no, and nothing is lost then."""
+    """Requests huge pages for the whole pages of an untouched range; the kernel may ignore it."""
     if _madvise is not None:
         start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
         end = (address + size) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -253,14 +254,14 @@ def add_buffer(value: value_pb2.Value, view: memoryview, large: list[LargeBuffer
 
 
 Received = bytes | ReceiveBuffer | value_pb2.Buffer
-"""A buffer of a value that arrived: its bytes, its memory, or where it lies in a loan."""
+"""A buffer of an arrived value: its bytes, its memory, or its position in a loan."""
 
 
 def received_buffers(value: value_pb2.Value, large: Sequence[ReceiveBuffer]) -> list[Received]:
     """The buffers of `value` in their order.
 
     Raises:
-        SerializationError: what arrived is not what the value announced.
+        SerializationError: the buffers that arrived are not those that the value announced.
     """
     buffers: list[Received] = []
     used = 0

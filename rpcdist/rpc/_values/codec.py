@@ -1,6 +1,6 @@
-"""The doorway of the value codec: a Python value to and from `value_pb2.Value` and the large buffers beside it.
+"""Entry point of the value codec: a Python value to and from `value_pb2.Value` and the large buffers beside it.
 
-For a value that cannot be sent it finds the part that is the reason, for an error that names it.
+If a value cannot be sent, it finds the part that is the reason, so that the error can name it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rpcdist.rpc._values.tensors import DTYPE_CODES, DeviceRoute, Externals, Int
 from rpcdist.transport._framing.message_parts import missing_weight
 
 MAX_TRIALS = 1000
-"""So many parts are pickled in the search for the one that fails."""
+"""Limit on the parts that are pickled to find the one that fails."""
 
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, bytearray, torch.Size, torch.dtype, torch.device)
 
@@ -63,7 +63,7 @@ def why_not_plain(obj: object, externals: Externals | None, name: str = "value")
             "Send None, bool, numbers, str, bytes, tensors, and lists, tuples and dicts of them"
         )
     return (
-        f"{name} has more parts than may go without pickle ({MAX_ITEMS}): put numbers into a tensor, or send it in "
+        f"{name} has more than {MAX_ITEMS} parts, the limit without pickle: put numbers into a tensor, or send it in "
         "several calls"
     )
 
@@ -81,7 +81,7 @@ def _parts(item: object) -> list[tuple[object, str]]:
 
 
 def unpicklable_part(obj: object, name: str, externals: Externals | None, by_value: bool) -> str | None:
-    """A sentence that names the innermost part of `obj` that does not pickle; None if all of it does.
+    """A sentence that names the innermost part of `obj` that cannot be pickled; None if all parts can.
 
     Runs user code (`__reduce__`), as sending does.
     """
@@ -108,13 +108,13 @@ def unpicklable_part(obj: object, name: str, externals: Externals | None, by_val
 def _pickles(item: object, externals: Externals | None, by_value: bool) -> bool:
     try:
         write_pickle(item, externals, by_value)
-    except Exception:  # whatever it is, the part cannot be sent
+    except Exception:  # of any kind: the part cannot be sent
         return False
     return True
 
 
 def _held_parts(function: FunctionType) -> list[tuple[object, str]]:
-    """The objects that a function by value takes along."""
+    """The objects that are sent with a function by value."""
     code = function.__code__
     parts = [
         (default, ".default") for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
@@ -144,20 +144,20 @@ def _picklable_parts(item: object) -> list[tuple[object, str]]:
 
 
 OnTensors = Callable[[list[torch.Tensor]], object]
-"""Is given the tensor table of a value; the order is the same at both ends."""
+"""Called with the tensor table of a value; the order is the same at both ends."""
 
 MAX_MADE_HEAVIER: Final = 1 << 14
-"""Workers that send pickles, and so rarely speak to those that take none, add no weight for more tensors than these."""
+"""Workers that may send pickles, and so rarely call workers that refuse them, add no weight for more tensors."""
 
 FEW_PARTS: Final = 200
-"""Tensors, buffers and references of so few do not take much."""
+"""Fewer tensors, buffers and references than this take little memory."""
 
 PLAIN_ITEMS: Final = 48
-"""Values of more parts are pickled: the plain writer is Python, and slower from here on."""
+"""Values with more parts are pickled: the plain writer, in Python, is slower from here on."""
 
 
 def write_plain(obj: object, externals: Externals | None = None, *, plain_only: bool = False) -> PlainWriter | None:
-    """Writes `obj` without pickle; None if it has a part that this cannot write, or too many of them."""
+    """Writes `obj` without pickle; None if it has a part that cannot be written so, or too many parts."""
     writer = PlainWriter(externals, MAX_ITEMS if plain_only else PLAIN_ITEMS, may_list_tensors=not plain_only)
     try:
         writer.write(obj)
@@ -183,9 +183,9 @@ def encode_into(
 
     Args:
         externals: sends remote references; without it they are refused.
-        by_value: send the code of functions and classes that the receiver cannot import.
-        plain_only: refuse what would need pickle.
-        route: how tensors of GPUs reach the receiver; without it they are refused.
+        by_value: whether to send the code of functions and classes that the receiver cannot import.
+        plain_only: whether to refuse values that would need pickle.
+        route: how tensors on GPUs reach the receiver; without it they are refused.
         on_tensors: called when the value is complete, if it has tensors.
 
     Raises:
@@ -209,7 +209,7 @@ def fill_value(
     route: DeviceRoute | None,
     on_tensors: OnTensors | None,
 ) -> list[LargeBuffer]:
-    """As `encode_into`, for an object that `write_plain` has written, or could not write."""
+    """Like `encode_into`, for an object that `write_plain` has written, or could not write."""
     large: list[LargeBuffer] = []
     try:
         if writer is None or not _fill_plainly(value, writer, large, route):
@@ -231,7 +231,7 @@ def fill_pickled(
     route: DeviceRoute | None = None,
     on_tensors: OnTensors | None = None,
 ) -> list[LargeBuffer]:
-    """As `encode_into`, for what `write_pickle` has written."""
+    """Like `encode_into`, for the result of `write_pickle`."""
     large: list[LargeBuffer] = []
     try:
         value.encoding = value_pb2.Value.PICKLE
@@ -244,7 +244,7 @@ def fill_pickled(
 
 
 def _complete(parts: PlainWriter | PickledParts, externals: Externals | None, on_tensors: OnTensors | None) -> None:
-    """The last steps, when all of a value has been encoded and nothing of it can fail any more."""
+    """The last steps, which cannot fail, when the rest of a value has been encoded."""
     if parts.externals:
         _externalize(parts.externals, externals)
     if on_tensors is not None and parts.tensors:
@@ -254,7 +254,7 @@ def _complete(parts: PlainWriter | PickledParts, externals: Externals | None, on
 def _fill_plainly(
     value: value_pb2.Value, writer: PlainWriter, large: list[LargeBuffer], route: DeviceRoute | None
 ) -> bool:
-    """False if it has a tensor that only pickle can take apart."""
+    """Fills `value`; False if it has a tensor that only pickle can send."""
     try:
         _fill(value, bytes(writer.body), writer, large, route)
     except NotPlain:
@@ -284,7 +284,7 @@ def _fill(
 
 
 def _make_it_weigh_enough(value: value_pb2.Value, parts: PlainWriter, large: list[LargeBuffer]) -> None:
-    """Adds a buffer that nobody refers to where the receiver would refuse the value. [Note: what a value costs]"""
+    """Adds an unused buffer if the receiver would refuse the value without it. [Note: what a value costs]"""
     count = len(parts.tensors)
     cost = parts.cost_bytes + TENSOR_BYTES * count
     if count > MAX_MADE_HEAVIER and parts.may_list_tensors:
@@ -296,7 +296,7 @@ def _make_it_weigh_enough(value: value_pb2.Value, parts: PlainWriter, large: lis
 
 
 def add_weight(value: value_pb2.Value) -> None:
-    """Makes a value of very many parts weigh what they take once it is parsed; else its receiver refuses it."""
+    """Makes a value with very many parts weigh what they take once they are parsed; else its receiver refuses it."""
     if len(value.tensors) + len(value.buffers) + len(value.rrefs) < FEW_PARTS:
         return
     missing = missing_weight(value_pb2.Value, value.SerializeToString())
@@ -305,7 +305,7 @@ def add_weight(value: value_pb2.Value) -> None:
 
 
 def _externalize(objects: Sequence[object], externals: Externals | None) -> None:
-    assert externals is not None  # it is what found them
+    assert externals is not None  # it has found them
     for expected, obj in enumerate(objects):
         index = externals.externalize(obj)
         if index != expected:
@@ -329,9 +329,9 @@ def decode(
     Args:
         large: the buffers that followed the message, complete, in the order of `value.buffers`.
         internalize: receives remote references; without it they are refused.
-        plain_only: refuse pickles and other devices than cpu and meta.
-        on_tensors: called when the tensors are there, and the value is not yet; it may change them in place.
-        gpus: takes tensors to GPUs; without it they are refused.
+        plain_only: whether to refuse pickles, and devices other than cpu and meta.
+        on_tensors: called when the tensors exist, and the value does not yet; it may change them in place.
+        gpus: moves tensors to GPUs; without it they are refused.
 
     Raises:
         SerializationError: the value is damaged, refused, or cannot be rebuilt here.
@@ -346,7 +346,7 @@ def decode(
     buffers = received_buffers(value, large)
     inline_bytes = sum([len(buffer) for buffer in buffers if isinstance(buffer, bytes)])
     weight_bytes = len(body) + inline_bytes + sum([buffer.size for buffer in large]) + len(value.weight)
-    taken_bytes = len(body) + 2 * inline_bytes  # they are copied out of the message; into tensors, once more
+    taken_bytes = len(body) + 2 * inline_bytes  # copied out of the message, and again into tensors
     taken_bytes += REFERENCE_BYTES * len(value.rrefs)
     if plain_only and value.tensors:
         taken_bytes += tensors_cost(value.tensors, weight_bytes, allowed_bytes(weight_bytes) - taken_bytes)
@@ -360,13 +360,13 @@ def decode(
     source: bytes | memoryview = body
     if separate:
         if separate > len(buffers):
-            raise SerializationError("a value arrived that is damaged: its body is missing")
+            raise SerializationError("a damaged value arrived: its body is missing")
         buffer = contents[separate - 1]
         source = buffer if isinstance(buffer, bytes) else buffer.view
         if encoding == value_pb2.Value.PLAIN and isinstance(buffer, ReceiveBuffer) and buffer.borrowed_view is not None:
-            source = bytes(source)  # else the sender could change it while it is read
+            source = bytes(source)  # otherwise the sender could change it while it is read
     if encoding == value_pb2.Value.PLAIN:
         return read_plain(source, tensors, contents, internalize, weight_bytes, taken_bytes)
     if encoding == value_pb2.Value.PICKLE:
         return read_pickle(source, tensors, contents, internalize)
-    raise SerializationError(f"a value arrived in encoding {encoding}, which this version does not know")
+    raise SerializationError(f"a value arrived in encoding {encoding}, which this version of rpcdist does not know")

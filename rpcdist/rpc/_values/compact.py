@@ -3,8 +3,9 @@
     entry of the table: dtype (u8, number of `tensors.py`), number of dimensions (u8), flags (u8), 0 (u8), lengths (i64
     each); then the bytes of the tensor, unless the flag SEPARATE says that they are the message's next large buffer
 
-The flag REQUIRES_GRAD is what it says. The table holds dense tensors on the CPU that own their memory. A value with any
-other one, with remote references, or with long texts travels as a `Value` of protobuf, which can say all of that.
+The flag REQUIRES_GRAD means that the tensor requires grad. The table holds dense tensors on the CPU that own their
+memory. A value with other tensors, with remote references, or with long strings travels as a protobuf `Value`, which
+can express them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from rpcdist.rpc._values.rebuild import TENSOR_BYTES, contiguous_strides, over_s
 from rpcdist.rpc._values.tensors import DTYPE_CODES, DTYPES, address_of
 from rpcdist.transport.wire_messages import MAX_COMPACT_BODY_BYTES
 
-MAX_DIMS: Final = 8  # a tensor of more is not worth a compact form
+MAX_DIMS: Final = 8  # tensors with more dimensions are not worth a compact form
 MAX_TENSORS: Final = 0xFFFF
 _SEPARATE, _REQUIRES_GRAD = 1, 2
 _FLAGS: Final = _SEPARATE | _REQUIRES_GRAD
@@ -34,16 +35,16 @@ _SHAPES: Final = tuple(Struct(f"<{count}q") for count in range(MAX_DIMS + 1))
 _ENTRIES: Final = tuple(Struct(f"<BBBB{count}q") for count in range(MAX_DIMS + 1))  # with the lengths
 _CPU: Final = torch.device("cpu")
 
-_bytes_at: Any = pythonapi["PyBytes_FromStringAndSize"]  # `ctypes.string_at` is a function of Python around the same
+_bytes_at: Any = pythonapi["PyBytes_FromStringAndSize"]  # `ctypes.string_at` is a Python function around the same call
 _bytes_at.restype, _bytes_at.argtypes = py_object, (c_void_p, c_ssize_t)
 
 
 class CompactValue(NamedTuple):
-    """A value on its way out.
+    """An outgoing value.
 
     Attributes:
         body: the table and the plain body.
-        num_tensors: entries of the table.
+        num_tensors: the number of entries in the table.
         large: the buffers beside it.
     """
 
@@ -60,7 +61,7 @@ def compact_value(writer: PlainWriter) -> CompactValue | None:
     body = writer.body
     if writer.externals or writer.buffers or len(body) > INLINE_LIMIT:
         return None
-    if writer.lists_tensors:  # they travel as runs, which no table can say
+    if writer.lists_tensors:  # they travel as runs, which the table cannot express
         return None
     tensors = writer.tensors
     if writer.cost_bytes + TENSOR_BYTES * len(tensors) > FREE_BYTES:  # a `Value` can weigh more than its parts
@@ -73,10 +74,11 @@ def compact_value(writer: PlainWriter) -> CompactValue | None:
 def compact_tensors(
     tensors: Sequence[torch.Tensor], body: bytes | bytearray = b"", shares_memory: bool = True
 ) -> CompactValue | None:
-    """The table of tensors, with a plain body behind it; None if one of them does not fit. See `compact_value`.
+    """The table of tensors, followed by a plain body; None if one of them does not fit. See `compact_value`.
 
     Args:
-        shares_memory: whether tensors that share memory must do so at the receiver, too, which no table can say.
+        shares_memory: whether tensors that share memory must also share it at the receiver, which the table cannot
+            express.
     """
     if len(tensors) > MAX_TENSORS:
         return None
@@ -132,12 +134,12 @@ def read_compact(
     large: Sequence[ReceiveBuffer],
     on_tensors: Callable[[list[torch.Tensor]], object] | None = None,
 ) -> object:
-    """The value that `compact_value` was made of.
+    """The value from which `compact_value` was made.
 
     Args:
-        num_tensors: entries of the table in it.
+        num_tensors: the number of entries in its table.
         large: the buffers that arrived beside it, complete.
-        on_tensors: called when the tensors are there, and the value is not yet; it may change them in place.
+        on_tensors: called when the tensors exist, and the value does not yet; it may change them in place.
 
     Raises:
         SerializationError: the value is damaged, or cannot be rebuilt here.
@@ -145,7 +147,7 @@ def read_compact(
     if not num_tensors and not large:
         return read_plain(body, [], [], None)
     weight_bytes = len(body) + sum([buffer.size for buffer in large])
-    taken_bytes = TENSOR_BYTES * num_tensors + len(body)  # which is copied: into tensors, or once more
+    taken_bytes = TENSOR_BYTES * num_tensors + len(body)  # the body is copied: into tensors, or once more
     if taken_bytes > allowed_bytes(weight_bytes):
         raise too_much_for_its_weight(weight_bytes)
     tensors, at = read_compact_tensors(body, num_tensors, large)
@@ -157,9 +159,9 @@ def read_compact(
 def read_compact_tensors(
     body: bytes, num_tensors: int, large: Sequence[ReceiveBuffer]
 ) -> tuple[list[torch.Tensor], int]:
-    """The tensors of the table at the beginning of `body`, and where it ends. See `read_compact`."""
+    """The tensors of the table at the beginning of `body`, and the offset of its end. See `read_compact`."""
     if num_tensors > MAX_TENSORS:
-        raise SerializationError(f"a table of {num_tensors} tensors arrived; {MAX_TENSORS} are allowed")
+        raise SerializationError(f"a table of {num_tensors} tensors arrived; the limit is {MAX_TENSORS}")
     try:
         if torch.is_inference_mode_enabled():  # a received tensor must be usable by autograd later
             with torch.inference_mode(False):
@@ -168,11 +170,11 @@ def read_compact_tensors(
     except (StructError, RuntimeError, ValueError, OverflowError, MemoryError) as exc:
         if isinstance(exc, SerializationError):
             raise
-        raise SerializationError(f"a tensor that arrived cannot be rebuilt here: {exc}") from exc
+        raise SerializationError(f"an arrived tensor cannot be rebuilt here: {exc}") from exc
 
 
 def _read_tensors(body: bytes, count: int, large: Sequence[ReceiveBuffer]) -> tuple[list[torch.Tensor], int]:
-    """The tensors of the table, and where it ends."""
+    """The tensors of the table, and the offset of its end."""
     tensors = []
     at = num_large = 0
     for _ in range(count):
@@ -187,7 +189,7 @@ def _read_tensors(body: bytes, count: int, large: Sequence[ReceiveBuffer]) -> tu
         shape = list(_SHAPES[num_dims].unpack_from(body, at))
         at += _SHAPES[num_dims].size
         size = prod(shape) * dtype.itemsize
-        if 0 < size <= len(body) - at and not flags & _SEPARATE:  # as nearly all; torch checks the shape
+        if 0 < size <= len(body) - at and not flags & _SEPARATE:  # as for most tensors; torch checks the shape
             tensor = torch.empty(shape, dtype=dtype, device=_CPU)
             memmove(tensor.data_ptr(), body[at : at + size], size)
             at += size

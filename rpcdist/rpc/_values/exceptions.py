@@ -1,15 +1,15 @@
-"""Exceptions of users: read, copied, described and taken apart without running their code.
+"""Exceptions of users: read, copied, described and taken apart without running the users' code.
 
 [Note: hostile exceptions] An exception is an object of the user: its `str`, its attributes, its pickling and its
-constructor may raise anything, `SystemExit` included; a frozen dataclass refuses every attribute that is set, and
-asking `isinstance` runs its `__class__`. Between the failure of a call and its answer none of that may run unguarded:
-the call would never end. So the fields of `BaseException` are read and written by its own descriptors here, types are
-compared with `issubclass(type(exc), ...)`, and texts come from `text_of` and `traceback_of`, which raise nothing.
+constructor may raise anything, `SystemExit` included; a frozen dataclass refuses to set any attribute, and `isinstance`
+reads its `__class__`. Between the failure of a call and its answer, none of that may run unguarded, or the call would
+never end. So this module reads and writes the fields of `BaseException` with the descriptors of `BaseException`,
+compares types with `issubclass(type(exc), ...)`, and gets texts from `text_of` and `traceback_of`, which never raise.
 
-By default an exception pickles as its type called with `args`. A class with an `__init__(self, status, body)` of its
-own usually gives its base one text, so that call fails at the other end, or makes something else. Here the object is
-made by the builtin class below it, and its `args` and attributes are set. Classes that say how they are pickled are
-left alone when they are sent; a copy within this process never runs code of the class.
+By default an exception is pickled as its type, called with `args`. A class that defines `__init__(self, status, body)`
+usually gives its base one text, so that call fails at the other end, or makes another exception. So here the builtin
+base class makes the object, and its `args` and attributes are set. Classes that define how they are pickled are left
+alone when they are sent; a copy within this process never runs code of the class.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from rpcdist.errors import SerializationError
 
 E = TypeVar("E", bound=BaseException)
 State = tuple[dict[str, Any], dict[str, Any]]
-"""The attributes in slots of the classes, and those in the `__dict__`."""
+"""The attributes in `__slots__` of the classes, and those in the `__dict__`."""
 
 MAX_TEXT: Final = 64 * 1024  # characters of a traceback or message; a failing call must not become a large one
-MAX_CAUSES: Final = 64  # of one exception, and members of groups, that are copied with it
+MAX_CAUSES: Final = 64  # limit on the causes, and the members of groups, that are copied with an exception
 
 _PICKLING: Final = frozenset(
     ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__getnewargs__", "__getnewargs_ex__")
 )
-_NOT_SENT: Final = frozenset(("__suppress_context__", "obj"))  # `obj` of an AttributeError is whatever was asked
+_NOT_SENT: Final = frozenset(("__suppress_context__", "obj"))  # `obj` of an AttributeError may be any object
 _HEAP_TYPE: Final = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that is not one of the interpreter's own
 
-# ---------------------------------------------------------------- fields, past the code of the class
+# ---------------------------------------------------------------- fields, without running code of the class
 
 _args, _dict, _cause, _traceback = (
     cast(Any, vars(BaseException)[name]) for name in ("args", "__dict__", "__cause__", "__traceback__")
@@ -44,48 +44,40 @@ _args, _dict, _cause, _traceback = (
 
 
 def args_of(exc: BaseException) -> tuple[Any, ...]:
-    """`exc.args`."""
-    args: tuple[Any, ...] = _args.__get__(exc)
-    return args
+    return cast("tuple[Any, ...]", _args.__get__(exc))
 
 
 def get_traceback(exc: BaseException) -> TracebackType | None:
-    """`exc.__traceback__`."""
-    found: TracebackType | None = _traceback.__get__(exc)
-    return found
+    return cast("TracebackType | None", _traceback.__get__(exc))
 
 
 def set_traceback(exc: BaseException, frames: TracebackType | None) -> None:
-    """`exc.__traceback__ = frames`."""
     _traceback.__set__(exc, frames)
 
 
 def drop_first_frame(exc: BaseException) -> None:
-    """Takes the frame that has caught an error out of its traceback: with its variables it would hold the error."""
+    """Removes the frame that has caught an error from its traceback: its variables hold the error, which is a cycle."""
     if (frames := get_traceback(exc)) is not None:
         set_traceback(exc, frames.tb_next)
 
 
 def get_cause(exc: BaseException) -> BaseException | None:
-    """`exc.__cause__`."""
-    found: BaseException | None = _cause.__get__(exc)
-    return found
+    return cast("BaseException | None", _cause.__get__(exc))
 
 
 def set_cause(exc: BaseException, cause: BaseException | None) -> None:
-    """`exc.__cause__ = cause`."""
     _cause.__set__(exc, cause)
 
 
 def add_note(exc: BaseException, note: str) -> None:
-    """`exc.add_note(note)`; nothing where the exception keeps something else in the place of its notes."""
+    """`exc.add_note(note)`; does nothing if the exception uses `__notes__` in another way."""
     notes = _dict.__get__(exc).setdefault("__notes__", [])
     if type(notes) is list:
         notes.append(note)
 
 
 def state_of(exc: BaseException) -> State:
-    """Its attributes, without those that are None or were never set."""
+    """The attributes of an exception, without those that are None or were never set."""
     slots: dict[str, Any] = {}
     for base in type(exc).__mro__:
         for name, member in vars(base).items():
@@ -117,33 +109,33 @@ def restore_state(exc: BaseException, state: State) -> None:
 
 
 def described(what: str, describe: Callable[[], str]) -> str:
-    """The result of `describe` in a form that can be sent, or the news that it failed; raises nothing."""
+    """The result of `describe` in a form that can be sent, or a text that says that it failed; raises nothing."""
     try:
-        # UTF-8 has no half of a surrogate pair, as names of files may have; a subclass of `str` may override all.
+        # UTF-8 has no surrogate halves, which file names may have; a subclass of `str` may override any method.
         return str.encode(describe(), "utf-8", "backslashreplace").decode()
     except BaseException as why:
         return f"<{what} failed: {type.__repr__(type(why))}>"
 
 
 def cut(text: str, limit: int = MAX_TEXT) -> str:
-    """The beginning of a text, with a mark where the rest is missing."""
+    """The beginning of a text, with a mark if the rest is missing."""
     return text if len(text) <= limit else f"{text[:limit]}... [{len(text) - limit} characters cut]"
 
 
 def text_of(exc: BaseException) -> str:
-    """The text of any exception, cut to `MAX_TEXT`; raises nothing."""
+    """The text of an exception, cut to `MAX_TEXT`; raises nothing."""
     return described("str() of the exception", lambda: cut(str(exc)))
 
 
 def described_error(exc: BaseException) -> str:
-    """The class and the text of any exception; raises nothing."""
+    """The class and the text of an exception; raises nothing."""
     return f"{described('the name of the type', lambda: type(exc).__name__)}: {text_of(exc)}"
 
 
 def traceback_of(exc: BaseException) -> str:
     """The traceback with the text, cut in the middle; raises nothing."""
     text = described("", lambda: _cut_in_the_middle("".join(traceback.format_exception(exc))))
-    if text.startswith("< failed: "):  # the text, notes or attributes of one of them; the frames are not the user's
+    if text.startswith("< failed: "):  # str(), notes or attributes of an exception; the frames run no user code
         frames = described("formatting the traceback", lambda: "".join(traceback.format_tb(get_traceback(exc))))
         name = described("the name of the type", lambda: type(exc).__qualname__)
         text = f"Traceback (most recent call last):\n{frames}{name}: {text_of(exc)}\n"
@@ -151,7 +143,7 @@ def traceback_of(exc: BaseException) -> str:
 
 
 def _cut_in_the_middle(text: str) -> str:
-    """The frames are at the beginning, and a long message is at the end."""
+    """Cuts the middle: the frames are at the beginning, and a long message is at the end."""
     half = MAX_TEXT // 2
     return (
         text if len(text) <= MAX_TEXT else f"{text[:half]}... [{len(text) - 2 * half} characters cut] ...{text[-half:]}"
@@ -162,7 +154,7 @@ def _cut_in_the_middle(text: str) -> str:
 
 
 def reduce_exception(exc: BaseException) -> Any:
-    """The result that `__reduce__` should have given; NotImplemented where pickle handles the class."""
+    """The result that `__reduce__` should have returned; NotImplemented if pickle handles the class itself."""
     cls = type(exc)
     if _pickles_itself(cls) or not _has_own_constructor(cls):
         return NotImplemented
@@ -176,7 +168,7 @@ def _pickles_itself(cls: type) -> bool:
 
 
 def _has_own_constructor(cls: type) -> bool:
-    """Whether calling the class runs code of its author, in whatever way that was written."""
+    """Whether calling the class runs code of its author, however that was written."""
     return any(
         "__call__" in vars(meta) for meta in inspect.getmro(type(cls)) if meta is not type and meta is not object
     ) or any(
@@ -189,7 +181,7 @@ def _has_own_constructor(cls: type) -> bool:
 def reduction_of(exc: BaseException, args: tuple[Any, ...], state: State) -> tuple[Any, ...]:
     """The pickle of an exception with other arguments and attributes than its own.
 
-    The attributes come after the object: one of them may lead back to it.
+    The attributes come after the object, since one of them may refer to it.
     """
     parts = _made_from(exc, args)
     made = (type(exc), args) if parts is args else (type(exc), args, parts)
@@ -197,7 +189,7 @@ def reduction_of(exc: BaseException, args: tuple[Any, ...], state: State) -> tup
 
 
 def _made_from(exc: BaseException, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments from which the builtin base makes the object. A group keeps its members apart from its `args`."""
+    """The arguments from which the builtin base makes the object. A group stores its members apart from its `args`."""
     if not issubclass(type(exc), BaseExceptionGroup):
         return args
     message = vars(BaseExceptionGroup)["message"].__get__(exc)
@@ -212,12 +204,12 @@ def _members_of(group: BaseException) -> tuple[BaseException, ...]:
 
 
 def rebuild_exception(cls: type, args: tuple[Any, ...], made_from: tuple[Any, ...] | None = None) -> BaseException:
-    """An exception with these arguments, whose constructor was not called; see `_made_from`."""
+    """An exception with these arguments, made without calling its constructor; see `_made_from`."""
     if not (isinstance(cls, type) and issubclass(cls, BaseException)):
         raise SerializationError(f"{cls!r} arrived as the class of an exception")
     builtin: Any = cls
     while builtin.__flags__ & _HEAP_TYPE:
-        builtin = builtin.__base__  # the base that decides about the memory, where there are several
+        builtin = builtin.__base__  # the base that determines the memory layout, if there are several
     try:
         exc: BaseException = builtin.__new__(cls, *(args if made_from is None else made_from))
     except TypeError:
@@ -227,12 +219,12 @@ def rebuild_exception(cls: type, args: tuple[Any, ...], made_from: tuple[Any, ..
 
 
 def copied(error: E) -> E:
-    """The same error to raise again, without a traceback; its constructor is not called.
+    """A copy of the error to raise again, without a traceback; its constructor is not called.
 
-    [Note: kept errors] Raising an exception stores the frames that it passes in it, and with them the reference whose
-    use failed. Were it an error that the tables keep, that reference would never be collected: its value would leak.
-    So its causes, and the members of a group, which have such frames as well, are copied, too. An error that cannot be
-    copied is returned as it is.
+    [Note: kept errors] When an exception is raised, it stores the frames that it passes, and with them the reference
+    whose use failed. If the tables keep that exception, the reference would never be freed, and its value would leak.
+    So the causes of the error, and the members of a group, which also have such frames, are copied, too. An error that
+    cannot be copied is returned itself.
     """
     try:
         return cast(E, _copy(error, {}))
@@ -247,7 +239,7 @@ def _copy(error: BaseException, done: dict[int, BaseException]) -> BaseException
         return error
     args, made_from = args_of(error), None
     if issubclass(type(error), BaseExceptionGroup):
-        done[id(error)] = error  # a member may lead back here
+        done[id(error)] = error  # a member may refer to the group
         members = [_copy(member, done) for member in _members_of(error)]
         made_from = (_made_from(error, args)[0], members)
         if len(args) == 2:

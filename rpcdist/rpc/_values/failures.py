@@ -1,4 +1,4 @@
-"""Exceptions on the wire: a value like any other, and its texts for receivers that cannot rebuild all of it."""
+"""Exceptions on the wire: encoded like other values, and as text for receivers that cannot rebuild all of them."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ from rpcdist.rpc._values.tensors import Externals
 Kind = rpc_pb2.Failure.Kind
 
 MAX_EXCEPTION_BYTES: Final = 16 << 20
-"""A failing call must not become one of any size: of a larger exception, the parts are cut."""
+"""A failing call must not send a message of any size: larger exceptions are shortened."""
 
-PART_BYTES: Final = (1 << 20, 64 << 10, 1 << 10)  # how far the parts are cut, until the whole is small enough
-MAX_DEPTH: Final = 8  # containers and groups within an exception of which parts are cut
+PART_BYTES: Final = (1 << 20, 64 << 10, 1 << 10)  # limits on parts, tried until the whole is small enough
+MAX_DEPTH: Final = 8  # limit on nested containers and groups in which parts are shortened
 MAX_REPR: Final = 1000
 MAX_BASES: Final = 16
 _TEXTS: Final = (str, bytes, bytearray)
 MAX_TRIALS: Final = 1000
-"""So many parts of an exception are tried; those behind them are cut."""
+"""Limit on the parts of an exception that are tried; later parts are cut."""
 
 Fill = Callable[[value_pb2.Value, PickledParts], list[LargeBuffer]]
-"""Puts a pickle into a message, and returns the buffers beside it."""
+"""Writes a pickle into a message, and returns the buffers beside it."""
 
 _KINDS: Final[list[tuple[type[BaseException], rpc_pb2.Failure.Kind]]] = [
     (FunctionNotFound, Kind.NOT_FOUND),
@@ -65,7 +65,7 @@ _KINDS: Final[list[tuple[type[BaseException], rpc_pb2.Failure.Kind]]] = [
 
 
 class RemoteTraceback(Exception):
-    """The `__cause__` of an exception that came from another worker; its text is the traceback there."""
+    """The `__cause__` of an exception from another worker; its text is the traceback there."""
 
     def __init__(self, worker: str, text: str) -> None:
         super().__init__(worker, text)
@@ -82,12 +82,12 @@ class RemoteTraceback(Exception):
 def failure_of(
     exc: BaseException, worker: str, fill: Fill, *, externals: Externals | None = None, by_value: bool = False
 ) -> tuple[rpc_pb2.Failure, list[LargeBuffer]]:
-    """The wire form of an exception that was raised on `worker`, which is this one; raises nothing.
+    """The wire form of an exception that was raised on `worker`, this worker; raises nothing.
 
     Args:
         exc: the exception. See [Note: hostile exceptions].
-        fill: has tensors, buffers and references travel as those of other values do.
-        externals: knows remote references.
+        fill: writes tensors, buffers and references as for other values.
+        externals: recognizes remote references.
         by_value: see `write_pickle`.
     """
     failure = rpc_pb2.Failure(
@@ -103,7 +103,7 @@ def failure_of(
         worker=worker,
     )
     if failure.kind == Kind.NOT_FOUND:
-        return failure, []  # its type belongs to the callee's machinery; the caller makes its own
+        return failure, []  # its type is private to the callee; the caller makes its own error
     trials = _Trials(worker, externals, by_value)
     try:
         return failure, fill(failure.exception, trials.usable(exc, MAX_EXCEPTION_BYTES))
@@ -117,7 +117,7 @@ def failure_of(
             failure.ClearField("exception")
             continue
         if shortened.left_out:
-            failure.traceback += f"\n(these parts of it cannot be sent: {', '.join(shortened.left_out)})"
+            failure.traceback += f"\n(these parts of the exception cannot be sent: {', '.join(shortened.left_out)})"
         return failure, large
     failure.traceback += f"\n(the exception cannot be pickled: {problem})"
     return failure, []
@@ -132,7 +132,7 @@ def _kind_of(exc: BaseException) -> rpc_pb2.Failure.Kind:
 
 
 class _Trials:
-    """Tries which parts can be sent: a class that pickles may still fail at the other end.
+    """Finds out which parts can be sent: an object that can be pickled may still fail at the other end.
 
     The trials read the tensors, buffers and references themselves, so nothing is copied.
     """
@@ -144,7 +144,7 @@ class _Trials:
         self._by_value = by_value
 
     def usable(self, exc: object, limit_bytes: int) -> PickledParts:
-        """The pickle of an exception; raises if it is too large, or what arrives is not one that can be handled."""
+        """The pickle of an exception; raises if it is too large, or if the receiver could not use the result."""
         parts, found = self._both_ways(exc, limit_bytes)
         _check_usable(found)
         return parts
@@ -153,7 +153,7 @@ class _Trials:
         """Whether a part of an exception can be sent."""
         self.left -= 1
         if any(type(one) in _TEXTS and len(one) > limit_bytes for one in (part if type(part) is tuple else (part,))):
-            return False  # as nearly always; the others have to be pickled
+            return False  # the most common case; the others must be pickled
         try:
             self._both_ways(part, limit_bytes)
         except BaseException:
@@ -164,7 +164,7 @@ class _Trials:
         parts = write_pickle(obj, self._externals, self._by_value)
         size = len(parts.body) + sum(view.nbytes for view in parts.buffers) + sum(map(_num_bytes, parts.tensors))
         if size > limit_bytes:
-            raise SerializationError(f"it has {size} bytes, and {limit_bytes} are allowed")
+            raise SerializationError(f"it has {size} bytes; the limit is {limit_bytes}")
         return parts, read_pickle(parts.body, parts.tensors, parts.buffers, parts.externals.__getitem__, is_trial=True)
 
 
@@ -175,21 +175,21 @@ def _num_bytes(tensor: torch.Tensor) -> int:
 
 
 def _check_usable(exc: object) -> None:
-    """Raises if the object is no exception, or one whose attributes cannot be read: nobody could handle it."""
+    """Raises if the object is not an exception, or its attributes cannot be read, so that no code could handle it."""
     if not isinstance(exc, BaseException):
-        raise SerializationError(f"a {type(exc).__name__} arrived in the place of an exception")
+        raise SerializationError(f"a {type(exc).__name__} arrived in place of an exception")
     _ = exc.args, exc.__traceback__, exc.__cause__
 
 
 class _Shortened:
-    """Pickles as an exception of which some parts are cut, or left out.
+    """Pickles as an exception with some parts shortened or left out.
 
-    Texts, bytes, lists, dicts and the members of groups are cut at a limit, with a mark. In the place of any other
-    argument stands its `repr`; any other attribute is left out.
+    Strings, bytes, lists, dicts and the members of groups are cut at a limit, with a mark. Other arguments are replaced
+    by their `repr`; other attributes are left out.
 
     Args:
-        trials: says what can be sent.
-        limit_bytes: of a part.
+        trials: finds out what can be sent.
+        limit_bytes: limit on the size of a part.
 
     Attributes:
         left_out: names of the missing parts.
@@ -226,7 +226,7 @@ class _Shortened:
         return described(f"the repr() of {name}", lambda: cut(repr(value), MAX_REPR))
 
     def _part(self, value: Any, depth: int) -> tuple[bool, object]:
-        """Whether a part, or the beginning of it, can be sent, and what of it."""
+        """Whether a part, or its beginning, can be sent; and that part or beginning."""
         kind, limit = type(value), self._limit_bytes
         if self._trials.fits(value, limit):
             return True, value
@@ -259,7 +259,7 @@ class _Shortened:
 
     def _exception(self, exc: BaseException, depth: int) -> object:
         shortened = _Shortened(exc, self._trials, self._limit_bytes, depth)
-        if not self._trials.fits(shortened, MAX_EXCEPTION_BYTES):  # its class
+        if not self._trials.fits(shortened, MAX_EXCEPTION_BYTES):  # because of its class
             name = described("the name of the type", lambda: type(exc).__qualname__)
             return RemoteError(self._trials.worker, name, text_of(exc), traceback_of(exc))
         self.left_out += shortened.left_out
@@ -275,7 +275,7 @@ def exception_of(failure: rpc_pb2.Failure, decode: Callable[[], object] | None =
     Runs user code (`__setstate__` of the exception): never on the I/O loop.
 
     Args:
-        decode: makes the original exception; None where there is none, or it must not be unpickled.
+        decode: makes the original exception; None if there is none, or if it must not be unpickled.
     """
     exc: Any = None
     if decode is not None:
@@ -307,7 +307,7 @@ def _substitute(failure: rpc_pb2.Failure) -> Exception:
 
 
 def _remote_error(failure: rpc_pb2.Failure) -> RemoteError:
-    """A `RemoteError`, which is also of the original class, or else its nearest base, that this process has."""
+    """A `RemoteError` that is also an instance of the original class, or of its nearest base that this process has."""
     args = (failure.worker, failure.type_name, failure.text, failure.traceback)
     bases = (name.partition(":") for name in failure.type_bases[:MAX_BASES])
     for module, name in ((failure.type_module, failure.type_name), *((module, name) for module, _, name in bases)):
@@ -317,14 +317,14 @@ def _remote_error(failure: rpc_pb2.Failure) -> RemoteError:
                 return _also(cls, args)
         except KeyboardInterrupt:
             raise
-        except BaseException:  # the class does not want it, or cannot; [Note: hostile exceptions]
+        except BaseException:  # the class does not allow it; [Note: hostile exceptions]
             continue
     return RemoteError(*args)
 
 
 def _exception_class(module_name: str, qualname: str) -> type[Exception] | None:
-    """A class by its name, if it is a loaded one that an `except` clause may name, and no code of it runs where another
-    class is derived from it. Nothing is imported for a peer, and no module is asked.
+    """A loaded class by its name, if an `except` clause may name it, and deriving from it runs none of its code. This
+    imports nothing, and runs no code of a module.
     """
     try:
         found = look_up_quietly(module_name, qualname)

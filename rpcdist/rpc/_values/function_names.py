@@ -1,8 +1,8 @@
-"""How a function travels: as "module:qualified.name" where that names it, else as a value beside its arguments.
+"""How a function travels: as "module:qualified.name" if it has such a name, else as a value beside its arguments.
 
-A name is looked up at every call, so the callee runs what its module holds now. `unwrap` first turns what a callable
-holds (the instance of a bound method, the arguments of a `functools.partial`) into arguments, and only a plain function
-is left to be named.
+A name is looked up at every call, so the callee runs the object that its module holds now. `unwrap` first turns the
+values that a callable holds (the instance of a bound method, the arguments of a `functools.partial`) into arguments, so
+that only a plain function must be named.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _CALLABLES: Final = frozenset(
 
 
 def look_up_quietly(module_name: str, path: str) -> Any:
-    """The object that "module:path" names, found without import, and without code of a module.
+    """The object that "module:path" names, found without import, and without running code of a module.
 
     `getattr` would run code: a module may have a `__getattr__` (PEP 562), or be of a class that imports on demand (lazy
     packages, `importlib.util.LazyLoader`), and a class may have a metaclass and descriptors. Only the dictionaries of
@@ -48,14 +48,14 @@ def look_up_quietly(module_name: str, path: str) -> Any:
     """
     found: Any = sys.modules.get("__main__" if module_name == "__mp_main__" else module_name)
     if found is None:
-        raise AttributeError(f"module {module_name!r} is not loaded here, and nothing is imported for a peer")
+        raise AttributeError(f"module {module_name!r} is not loaded here, and calls from peers import nothing")
     for part in path.split("."):
         found = _member(found, part)
     return found
 
 
 def _member(owner: Any, name: str) -> Any:
-    kind = type(owner)  # `isinstance` would ask the object for its `__class__`
+    kind = type(owner)  # `isinstance` would read the object's `__class__`
     if issubclass(kind, types.ModuleType):
         members = object.__getattribute__(owner, "__dict__")
         if name in members:
@@ -73,17 +73,17 @@ _DESCRIPTORS = (types.MethodDescriptorType, types.WrapperDescriptorType, types.C
 
 
 class FunctionLookupError(RpcdistError, AttributeError):
-    """This process has no function of that name."""
+    """This process has no function with the given name."""
 
 
 def unwrap(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]:
-    """The same call, with what `func` holds moved into the arguments.
+    """The same call, with the values that `func` holds moved into the arguments.
 
-    A bound method becomes its function, called with the instance; a `functools.partial` its function, with its
-    arguments; an instance with `__call__` that method, called with the instance. Class methods and everything that
-    holds nothing stay as they are.
+    A bound method becomes its function, called with the instance; a `functools.partial` becomes its function, with its
+    arguments; an instance with `__call__` becomes that method, called with the instance. Class methods, and callables
+    that hold nothing, stay unchanged.
     """
     while True:
         kind = type(func)
@@ -110,12 +110,12 @@ def unwrap(
 
 
 def function_reference(func: Callable[..., Any], *, by_value: bool = False) -> str | None:
-    """The name under which `func` is called at another worker; None where it has to go as a value.
+    """The name under which `func` is called at another worker; None if it must travel as a value.
 
     Args:
-        func: best the result of `unwrap`.
-        by_value: whether lambdas, local functions, those of `__main__`, and those of modules given to
-            `cloudpickle.register_pickle_by_value` go as values; the others keep going by name.
+        func: preferably the result of `unwrap`.
+        by_value: whether lambdas, local functions, functions of `__main__`, and functions of modules given to
+            `cloudpickle.register_pickle_by_value` travel as values; the others still travel by name.
     """
     name = function_name(func)
     return None if name is not None and by_value and _goes_by_value(name) else name
@@ -125,7 +125,7 @@ def function_name(func: Callable[..., Any], is_quiet: bool = False) -> str | Non
     """The "module:qualified.name" under which this process finds `func` itself, or None.
 
     Args:
-        is_quiet: only where it is found without code of a module, as by `loaded_function`.
+        is_quiet: accept only a name that is found without running code of a module, as in `loaded_function`.
     """
     special = None if type(func) is types.FunctionType else _special_name(func)
     if special is not None and _resolves_to(special, func, is_quiet):
@@ -137,22 +137,22 @@ def function_name(func: Callable[..., Any], is_quiet: bool = False) -> str | Non
 
 
 def loaded_function(reference: str, may_import: bool = False) -> Callable[..., Any]:
-    """The function of a name, for a peer that may not have code of its choice run: by `look_up_quietly`.
+    """The function with a name, found by `look_up_quietly`, for peers that may not run code of their choice.
 
     Args:
         reference: the name.
-        may_import: whether its module may be imported, if it is not loaded; else there is no import.
+        may_import: whether its module may be imported if it is not loaded.
 
     Raises:
-        FunctionLookupError: there is none, or it is not callable. Errors of the import pass through.
+        FunctionLookupError: there is no such function, or it is not callable. Errors of the import pass through.
     """
     module_name, _, path = reference.partition(":")
     if may_import:
-        _import(reference, module_name)  # or waits for another thread that is about it
+        _import(reference, module_name)  # also waits for another thread that is importing it
     try:
         func = look_up_quietly(module_name, path)
     except AttributeError as exc:
-        advice = "Import its module there, or add its whole name to allow_functions."
+        advice = "Import its module in that worker, or add its full name to allow_functions."
         raise FunctionLookupError(f"function {reference!r} was not found on the callee: {exc}. {advice}") from exc
     return _checked(reference, func)
 
@@ -161,14 +161,14 @@ def decode_function(reference: str) -> Callable[..., Any]:
     """The function that `function_reference` named. Imports the module where necessary, which may block.
 
     Raises:
-        FunctionLookupError: module or name do not exist here, or it is not callable. Errors of the import pass
-            through.
+        FunctionLookupError: the module or the name does not exist here, or it is not callable. Errors of the import
+            pass through.
     """
     module_name, _, path = reference.partition(":")
     try:
         func = _walk(sys.modules[module_name], path)
     except (KeyError, AttributeError):
-        # Not imported yet, or another thread is in the middle of importing it; `import_module` waits for that one.
+        # Not imported yet, or another thread is just importing it; `import_module` waits for that thread.
         module = _import(reference, module_name)
         try:
             func = _walk(module, path)
@@ -190,7 +190,7 @@ def _import(reference: str, module_name: str) -> types.ModuleType:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as exc:
         if exc.name is not None and module_name != exc.name and not module_name.startswith(exc.name + "."):
-            raise  # the module is there, but something that it imports is not
+            raise  # the module exists, but a module that it imports does not
         raise FunctionLookupError(_advice(reference, f"{exc}")) from exc
     except ValueError as exc:  # an empty name
         raise FunctionLookupError(_advice(reference, f"{exc}")) from exc
@@ -215,7 +215,7 @@ def _walk(module: types.ModuleType, path: str) -> Any:
 
 
 def names_itself(func: Any) -> bool:
-    """Whether its attributes can be read without code of its class, as those of a lazy object cannot."""
+    """Whether its attributes can be read without running code of its class, unlike those of a lazy object."""
     return not any(
         "__getattr__" in vars(base) or type(vars(base).get("__getattribute__")) is types.FunctionType
         for base in type(func).__mro__
@@ -223,7 +223,7 @@ def names_itself(func: Any) -> bool:
 
 
 def _plain_name(func: Any) -> str:
-    """The name that `func` gives itself; for class methods, by the class that they are bound to."""
+    """The name in the attributes of `func`; for class methods, with the class to which they are bound."""
     if type(func) is types.MethodType:
         owner = func.__self__
         return f"{getattr(owner, '__module__', None)}:{getattr(owner, '__qualname__', None)}.{func.__name__}"
@@ -231,7 +231,7 @@ def _plain_name(func: Any) -> str:
 
 
 def _unbound_builtin(func: Any) -> Any:
-    """For a method of a C type that is bound to an object (`[].append`): the method of the type; None for others."""
+    """The method of a C type that `func` binds to an object, as `[].append` does; None for other callables."""
     owner = func.__self__
     if owner is None or isinstance(owner, type | types.ModuleType):
         return None
@@ -240,7 +240,7 @@ def _unbound_builtin(func: Any) -> Any:
 
 
 def _special_name(func: Any) -> str | None:
-    """Names of callables that do not tell their own: torch's builtins, methods of C types, operators, TorchScript."""
+    """Names of callables that lack usable attributes: torch's builtins, methods of C types, operators, TorchScript."""
     kind = type(func)
     if kind is types.BuiltinFunctionType:
         owner = func.__self__
@@ -260,7 +260,8 @@ def _special_name(func: Any) -> str | None:
 
 
 def _other_names(func: Any) -> Iterator[str]:
-    """Where a function is found whose qualified name does not lead back, as some of torch's do not.
+    """Other names under which a function may be found, if its qualified name does not lead to it, as with some of
+    torch.
 
     By its qualified name, `F.max_pool2d` is a local function of `boolean_dispatch`; once torch has compiled something,
     `torch.manual_seed` is a wrapper of the function in `torch.random`.

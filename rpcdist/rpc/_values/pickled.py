@@ -1,7 +1,7 @@
 """Values that are not plain: pickle protocol 5, with tensors, remote references and large buffers beside the pickle.
 
-Reading a pickle runs code of the sender's choice, so it is done for trusted peers only, and on pool or waiting threads
-only.
+Reading a pickle runs code of the sender's choice, so only pickles of trusted peers are read, and only on pool threads
+or waiting threads.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rpcdist.rpc._values.exceptions import add_note, reduce_exception, text_of
 from rpcdist.rpc._values.tensors import DTYPE_CODES, Externals, Internalize
 
 Reducer = Callable[[Any], Any]
-"""Gives the result that `__reduce__` should give for an object."""
+"""Returns the result that `__reduce__` should return for an object."""
 
 NOT_ON_CALLEE: Final = (
     "Default RPC pickler does not serialize function code. "
@@ -34,20 +34,20 @@ NOT_ON_CALLEE: Final = (
 )
 
 _HERE: Final = __name__
-_QUANTIZED: Final = (torch.quint8, torch.qint8, torch.qint32)  # those that torch makes from integers
+_QUANTIZED: Final = (torch.quint8, torch.qint8, torch.qint32)  # the types that torch makes from integers
 _CLASS_STATE: Final = cloudpickle.cloudpickle._class_setstate
 _reducers: Final[dict[type, Reducer]] = {}
 _by_value_lock: Final = threading.Lock()
 
 
 def register_reducer(cls: type, reducer: Reducer) -> None:
-    """Says how objects of exactly the type `cls` are pickled here; the first registration of a type stays."""
+    """Sets how objects of exactly the type `cls` are pickled; the first registration of a type stays."""
     _reducers.setdefault(cls, reducer)
 
 
 @dataclass(slots=True, eq=False)
 class PickledParts:
-    """A pickle, and what it refers to by index.
+    """A pickle, and the objects to which it refers by index.
 
     Attributes:
         body: the pickle.
@@ -64,7 +64,7 @@ class PickledParts:
     buffers: list[memoryview] = field(default_factory=list)
 
     def add_buffer(self, buffer: pickle.PickleBuffer) -> bool:
-        """The pickler's `buffer_callback`; true leaves the buffer in the pickle."""
+        """The pickler's `buffer_callback`; True leaves the buffer in the pickle."""
         try:
             self.buffers.append(buffer.raw())
         except BufferError:  # not contiguous
@@ -76,8 +76,8 @@ def write_pickle(obj: object, source: Externals | None, by_value: bool) -> Pickl
     """Pickles `obj`.
 
     Args:
-        source: knows remote references.
-        by_value: send the code of functions and classes that the receiver cannot import, with cloudpickle.
+        source: recognizes remote references.
+        by_value: whether to send the code of functions and classes that the receiver cannot import, with cloudpickle.
 
     Raises:
         AttributeError, TypeError, pickle.PicklingError: the pickler's error for a part that cannot be pickled, with a
@@ -120,11 +120,11 @@ def read_pickle(
 ) -> object:
     """The value of a pickle that `write_pickle` made.
 
-    With `is_trial`, this process has made the pickle: the classes in it are here, and stay as they are.
+    With `is_trial`, this process has made the pickle, so its classes exist, and stay unchanged.
 
     Raises:
-        SerializationError: it cannot be rebuilt here; the cause is what the unpickler, or a user's `__setstate__`,
-            raised, `SystemExit` included: a value that arrives does not end this program.
+        SerializationError: it cannot be rebuilt here; the cause is the error of the unpickler, or of a user's
+            `__setstate__`, `SystemExit` included: an arriving value must not end this program.
     """
     out_of_band = (buffer.view if isinstance(buffer, ReceiveBuffer) else bytearray(buffer) for buffer in buffers)
     try:
@@ -132,13 +132,13 @@ def read_pickle(
     except (Exception, SystemExit, GeneratorExit) as exc:
         advice = f" {NOT_ON_CALLEE}" if issubclass(type(exc), AttributeError | ImportError) else ""
         raise SerializationError(
-            f"a value that arrived cannot be unpickled here: {type(exc).__name__}: {text_of(exc)}.{advice}"
+            f"an arrived value cannot be unpickled here: {type(exc).__name__}: {text_of(exc)}.{advice}"
         ) from exc
 
 
 @dataclass(slots=True, eq=False)
 class _ObjectReducer:
-    """How an object of the value is pickled, for both picklers."""
+    """Decides how an object of the value is pickled, for both picklers."""
 
     parts: PickledParts
     source: Externals | None
@@ -172,7 +172,7 @@ class _ObjectReducer:
     def _tensor(self, tensor: torch.Tensor) -> Any:
         reduced = self._reduced(tensor)
         attributes = _attributes_of(tensor)
-        if attributes and reduced is not NotImplemented:  # torch's own way keeps them
+        if attributes and reduced is not NotImplemented:  # torch's own way also sends them
             return (*reduced, attributes, None, None, _set_attributes)
         return reduced
 
@@ -185,7 +185,7 @@ class _ObjectReducer:
             return Parameter, (tensor.detach(), tensor.requires_grad)
         if tensor.dtype in _QUANTIZED and not tensor.is_nested:
             return _reduce_quantized(tensor)
-        # torch takes the others apart into strided tensors and storages, and forgets that a sparse one required grad.
+        # torch splits the others into strided tensors and storages, and loses that a sparse one requires grad.
         if tensor.requires_grad and tensor.layout is not torch.strided:
             return _requiring_grad, (tensor.detach(),)
         return NotImplemented
@@ -217,7 +217,7 @@ def send_main_by_value() -> None:
 
 
 class _ValueUnpickler(pickle.Unpickler):
-    """Puts the tensors and remote references of the value where its pickle refers to them."""
+    """Inserts the tensors and remote references of the value where its pickle refers to them."""
 
     def __init__(
         self,
@@ -238,10 +238,10 @@ class _ValueUnpickler(pickle.Unpickler):
                 return self._tensors.__getitem__
             if name == "external_":
                 if self._internalize is None:
-                    raise SerializationError("a remote reference arrived where none may be")
+                    raise SerializationError("a remote reference arrived where none is allowed")
                 return self._internalize
         elif module == "__mp_main__":
-            # The script of a spawned process; here it is the script as well.
+            # The script of a spawned process; here it is the script, too.
             module = "__main__"
         elif module == "torch._utils" and name == "_rebuild_tensor_v3":
             return _rebuild_tensor_v3
@@ -255,7 +255,7 @@ def _leave_class(cls: type, *_: object) -> type:
 
 
 def _set_class_state(cls: type, state: Any) -> type:
-    """A class by value comes with its methods. It has them where it was defined, with the globals that belong there."""
+    """Sets the methods of a class sent by value, unless it exists here: there it has its methods and their globals."""
     found: Any = sys.modules.get(cls.__module__)
     for part in cls.__qualname__.split("."):
         found = getattr(found, part, None)
@@ -263,19 +263,19 @@ def _set_class_state(cls: type, state: Any) -> type:
 
 
 def tensor_(index: int) -> torch.Tensor:
-    """Stands for tensor `index` in a pickle; the unpickler puts its table in the place of this function."""
-    raise SerializationError(f"tensor {index} belongs to a value of rpcdist, and can be read only as its part")
+    """Represents tensor `index` in a pickle; the unpickler replaces this function by its table."""
+    raise SerializationError(f"tensor {index} belongs to a value of rpcdist, and can be read only as a part of it")
 
 
 def external_(index: int) -> object:
-    """Stands for external `index` in a pickle, like `tensor_`."""
+    """Represents external `index` in a pickle, like `tensor_`."""
     raise SerializationError(
-        f"remote reference {index} belongs to a value of rpcdist, and can be read only as its part"
+        f"remote reference {index} belongs to a value of rpcdist, and can be read only as a part of it"
     )
 
 
 def script_function(qualified_name: str) -> Any:
-    """The function that this process has compiled in TorchScript under a name; as in torch, it does not travel."""
+    """The TorchScript function that this process has compiled under a name; as in torch, its code is not sent."""
     function = torch.jit._state._python_cu.find_function(qualified_name)
     if function is None:
         raise SerializationError(
@@ -286,7 +286,7 @@ def script_function(qualified_name: str) -> Any:
 
 
 def _attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
-    """Of parameters and buffers, as in torch; those of another tensor stay behind."""
+    """The attributes of a parameter or buffer, as in torch; those of other tensors are not sent."""
     return vars(tensor) if type(tensor) is Parameter or hasattr(tensor, "_is_buffer") else {}
 
 
@@ -319,7 +319,7 @@ def _storage(flat: torch.Tensor) -> torch.UntypedStorage:
 
 
 def _rebuild_tensor_v3(storage: torch.UntypedStorage, *rest: Any) -> torch.Tensor:
-    """torch's, for subclasses of dtypes that have no typed storage: it wants one all the same."""
+    """torch's function, for subclasses of dtypes without a typed storage, which it needs nevertheless."""
     return torch._utils._rebuild_tensor_v3(_typed_storage(storage, torch.uint8), *rest)  # type: ignore[no-any-return]
 
 

@@ -1,19 +1,19 @@
-"""Plain values, written by a codec without pickle: compact, and safe to read from anybody, on any thread.
+"""Plain values, written by a codec without pickle: compact, and safe to read from any peer, on any thread.
 
 Plain are None, bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, torch.Size, torch.dtype,
 torch.device, tensors and externals (remote references); of exactly these types, since a subclass may carry more than
 the codec would send. docs/values.md has the format. Lists, dicts and bytearrays that occur twice arrive as one object,
 so cycles work.
 
-Rules of this file: the decoder trusts nothing. For any bytes it returns a value or raises
-`SerializationError`; it never calls code of the value's choice, never recurses deeper than `MAX_DEPTH`, and does no
-more work for a dict than its size accounts for (`hash_work.py`).
+Rules of this file: the decoder trusts no input. For any bytes it returns a value or raises `SerializationError`; it
+never calls code of the value's choice, never recurses deeper than `MAX_DEPTH`, and does no more work for a dict than
+its size accounts for (`hash_work.py`).
 
 [Note: what a value costs]
-A number of nine bytes takes 40 in memory, an empty dict of one byte takes 90. So the decoder counts what the objects
-take, by the constants below, before it makes them, and refuses a value that would take more than `allowed_bytes`: with
-its own bytes, it takes three times its weight and 1 MiB at most. The writer counts alike. A value of an honest program
-that takes more gets a buffer that nobody refers to beside it (`codec.py`), which makes it weigh enough.
+A number of nine bytes takes 40 in memory, an empty dict of one byte takes 90. So the decoder counts the memory of the
+objects, with the constants below, before it makes them, and refuses a value that would take more than `allowed_bytes`:
+with its own bytes, a value takes at most three times its weight and 1 MiB. The writer counts in the same way. If a
+legitimate value takes more, `codec.py` adds an unused buffer, which makes the value weigh enough.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ from rpcdist.rpc._values.tensor_runs import RUNS_FROM
 from rpcdist.rpc._values.tensors import DTYPE_CODES, DTYPES, Externals, Internalize, NotPlain
 
 MAX_DEPTH: Final = 64
-"""Containers within containers; deeper values are pickled."""
+"""Limit on containers within containers; deeper values are pickled."""
 
 MAX_ITEMS: Final = 1 << 25
-"""Parts of a value that goes without pickle: the same tuple again and again, in tuples of such, would have no end."""
+"""Limit on the parts of a value without pickle: the same tuple many times in tuples of such tuples would never end."""
 
 MAX_LISTED: Final = 1 << 20
-"""Tensors that one value may list without naming each."""
+"""Limit on the tensors that one value may list without naming each."""
 
 FREE_BYTES: Final = 1 << 20
 """The memory that any value may take, even one of few bytes."""
 
 REFERENCE_BYTES: Final = 3400
-"""The memory of a remote reference that arrives: its entry in the message, in the tables, and the question to its owner
-that waits to be sent."""
+"""The memory of an arrived remote reference: its entry in the message, in the tables, and the message to its owner that
+waits to be sent."""
 
 # The memory of objects, rounded up as the allocator does. [Note: what a value costs]
 _SLOT_BYTES: Final = 9  # a place in a list, which grows by an eighth at a time
 _NUMBER_BYTES: Final = 32
 _LIST_BYTES: Final = 120  # with its place among the objects that may occur twice
 _TUPLE_BYTES: Final = 64
-_TUPLE_SLOT_BYTES: Final = 17  # it is made of a list
+_TUPLE_SLOT_BYTES: Final = 17  # a tuple is made from a list
 _DICT_BYTES: Final = 96
 _FIRST_ENTRY_BYTES: Final = 192
-_ENTRY_BYTES: Final = 128  # while the table grows, the one before is still there
+_ENTRY_BYTES: Final = 128  # while the table grows, the old table still exists
 _TEXT_BYTES: Final = 80
 _CHECKED_ITEMS: Final = 256  # between two checks of the remaining bytes
 _CHECKED_ENTRIES: Final = 128
@@ -99,7 +99,7 @@ def allowed_bytes(weight_bytes: int) -> int:
 
 
 def too_much_for_its_weight(weight_bytes: int) -> SerializationError:
-    """The error where a value would take more than that."""
+    """The error for a value that would take more than `allowed_bytes`."""
     return SerializationError(
         f"a value of {weight_bytes} bytes arrived that would take more than {allowed_bytes(weight_bytes)} bytes of "
         "memory. Send numbers as a tensor, fewer and larger tensors, or the rest in several calls"
@@ -107,8 +107,8 @@ def too_much_for_its_weight(weight_bytes: int) -> SerializationError:
 
 
 def _text_bytes(data: bytes) -> int:
-    """The memory of a text that is `data` in UTF-8: all of its characters have the width of the widest, and during its
-    construction the characters before the first of those take half of that in addition."""
+    """The memory of a `str` that is `data` in UTF-8: all characters have the width of the widest one, and during the
+    construction the characters before the first of that width take half as much again."""
     size = len(data)
     if data.isascii():
         return _TEXT_BYTES + size
@@ -121,16 +121,16 @@ class PlainWriter:
     """Writes one value.
 
     Args:
-        source: knows remote references.
-        max_items: the parts that it may have.
-        may_list_tensors: a long list of tensors counts as one part, and need not name each.
+        source: recognizes remote references.
+        max_items: limit on the parts.
+        may_list_tensors: whether a long list of tensors counts as one part, and need not name each.
 
     Attributes:
-        body: what was written.
-        cost_bytes: what the objects take at the receiver. [Note: what a value costs]
+        body: the written bytes.
+        cost_bytes: the memory of the objects at the receiver. [Note: what a value costs]
         tensors: the tensors of the value; the body refers to them by index.
         may_list_tensors: see above.
-        lists_tensors: it has a long list of tensors; only if all tensors differ does the body say what the value is.
+        lists_tensors: whether it has a long list of tensors; the body then is valid only if all tensors differ.
         externals: the remote references of the value; the body refers to them by index.
         buffers: large strings and bytes that stay out of the body, which refers to them by index.
     """
@@ -170,7 +170,7 @@ class PlainWriter:
         """Writes `obj`.
 
         Raises:
-            NotPlain: a part of it is not plain, or it has more than `max_items` parts. The body is useless then.
+            NotPlain: a part of it is not plain, or it has more than `max_items` parts. The body is then unusable.
         """
         self._items((obj,), 0)
 
@@ -225,7 +225,7 @@ class PlainWriter:
             elif kind is dict:
                 if item or id(item) in self._seen:
                     self._dict(item, depth)
-                else:  # as the keywords of most calls
+                else:  # the keyword arguments of most calls
                     self._seen[id(item)] = len(self._seen)
                     body.append(_DICT0)
                     cost += _DICT_BYTES
@@ -243,7 +243,7 @@ class PlainWriter:
         if self._written_before(item):
             return
         count = len(item)
-        if 2 * count > self._left:  # else `_items` says so, after a list of all parts was made
+        if 2 * count > self._left:  # `_items` would notice only after a list of all parts was made
             raise NotPlain
         self.cost_bytes += _DICT_BYTES + _FIRST_ENTRY_BYTES + _ENTRY_BYTES * count if count else _DICT_BYTES
         if count < 16:
@@ -253,7 +253,7 @@ class PlainWriter:
         self._items([part for pair in item.items() for part in pair], depth + 1)
 
     def _written_before(self, item: object) -> bool:
-        """Whether this very object, which can change, is in the value already; then writes a reference to it."""
+        """Whether this mutable object is in the value already; then writes a reference to it."""
         seen = self._seen
         count = len(seen)
         index = seen.setdefault(id(item), count)
@@ -275,7 +275,7 @@ class PlainWriter:
             self.body += _write_length(_TENSOR, index)
 
     def _tensor_list(self, items: list[Any]) -> bool:
-        """Writes a long list of nothing but tensors as one part; whether it was one."""
+        """Writes a long list that has only tensors as one part; False for other lists."""
         count = len(items)
         may_be_one = count >= RUNS_FROM and self.may_list_tensors and type(items[0]) is torch.Tensor
         if not may_be_one or set(map(type, items)) != {torch.Tensor}:
@@ -319,7 +319,7 @@ class PlainWriter:
             self.cost_bytes += _TEXT_BYTES + len(item)
             self._bytes(item, _BYTES8, _BYTES32, _BYTES_BUFFER)
         elif kind is Parameter:
-            if vars(item) and self.may_list_tensors:  # attributes, which pickle can say
+            if vars(item) and self.may_list_tensors:  # attributes, which only pickle can express
                 raise NotPlain
             self._tensor(item)
         elif kind is complex:
@@ -365,9 +365,9 @@ def read_plain(
     """The value that `PlainWriter` wrote.
 
     Args:
-        body: what arrived; nobody else writes there.
-        weight_bytes: of the value, with all of its buffers; without it, `body` is all of it.
-        taken_bytes: what was made of it, and copied, before. [Note: what a value costs]
+        body: the bytes that arrived; no other code may write to them.
+        weight_bytes: the weight of the value, with all of its buffers; by default the size of `body`.
+        taken_bytes: the memory taken by objects and copies made from it before. [Note: what a value costs]
 
     Raises:
         SerializationError: the bytes are not a plain value, or it would take too much for its weight; or the error of
@@ -380,9 +380,9 @@ def read_plain(
     except (IndexError, KeyError, StructError, ValueError, TypeError, OverflowError) as exc:
         if isinstance(exc, SerializationError):
             raise
-        raise SerializationError(f"a value arrived that is damaged: {exc}") from exc
+        raise SerializationError(f"a damaged value arrived: {exc}") from exc
     if end != len(body):
-        raise SerializationError(f"a value arrived that is damaged: {len(body) - end} bytes are left over")
+        raise SerializationError(f"a damaged value arrived: {len(body) - end} bytes are left over")
     return items[0]
 
 
@@ -408,13 +408,13 @@ class _Reader:
         self.used: set[int] = set()
 
     def take(self, num_bytes: int) -> None:
-        """So much is about to be made. Raises `SerializationError` where the value may not take that."""
+        """Counts memory that is about to be used. Raises `SerializationError` if the value may not take it."""
         self.left -= num_bytes
         if self.left < 0:
             raise too_much_for_its_weight(self.weight_bytes)
 
     def items(self, position: int, count: int, depth: int, into: list[Any] | None = None) -> tuple[list[Any], int]:
-        """Reads `count` items from `position`; returns them and the position behind. Their places are paid for."""
+        """Reads `count` items from `position`; returns them and the next position. Their slots are already counted."""
         if depth > MAX_DEPTH:
             raise SerializationError(f"a value arrived that is nested deeper than {MAX_DEPTH} containers")
         body = self.body
@@ -443,7 +443,7 @@ class _Reader:
                     self.made.append(entries)
                     add(entries)
                     cost += _DICT_BYTES
-                    if tag != _DICT0:  # of so few that `hash_work` does not watch them
+                    if tag != _DICT0:  # with so few entries that `hash_work` does not check them
                         few = tag - _DICT0
                         self.left -= cost + _FIRST_ENTRY_BYTES + _ENTRY_BYTES * few
                         cost = 0
@@ -480,7 +480,7 @@ class _Reader:
 
     def bytes(self, start: int, end: int) -> bytes:
         if end > len(self.body):
-            raise SerializationError("a value arrived that is damaged: it ends too early")
+            raise SerializationError("a damaged value arrived: it ends too early")
         return bytes(self.body[start:end])
 
     def read_tuple(self, position: int, count: int, depth: int) -> tuple[tuple[Any, ...], int]:
@@ -561,23 +561,23 @@ class _Reader:
     def tensor_list(self, count: int, start: int) -> list[object]:
         made: list[object] = list(self.tensors[start : start + count])
         if len(made) != count:
-            raise SerializationError(f"a value arrived that is damaged: it lists {count} tensors that it has not")
+            raise SerializationError(f"a damaged value arrived: it lists {count} tensors, but has fewer")
         self.made.append(made)
         return made
 
     def reference(self, tag: int, index: int) -> object:
-        """An object that stands elsewhere, by its index."""
+        """An object outside of the body, or an earlier one, by its index."""
         if tag == _TENSOR:
             return self.tensors[index]
         if tag == _SAME:
             return self.made[index]
         if tag == _EXTERNAL:
             if self.internalize is None:
-                raise SerializationError("a remote reference arrived where none may be")
+                raise SerializationError("a remote reference arrived where none is allowed")
             return self.internalize(index)
         if tag in (_STR_BUFFER, _BYTES_BUFFER, _BYTEARRAY_BUFFER):
-            if index in self.used:  # else a short message could ask for any amount of memory
-                raise SerializationError("a value arrived that is damaged: two of its parts claim the same buffer")
+            if index in self.used:  # otherwise a short message could demand any amount of memory
+                raise SerializationError("a damaged value arrived: two of its parts claim the same buffer")
             self.used.add(index)
             buffer = self.buffers[index]
             size = buffer.size if isinstance(buffer, ReceiveBuffer) else len(buffer)
@@ -591,7 +591,7 @@ class _Reader:
             self.take(_LIST_BYTES + len(data))
             self.made.append(bytearray(data))
             return self.made[-1]
-        raise SerializationError(f"a value arrived that is damaged: it has an unknown mark {tag:#x}")
+        raise SerializationError(f"a damaged value arrived: it has an unknown tag {tag:#x}")
 
 
 def _device(name: bytes) -> torch.device:

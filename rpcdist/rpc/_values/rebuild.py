@@ -1,4 +1,4 @@
-"""Tensors of a value on their way in: every header is checked before any memory is touched.
+"""Tensors of an arriving value: every header is checked before any memory is touched.
 
 A received tensor is an ordinary one: not a view of another, with resizable memory, writable in place under grad mode.
 Tensors that shared a buffer share a storage, as they did at the sender. Large buffers are used where they were
@@ -23,26 +23,26 @@ from rpcdist.rpc._values.tensors import DTYPES
 
 MAX_DIMS: Final = 64  # torch's own limit
 MAX_UNTRUSTED_TENSORS: Final = 1 << 17
-"""Of one value, from a peer that may send host tensors only."""
+"""Limit for one value from a peer that may send host tensors only."""
 
 TENSOR_BYTES: Final = 1 << 10
-"""The memory that a tensor takes, its elements aside (measured: 310 to 780 of up to 20 dimensions), where its header
-can have two bytes on the wire. [Note: what a value costs]"""
+"""The memory of a tensor without its elements (measured: 310 to 780 bytes with up to 20 dimensions), whose header may
+have only two bytes on the wire. [Note: what a value costs]"""
 
 _HELD_HEADERS: Final = 1024
-"""Python's object for a header takes 150 bytes: so many may be kept, and are made again where there are more."""
+"""Python's object for a header takes 150 bytes. Up to this number are kept; with more headers, they are made again."""
 
 MAX_BYTES: Final = 1 << 62  # torch counts in signed 64-bit integers
 
 Owners = dict[int | tuple[int, torch.device], torch.Tensor]
-"""By buffer, and device if that is not the CPU: a tensor that has its memory."""
+"""A tensor that owns the memory of a buffer, by buffer, and by device if that is not the CPU."""
 
 
 class GpuArrivals(Protocol):
-    """Takes the tensors of one value that arrived to GPUs."""
+    """Moves arrived tensors of one value to GPUs."""
 
     def device_of(self, message: value_pb2.Tensor, buffer: Received | None) -> torch.device:
-        """Where a tensor goes that names a device; raises `SerializationError` where that is not there."""
+        """The device for a tensor that names one; raises `SerializationError` if it does not exist."""
         ...
 
     def copy_of(self, buffer: Received, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -50,7 +50,7 @@ class GpuArrivals(Protocol):
         ...
 
     def done(self) -> None:
-        """All tensors of the value are made, or cannot be made."""
+        """Called when all tensors of the value are made, or cannot be made."""
 
 
 _CPU: Final = torch.device("cpu")
@@ -61,10 +61,10 @@ def rebuild_tensors(
 ) -> list[torch.Tensor]:
     """The tensors of `value` over `buffers` (see `received_buffers`), in their order.
 
-    With `host_only`, tensors for other devices than cpu and meta are refused; `tensors_cost` comes before it then.
+    With `host_only`, tensors for devices other than cpu and meta are refused; call `tensors_cost` first then.
 
     Raises:
-        SerializationError: a header that does not fit its buffer, or that this torch cannot represent.
+        SerializationError: a header does not fit its buffer, or this torch cannot represent it.
     """
     messages = value.tensors
     count = len(messages)
@@ -76,7 +76,7 @@ def rebuild_tensors(
         headers = [messages[0]] if count == 1 else [messages[position] for position in range(count)]
     if host_only and any(message.device not in ("", "meta") for message in headers):
         raise SerializationError(
-            "a tensor for another device than cpu arrived from a peer that may send host tensors only"
+            "a tensor for a device other than cpu arrived from a peer that may send host tensors only"
         )
     owners: Owners = {}
     try:
@@ -87,16 +87,16 @@ def rebuild_tensors(
     except (RuntimeError, ValueError, OverflowError, MemoryError, AssertionError) as exc:  # torch asserts devices
         if isinstance(exc, SerializationError):
             raise
-        raise SerializationError(f"a tensor that arrived cannot be rebuilt here: {exc}") from exc
+        raise SerializationError(f"an arrived tensor cannot be rebuilt here: {exc}") from exc
 
 
 def tensors_cost(headers: Sequence[value_pb2.Tensor], weight_bytes: int, left_bytes: int) -> int:
-    """The memory that the tensors of a value will take, before there is an object for each.
+    """The memory that the tensors of a value will take, computed before any object is made for them.
 
     Args:
         headers: the table, from a peer that may send host tensors only.
-        weight_bytes: of the value.
-        left_bytes: that it may take.
+        weight_bytes: the weight of the value.
+        left_bytes: the memory that it may still take.
 
     Raises:
         SerializationError: it would take more.
@@ -107,8 +107,8 @@ def tensors_cost(headers: Sequence[value_pb2.Tensor], weight_bytes: int, left_by
         cost = TENSOR_BYTES * count
         if count > MAX_UNTRUSTED_TENSORS:
             raise SerializationError(
-                f"a value of {count} tensors arrived from a peer that may send {MAX_UNTRUSTED_TENSORS}. Send fewer and "
-                "larger ones, or several calls"
+                f"a value of {count} tensors arrived from a peer that may send at most {MAX_UNTRUSTED_TENSORS}. Send "
+                "fewer and larger ones, or several calls"
             )
     if cost > left_bytes:
         raise too_much_for_its_weight(weight_bytes)
@@ -154,9 +154,7 @@ def _rebuild_run(message: value_pb2.Tensor, buffers: Sequence[Received], owners:
     index = message.buffer
     # A buffer that two runs could use would let a short message ask for any amount of memory.
     if dtype is None or message.stride or message.device or message.offset or index >= len(buffers) or index in owners:
-        raise SerializationError(
-            "a run of tensors arrived that is damaged: its header or its buffer is not that of one"
-        )
+        raise SerializationError("a damaged run of tensors arrived: its header or its buffer is invalid")
     shape = [message.run, *message.shape]
     stride, count = contiguous_strides(shape, dtype.itemsize)
     buffer = buffers[index]
@@ -241,9 +239,9 @@ def _on_gpu(
     gpus: GpuArrivals | None,
     form: tuple[torch.dtype, list[int], list[int], int],
 ) -> torch.Tensor:
-    """A tensor that names a device."""
+    """A tensor whose header names a device."""
     if gpus is None:
-        raise SerializationError(f"a tensor for {message.device} arrived where tensors of the CPU are expected")
+        raise SerializationError(f"a tensor for {message.device} arrived where only tensors on the CPU are expected")
     dtype, shape, stride, count = form
     buffer = _buffer(buffers, message.buffer) if count else None
     place = gpus.device_of(message, buffer)
@@ -269,14 +267,14 @@ def _buffer(buffers: Sequence[Received], index: int) -> Received:
 def _on_host(buffer: Received) -> torch.Tensor:
     """The memory of a buffer, as bytes."""
     if isinstance(buffer, value_pb2.Buffer):
-        raise SerializationError("a tensor of the CPU arrived that lies in memory of a GPU")
+        raise SerializationError("a tensor on the CPU arrived whose memory is on a GPU")
     return buffer.memory if isinstance(buffer, ReceiveBuffer) else _copied(buffer)
 
 
 def over_storage(
     storage: torch.UntypedStorage, offset: int, dtype: torch.dtype, shape: list[int], stride: list[int]
 ) -> torch.Tensor:
-    """A tensor with elements over a part of the memory of a buffer."""
+    """A tensor with elements, in a part of the memory of a buffer."""
     itemsize = dtype.itemsize
     size = storage.nbytes()
     span = sum((length - 1) * step for length, step in zip(shape, stride, strict=True)) + 1
@@ -285,7 +283,7 @@ def over_storage(
             f"a tensor of shape {tuple(shape)} and stride {tuple(stride)} at offset {offset} does not fit its buffer "
             f"of {size} bytes"
         )
-    # `set_` makes no view: a view of a common base would drag its siblings along in autograd's bookkeeping.
+    # `set_` makes no view: a view of a common base would involve its siblings in autograd's bookkeeping.
     tensor = torch.empty(0, dtype=dtype, device=storage.device)
     return tensor.set_(storage, offset // itemsize, shape, stride)
 
@@ -305,7 +303,7 @@ def contiguous_strides(shape: list[int], itemsize: int) -> tuple[list[int], int]
     count = 1
     for length in reversed(shape):
         if length < 0:
-            raise SerializationError(f"a tensor of shape {tuple(shape)} arrived")
+            raise SerializationError(f"a tensor of shape {tuple(shape)} arrived, which has a negative length")
         stride.append(step)
         step *= length or 1
         count *= length
@@ -317,8 +315,8 @@ def contiguous_strides(shape: list[int], itemsize: int) -> tuple[list[int], int]
 
 def _checked_stride(shape: list[int], stride: list[int], itemsize: int) -> list[int]:
     if len(stride) != len(shape) or min(stride) < 0:
-        raise SerializationError(f"a tensor of shape {tuple(shape)} and stride {tuple(stride)} arrived")
-    # Python's integers do not overflow, so this is the whole check that no address computed by torch wraps around.
+        raise SerializationError(f"a tensor of shape {tuple(shape)} and invalid stride {tuple(stride)} arrived")
+    # Python's integers do not overflow, so this check ensures that no address computed by torch wraps around.
     if (sum(length * step for length, step in zip(shape, stride, strict=True)) + 1) * itemsize > MAX_BYTES:
         raise SerializationError(f"a tensor of stride {tuple(stride)} arrived; it has more bytes than can be addressed")
     return stride

@@ -1,8 +1,8 @@
-"""Runs: many small tensors of one kind that stand next to each other in the table of a value.
+"""Runs: many small tensors of one kind that follow each other in the table of a value.
 
-A header, a buffer and a trip through Python for each would cost 10 us at either end. A run has one header and one
-buffer, into which torch joins its tensors at the sender, and which torch takes apart at the receiver: there each tensor
-has memory of its own again, so that one that is kept does not keep the others.
+A header, a buffer and a pass through Python code for each tensor would cost 10 us at either end. A run has one header
+and one buffer; torch joins its tensors at the sender, and splits them at the receiver, where each tensor has its own
+memory again, so that a tensor that is kept does not keep the others.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from typing import Final, NamedTuple, cast
 import torch
 
 RUNS_FROM: Final = 64
-"""Values of fewer tensors are not searched for runs: they gain less than the search costs."""
+"""Values with fewer tensors are not searched for runs: they gain less than the search costs."""
 
 _MIN_RUN: Final = 8
-_MAX_TENSOR_BYTES: Final = 1024  # the memory of larger ones is worth sending without the copy
+_MAX_TENSOR_BYTES: Final = 1024  # copying larger tensors would cost more than a run saves
 
 _ALIGNMENT_BYTES: Final = 64
 _SMALLEST_ALLOCATION_BYTES: Final = 16
-"""torch's allocations begin at a multiple of the alignment, and the C library gives no less than this. So a small
-tensor at the beginning of a storage at such an address lies in its memory, even if that was shrunk; only an empty
-storage has none."""
+"""torch's allocations begin at a multiple of the alignment, and the C library never allocates less than this. So a
+small tensor at the beginning of a storage at such an address lies within its memory, even if the storage was shrunk;
+only an empty storage has no memory."""
 
 _DTYPES: Final = frozenset(
     {
@@ -45,7 +45,7 @@ _DTYPES: Final = frozenset(
     }
 )
 
-# torch's stubs know these two only as they are with `out=`, where they return None.
+# torch's stubs describe these two only with `out=`, where they return None.
 _unbind_copy: Final = cast("Callable[[torch.Tensor], Sequence[torch.Tensor]]", torch.unbind_copy)
 _split_copy: Final = cast("Callable[[torch.Tensor, list[int]], Sequence[torch.Tensor]]", torch.split_with_sizes_copy)
 
@@ -54,9 +54,9 @@ class TensorRun(NamedTuple):
     """Tensors of one kind.
 
     Attributes:
-        first: has the kind of all.
-        length: how many they are.
-        memory: all of them, one behind the other; of one, the tensor itself.
+        first: one of them; the others have the same kind.
+        length: the number of tensors.
+        memory: all of them, one after the other; the tensor itself if there is only one.
     """
 
     first: torch.Tensor
@@ -67,8 +67,8 @@ class TensorRun(NamedTuple):
 def find_runs(tensors: Sequence[torch.Tensor]) -> list[TensorRun] | None:
     """The tensors in their order, as runs and runs of one.
 
-    None if one of them is not dense on the CPU, has no elements or no memory, or shares memory with another: all that
-    the headers of single tensors can say, and those of runs cannot.
+    None if one of them is not dense on the CPU, has no elements or no memory, or shares memory with another: the
+    headers of single tensors can express that, and those of runs cannot.
     """
     try:
         whole = _single_run(tensors)
@@ -78,8 +78,8 @@ def find_runs(tensors: Sequence[torch.Tensor]) -> list[TensorRun] | None:
 
 
 def _single_run(tensors: Sequence[torch.Tensor]) -> TensorRun | None:
-    """All of them as one run; None if they are not of one kind, as far as this sees. It asks each for as little as it
-    can: of 100,000 tensors, one property takes 10 ms, and a shape or a storage 130 ms.
+    """All of them as one run; None if they are not of one kind, as far as this can tell. It reads few properties: for
+    100,000 tensors, one property takes 10 ms, and a shape or a storage 130 ms.
     """
     first = tensors[0]
     size, last = first.nbytes, tensors[-1]
@@ -97,7 +97,7 @@ def _single_run(tensors: Sequence[torch.Tensor]) -> TensorRun | None:
         if not all(start + size <= end for start, end in zip(starts, ends, strict=True)):
             return None
     starts.sort()
-    if not starts[0] or min(map(sub, islice(starts, 1, None), starts)) < size:  # else two of them overlap
+    if not starts[0] or min(map(sub, islice(starts, 1, None), starts)) < size:  # two of them overlap
         return None
     try:
         memory = _joined(tensors)
@@ -116,9 +116,9 @@ def _mixed_runs(tensors: Sequence[torch.Tensor]) -> list[TensorRun] | None:
     behind = list(map(add, starts, sizes))
     if not all(starts) or not all(counts) or not all(map(le, behind, ends)):
         return None
-    if not all(map(le, sorted(behind), islice(sorted(starts), 1, None))):  # else two of them overlap
+    if not all(map(le, sorted(behind), islice(sorted(starts), 1, None))):  # two of them overlap
         return None
-    # The shape of a tensor costs more than all else; of one dimension, the number of elements is the shape.
+    # Reading the shape of a tensor is the slowest step; with one dimension, the number of elements is the shape.
     shapes = [count if tensor.dim() == 1 else tensor.shape for tensor, count in zip(tensors, counts, strict=True)]
     dtypes = [tensor.dtype for tensor in tensors]
     grads = [tensor.requires_grad for tensor in tensors]
@@ -151,7 +151,7 @@ def _joined(run: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def split_run(joined: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors of a run, of its memory: tensors that own their memory."""
+    """The tensors of a run, which own their memory, from the joined tensor."""
     if joined.dim() == 1:
         return list(_unbind_copy(joined))
     length = joined.shape[1]
@@ -159,11 +159,12 @@ def split_run(joined: torch.Tensor) -> list[torch.Tensor]:
 
 
 PAUSED_FROM: Final = 10_000
-"""From so many tensors on, Python's collector pauses while a value is made. None of the new objects is garbage, and the
-collector would look at all objects of the process again and again: for 100,000 tensors as long as making them takes."""
+"""From this number of tensors on, Python's collector pauses while a value is made. None of the new objects is garbage,
+but the collector would examine all objects of the process repeatedly, which for 100,000 tensors takes as long as making
+them."""
 
 _PAUSED: Final = 100_000_007
-"""A threshold that no other code sets: if it is changed during a pause, the new one stays."""
+"""A threshold that no other code sets. If the threshold is changed during a pause, the new one stays."""
 
 
 _before: tuple[int, ...] = gc.get_threshold()  # when the last pause began
@@ -171,8 +172,8 @@ _before: tuple[int, ...] = gc.get_threshold()  # when the last pause began
 
 @contextmanager
 def paused_collections() -> Iterator[None]:
-    """No collection begins by itself meanwhile, on any thread, unless somebody else sets thresholds; `gc.disable` and
-    `gc.enable` of others keep their effect. Where two pause at once, the pause ends with the one that began it.
+    """Starts no automatic collection meanwhile, on any thread, unless other code sets thresholds; `gc.disable` and
+    `gc.enable` keep their effect. If two pauses overlap, the collector resumes at the end of the first one.
     """
     global _before
     before = gc.get_threshold()
@@ -193,5 +194,5 @@ def _end(before: tuple[int, ...]) -> None:
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows, where nothing forks
-    # A child that was forked meanwhile may have no thread that ends the pause.
+    # A child that was forked during a pause may have no thread that ends it.
     os.register_at_fork(after_in_child=lambda: _end(_before))

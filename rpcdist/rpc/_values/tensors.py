@@ -1,4 +1,4 @@
-"""Tensors of a value on their way out: which bytes are sent, and how each tensor lies in them.
+"""Tensors of an outgoing value: the bytes to send, and the position of each tensor in them.
 
 Only the bytes that the tensors need are sent. Tensors whose memory overlaps travel in one buffer at their relative
 offsets, so that they share memory at the other end too; memory is compared by address, which sees through views,
@@ -6,10 +6,10 @@ offsets, so that they share memory at the other end too; memory is compared by a
 is not copied at all.
 
 [Note: views with holes]
-The span of a view is the memory from its first to its last element. Of views that are alone in their span, a copy
-without holes is sent. Views whose spans overlap are sent as one span, holes included, unless the holes are more than
-half of it and no element belongs to two of the views (columns 0 and 1 of a wide matrix); then nothing would be lost by
-compacting each.
+The span of a view is the memory from its first to its last element. A view whose span overlaps no other is sent as a
+copy without holes. Views whose spans overlap are sent as one span, holes included, unless the holes are more than half
+of it and no element belongs to two of the views (columns 0 and 1 of a wide matrix): then each can be compacted without
+losing shared memory.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from rpcdist.errors import SerializationError
 from rpcdist.rpc._values.buffers import INLINE_LIMIT, GpuBuffer, LargeBuffer, TensorBuffer
 from rpcdist.rpc._values.tensor_runs import RUNS_FROM, TensorRun, find_runs
 
-# The numbers of dtypes are part of the wire format: new dtypes get new numbers, and none is ever used twice. Types that
-# the running torch does not have are left out, and a tensor of such a type is refused when it arrives.
+# The numbers of dtypes are part of the wire format: new dtypes get new numbers, and no number is reused. Types that the
+# running torch does not have are left out, and an arriving tensor of such a type is refused.
 _CODES: Final = {
-    # 0 costs no byte on the wire, so it belongs to the most common one.
+    # 0 costs no byte on the wire, so the most common type has it.
     "float32": 0,
     "float64": 1,
     "float16": 2,
@@ -87,10 +87,10 @@ DTYPE_CODES: Final[dict[torch.dtype, int]] = {dtype: code for code, dtype in DTY
 _CPU: Final = torch.device("cpu")
 
 MapDevice = Callable[[torch.device], torch.device]
-"""From a device of the sender to the one at the receiver. Raises where the map lacks it; the CPU then stays the CPU."""
+"""Maps a device of the sender to a device of the receiver. Raises if the map lacks it; the CPU then stays the CPU."""
 
 Lend = Callable[[int, Sequence[tuple[int, int]]], tuple[Any, list[int]] | None]
-"""Lends memory to the receiver: device, and address and size of each part; see `LentGpuMemory.lend`."""
+"""Lends memory to the receiver: the device, and the address and size of each part; see `LentGpuMemory.lend`."""
 
 
 def moves_cpu(map_device: MapDevice) -> bool:
@@ -99,16 +99,16 @@ def moves_cpu(map_device: MapDevice) -> bool:
 
 
 class DeviceRoute:
-    """How the tensors of one value that lie on GPUs reach their receiver.
+    """How the tensors of one value on GPUs reach their receiver.
 
     Args:
-        map_device: the device map; without one, a tensor goes to the device of the same index.
-        lend: has the receiver read memory of this worker's GPUs; without it, tensors travel through host memory.
-        back: the tensors are gradients, and belong where the tensors are that they are of.
+        map_device: the device map; without it, a tensor goes to the device of the same index.
+        lend: lends memory of this worker's GPUs to the receiver; without it, tensors travel through host memory.
+        back: whether the tensors are gradients, which go to the devices of the tensors whose gradients they are.
 
     Attributes:
-        moves_cpu: tensors of the CPU go to another device, too.
-        loans: the numbers of what was lent so far, to be taken back if the message is not sent.
+        moves_cpu: whether tensors on the CPU also go to another device.
+        loans: the numbers of the loans so far, which must be taken back if the message is not sent.
     """
 
     __slots__ = ("back", "lend", "loans", "map_device", "moves_cpu")
@@ -121,7 +121,7 @@ class DeviceRoute:
         self.loans: list[int] = []
 
     def place(self, value: value_pb2.Value, message: value_pb2.Tensor, device: torch.device) -> bool:
-        """Notes where a tensor of a device goes; whether it goes from GPU to GPU."""
+        """Writes the device at the receiver into the header of a tensor; whether it goes from GPU to GPU."""
         if self.back:
             message.device = "cuda"
             return device.type == "cuda"
@@ -145,7 +145,7 @@ KEPT_HOLES_BYTES: Final = 4096
 
 
 class NotPlain(Exception):
-    """A part of a value cannot travel plainly: an object, or a tensor that the table cannot hold."""
+    """A part of a value is not plain: an object, or a tensor that the table cannot hold."""
 
 
 class _View(NamedTuple):
@@ -168,12 +168,11 @@ def pack_tensors(
     """Appends `tensors` to the tables of `value`, and the memory that is not copied into it to `large`.
 
     Args:
-        all_differ: each of them has to be an object of its own, with memory of its own.
+        all_differ: each must be an object of its own, with memory of its own.
 
     Raises:
-        NotPlain: a tensor of another layout or dtype than the table holds; or `all_differ`, and that is not
-            known.
-        SerializationError: a tensor on another device, without a route; or the error of its map.
+        NotPlain: a tensor has a layout or dtype that the table cannot hold; or `all_differ` is not known to hold.
+        SerializationError: a tensor is on another device, and there is no route; or the error of its map.
     """
     moved = route is not None and route.moves_cpu
     runs = find_runs(tensors) if len(tensors) >= RUNS_FROM and not moved else None
@@ -219,7 +218,7 @@ def pack_tensors(
             (on_gpus if tensor.is_cuda else views).append(_View(start, start + size, message, tensor))
     _send_views(value, views, has_strides, large)
     if on_gpus:
-        assert route is not None  # it is what kept them there
+        assert route is not None  # without it, none would have stayed on its GPU
         spans: list[LargeBuffer] = []
         first = len(value.buffers)
         _send_views(value, on_gpus, has_strides, spans)
@@ -238,14 +237,14 @@ def _send_views(value: value_pb2.Value, views: list[_View], has_strides: bool, l
 def _send_gpu_spans(
     value: value_pb2.Value, first: int, spans: Sequence[LargeBuffer], route: DeviceRoute, large: list[LargeBuffer]
 ) -> None:
-    """Lends the memory of the last buffers of a value, or sends copies of it that are made on the host.
+    """Lends the memory of the last buffers of a value, or sends copies of it made on the host.
 
     Args:
         value: has a buffer for each span, from number `first` on.
     """
     members: list[tuple[value_pb2.Buffer, GpuBuffer]] = []
     for number, span in enumerate(spans, first):
-        assert isinstance(span, GpuBuffer)  # it is what `_send_span` makes of memory of a GPU
+        assert isinstance(span, GpuBuffer)  # `_send_span` makes one for memory of a GPU
         members.append((value.buffers[number], span))
     for device in {span.device.index for _, span in members}:
         of_device = [(buffer, span) for buffer, span in members if span.device.index == device]
@@ -284,7 +283,7 @@ def _send_runs(value: value_pb2.Value, runs: list[TensorRun], large: list[LargeB
 def _with_parts(
     tensors: Sequence[torch.Tensor],
 ) -> tuple[Sequence[torch.Tensor], dict[int, value_pb2.Sparse] | None]:
-    """The tensors, with the indices and values of the sparse ones behind them, and where those stand, by `id`."""
+    """The tensors, followed by the indices and values of the sparse ones, and the positions of those, by `id`."""
     if all(tensor.layout is torch.strided for tensor in tensors):
         return tensors, None
     parts = list(tensors)
@@ -301,7 +300,7 @@ def _with_parts(
 def _routed(
     value: value_pb2.Value, message: value_pb2.Tensor, tensor: torch.Tensor, route: DeviceRoute | None
 ) -> torch.Tensor:
-    """Notes the device at the receiver; returns the tensor where it is sent from, its device or the host."""
+    """Writes the device at the receiver; returns the tensor on the device from which it is sent, its own or the CPU."""
     device = tensor.device
     if device.type == "meta":
         message.device = "meta"
@@ -314,7 +313,7 @@ def _routed(
 
 
 def address_of(tensor: torch.Tensor, size: int) -> int:
-    """Where the tensor's first element lies; checks that `size` bytes from there are its own."""
+    """The address of the tensor's first element; checks that `size` bytes from there are its own."""
     try:
         storage_size = tensor.untyped_storage().nbytes()
         start = tensor.data_ptr()
@@ -322,7 +321,7 @@ def address_of(tensor: torch.Tensor, size: int) -> int:
         raise SerializationError(f"a tensor without memory of its own cannot be sent: {exc}") from exc
     if not start or storage_size < tensor.storage_offset() * tensor.itemsize + size:
         raise SerializationError(
-            f"a tensor of shape {tuple(tensor.shape)} cannot be sent: its memory was freed or shrunk"
+            f"a tensor of shape {tuple(tensor.shape)} cannot be sent, because its memory was freed or shrunk"
         )
     return start
 
@@ -335,7 +334,7 @@ def _are_apart(views: list[_View]) -> bool:
 
 
 def _clusters(views: list[_View]) -> list[list[_View]]:
-    """The views in groups whose spans overlap."""
+    """Groups the views whose spans overlap."""
     clusters: list[list[_View]] = []
     end = 0
     for view in sorted(views, key=lambda view: (view.start, view.end)):
@@ -379,7 +378,7 @@ def _send_span(
     views: Sequence[_View],
     large: list[LargeBuffer],
 ) -> None:
-    """Adds one buffer with `size` bytes of memory, and lets `views` refer to it."""
+    """Adds one buffer with `size` bytes of memory, to which `views` refer."""
     buffers = value.buffers
     index = len(buffers)
     buffer = buffers.add()
@@ -399,7 +398,7 @@ def _send_span(
 
 
 def _send_compacted(value: value_pb2.Value, same: list[_View], large: list[LargeBuffer]) -> None:
-    """Sends a copy without holes for views that are equal. The order of dimensions is kept, and so are repeats."""
+    """Sends a copy without holes for equal views. It keeps the order of dimensions, and repeated dimensions."""
     tensor = same[0].tensor
     for dim, step in enumerate(tensor.stride()):
         if step == 0:
@@ -424,7 +423,7 @@ def _needed_bytes(tensor: torch.Tensor) -> int:
 
 
 def _repeats_elements(tensor: torch.Tensor) -> bool:
-    """Whether two indices may reach one element, other than along a repeated dimension; so in sliding windows."""
+    """Whether two indices may reach one element, other than along a repeated dimension, as in sliding windows."""
     reach = 0
     dims = sorted(
         (step, length) for length, step in zip(tensor.shape, tensor.stride(), strict=True) if step and length > 1
@@ -437,7 +436,7 @@ def _repeats_elements(tensor: torch.Tensor) -> bool:
 
 
 def _align(start: int, cluster: list[_View]) -> tuple[int, bool]:
-    """Moves the start back, inside the first storage, so that offsets are whole elements; false if that fails."""
+    """Moves the start back, within the first storage, so that offsets are whole elements; False if that fails."""
     unit = max(view.tensor.itemsize for view in cluster)
     first = min(cluster, key=lambda view: view.start).tensor
     start = max(start - start % unit, first.untyped_storage().data_ptr())
@@ -471,12 +470,12 @@ Internalize = Callable[[int], object]
 class Externals(Protocol):
     """Sends the objects that are more than data. One instance serves one value.
 
-    Called on the thread that encodes. `externalize` is called only after everything else of the value has been encoded,
-    so that a value which cannot be sent has created no share of a remote reference.
+    Called on the encoding thread. `externalize` is called only after everything else of the value has been encoded, so
+    that a value which cannot be sent has created no share of a remote reference.
     """
 
     def is_external(self, obj: object) -> bool:
-        """Whether `obj` is one of them. Must be cheap: asked for every object of a type unknown to the codec."""
+        """Whether `obj` is such an object. Must be cheap: called for every object of a type unknown to the codec."""
         ...
 
     def externalize(self, obj: object) -> int:

@@ -1,6 +1,6 @@
 """The interfaces between a session and its channel, and the channels that this process may use.
 
-A channel carries whole envelopes in both directions, in order. The variable `RPCDIST_CHANNELS` chooses among channels.
+A channel carries whole envelopes in both directions, in order. `RPCDIST_CHANNELS` selects the channels.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ class ReadChannel(Protocol):
     def facts(self) -> ChannelFacts: ...
 
     async def read(self) -> bytes | None:
-        """The next envelope; None when the peer closed the channel. Raises `TransportError` when it broke."""
+        """The next envelope; None if the peer closed the channel. Raises `TransportError` if it broke."""
 
     async def write(self, data: bytes) -> None:
-        """Returns when the channel can take more; raises `TransportError` when it broke."""
+        """Sends an envelope; returns when the channel can take more. Raises `TransportError` if it broke."""
 
     def abort(self, reason: str) -> None:
         """Ends the channel at once; pending reads and writes fail. Idempotent."""
 
 
 class FrameReceiver(Protocol):
-    """Takes the frames that a `SocketChannel` reads: on the I/O loop or on a leading thread, one thread at a time.
+    """Receives the frames that a `SocketChannel` reads, on the I/O loop or on a leading thread, one thread at a time.
 
     An exception that the receiver raises ends the channel.
     """
 
     def receive(self, data: bytes | bytearray) -> None:
-        """An envelope arrived."""
+        """Called when an envelope has arrived."""
 
     def place(self, head: ChunkHead) -> memoryview | None:
         """The memory into which the channel receives a chunk; None if the transfer was aborted."""
 
     def placed(self, head: ChunkHead, num_bytes: int) -> None:
-        """The bytes of a chunk are in place; `num_bytes` is the size of their whole envelope."""
+        """Called when the bytes of a chunk are in place; `num_bytes` is the size of their whole envelope."""
 
 
 CHANNELS_VARIABLE: Final = "RPCDIST_CHANNELS"
@@ -84,10 +84,10 @@ def allowed_channels() -> Channels:
     if text not in _CHOICES:
         raise ConfigError(f"{CHANNELS_VARIABLE} must be 'auto', 'local', 'tcp' or 'grpc', but it is {text!r}")
     local, tcp = _CHOICES[text]
-    return Channels(local and has_abstract_sockets() and not _looks_like_anybody(), tcp)
+    return Channels(local and has_abstract_sockets() and not _has_overflow_id(), tcp)
 
 
-def _looks_like_anybody() -> bool:
+def _has_overflow_id() -> bool:
     """Whether this user's id is also the one that the kernel shows for every user outside the user namespace."""
     try:
         return int(_OVERFLOW_UID.read_text()) == os.getuid()

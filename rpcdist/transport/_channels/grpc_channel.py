@@ -30,16 +30,16 @@ from rpcdist.transport.keys import REFUSED
 
 _REASONS: Final = (
     ("Connection refused", "connection refused: no process listens there"),
-    ("errors resolving", "the host name cannot be resolved; is it spelled right?"),
-    ("is unreachable", "no route leads there; is it the right network?"),
-    ("No route to host", "no route leads there; is it the right network, and does its firewall let this host in?"),
+    ("errors resolving", "the host name cannot be resolved; check its spelling"),
+    ("is unreachable", "the network has no route there; check the address"),
+    ("No route to host", "the network has no route there; check the address, and the firewall of the other host"),
     ("parsing HTTP/2", "the program that answered is not an rpcdist process"),
     ("http2 header with status", "the program that answered is not an rpcdist process"),
-    ("timed out", "no answer in time; is it the right address, and does its firewall let this host in?"),
-    ("Socket closed", "the process there closed the connection; it may be ending"),
-    ("reset by peer", "the process there closed the connection; it may be ending"),
+    ("timed out", "no answer in time; check the address, and the firewall of the other host"),
+    ("Socket closed", "the process there closed the connection; it may be shutting down"),
+    ("reset by peer", "the process there closed the connection; it may be shutting down"),
 )
-"""Words in the texts of gRPC, and the reason that users read instead: gRPC names its own classes there."""
+"""Words in the texts of gRPC, which name its own classes, and the reason that users see instead."""
 
 _PREFIX: Final = re.compile(r"^failed to connect to all addresses; last error: ([A-Z_]+: )?(\w+:\S+: )?")
 
@@ -54,39 +54,35 @@ def connect_reason(details: str) -> str:
     return _UNPRINTABLE.split(_PREFIX.sub("", details), maxsplit=1)[0]
 
 
-_TLS_FAILED: Final = "TSI_PROTOCOL_FAILURE"  # gRPC's word; connections that break in a handshake have others
+_TLS_FAILED: Final = "TSI_PROTOCOL_FAILURE"  # gRPC's word; the errors of broken connections have others
 _WRONG_NAME: Final = "Hostname Verification Check failed"
 _NO_GRPC: Final = "missing selected ALPN property"
 _PLAIN_PEER: Final = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "UNEXPECTED_MESSAGE", "INVALID_ALERT")
 
 
 def tls_failure(details: str) -> str | None:
-    """Says why gRPC could not connect, if TLS is to blame.
-
-    Returns:
-        The reason and what to do; None if it was something else.
-    """
+    """The reason why gRPC could not connect, with advice, if TLS failed; None otherwise."""
     if _WRONG_NAME in details:
         return (
             "the server's certificate does not have the DNS name that all certificates of the job need. Set "
-            "TlsOptions(server_name=...), or server_name in RPCDIST_TLS, to one that they have, the same everywhere."
+            "TlsOptions(server_name=...), or server_name in RPCDIST_TLS, to a name that they all have, everywhere."
         )
     if _NO_GRPC in details:
         return (
-            "the server speaks TLS, but not gRPC, so this is not the address of a worker. A worker has a second port "
-            "for large messages, which is not its address either."
+            "the server speaks TLS, but not gRPC, so this is not the address of a worker. It may be the second port of "
+            "a worker, for large messages."
         )
     if _TLS_FAILED not in details:
         return None
     if any(word in details for word in _PLAIN_PEER):
         return (
-            "the server does not speak TLS: it is no rpcdist process, or TLS is off there. Set RPCDIST_TLS and "
-            "RpcOptions(tls=...) to the same in every process of the job."
+            "the server does not speak TLS: it is not an rpcdist process, or TLS is off in it. Set RPCDIST_TLS and "
+            "RpcOptions(tls=...) to the same values in every process of the job."
         )
     if "expired" in details or "not yet valid" in details:
         return (
-            f"the server's certificate {'has expired' if 'expired' in details else 'is not valid yet'}. Are the clocks "
-            "of the two hosts right? They may differ by a day. A certificate of one's own has to be renewed in time."
+            f"the server's certificate {'has expired' if 'expired' in details else 'is not valid yet'}. Check the "
+            "clocks of both hosts, which may differ by at most a day, and renew certificates of your own in time."
         )
     return f"the server {STRANGE_CERTIFICATE}"
 
@@ -100,30 +96,30 @@ _COMMON_OPTIONS: list[tuple[str, int]] = [
 ]
 CHANNEL_OPTIONS = [
     *_COMMON_OPTIONS,
-    ("grpc.use_local_subchannel_pool", 1),  # the channel has a connection of its own, which ends with it
-    ("grpc.enable_http_proxy", 0),  # a proxy set for the web must not swallow traffic inside a cluster
+    ("grpc.use_local_subchannel_pool", 1),  # the channel has its own connection, which ends with it
+    ("grpc.enable_http_proxy", 0),  # a proxy for web traffic must not get traffic inside a cluster
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", int(ATTEMPT_LIMIT_S * 1000)),  # gRPC's name for the limit of one attempt
     ("grpc.max_reconnect_backoff_ms", 1000),
 ]
 _MOST_CONNECTIONS = 1 << 13  # an unproven connection costs 50 KiB
-_FEWEST_CONNECTIONS = 256  # a server takes this many, however few descriptors the process may have
+_FEWEST_CONNECTIONS = 256  # a server accepts this many, even if the process may have few descriptors
 
 
 def server_options() -> list[tuple[str, int]]:
     """Settings of a server. Its connections may take half of the process's descriptors; other uses need the rest."""
     return [
         *_COMMON_OPTIONS,
-        # A connection has at most so many calls under way, also those that count nowhere else, such as refusals.
+        # Limits the calls of a connection, including those that no other limit counts, such as refusals.
         ("grpc.max_concurrent_streams", 1 << 14),
-        ("grpc.so_reuseport", 0),  # a port that is in use must be an error
+        ("grpc.so_reuseport", 0),  # binding a port that is in use must fail
         ("grpc.server_handshake_timeout_ms", int(ATTEMPT_LIMIT_S * 1000)),
         ("grpc.max_allowed_incoming_connections", max_grpc_connections()),
     ]
 
 
 def max_grpc_connections() -> int:
-    """The number of connections that a server of this process takes, including those in their handshake."""
+    """Limit on the connections that a server of this process accepts, including those in their handshake."""
     num_descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if num_descriptors == resource.RLIM_INFINITY:
         return _MOST_CONNECTIONS
@@ -134,7 +130,7 @@ def grpc_ends(fingerprint: str | None) -> str:
     """The name that both sides give their connection; see `stream_sockets.connected_ends`.
 
     gRPC identifies the ends of a connection only by the client's certificate, which the server sees. That is enough: a
-    relay does not have the client's private key, so it can neither show the certificate nor finish the handshake.
+    relay does not have the client's private key, so it cannot finish the handshake with the client's certificate.
 
     Args:
         fingerprint: fingerprint of the client's certificate; None without TLS.
@@ -143,13 +139,13 @@ def grpc_ends(fingerprint: str | None) -> str:
 
 
 def accepted_grpc_ends(context: Any) -> str:
-    """The same name at the serving side, taken from the context of a call."""
+    """The same name on the serving side, from the context of a call."""
     shown = context.auth_context().get("x509_pem_cert")
     return grpc_ends(fingerprint_of_pem(shown[0]) if shown else None)
 
 
 def connect_grpc(address: str, shown: Certificate | None) -> grpc.aio.Channel:
-    """A channel to a server; gRPC connects it at its first use.
+    """A channel to a server; gRPC connects it when it is first used.
 
     Args:
         address: host:port.
@@ -163,7 +159,7 @@ def connect_grpc(address: str, shown: Certificate | None) -> grpc.aio.Channel:
 
 
 def error_of(exc: grpc.RpcError, address: str) -> RpcdistError:
-    """The error of this package that stands for one of gRPC."""
+    """The error of this package for an error of gRPC."""
     return _error_for(exc.code(), exc.details() or "", address)
 
 
@@ -185,7 +181,7 @@ def _error_for(code: grpc.StatusCode, details: str, address: str) -> RpcdistErro
         return TransportError(f"the connection with {address} was closed")
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return ProtocolViolation(
-            f"{address} still joins its job, or is no worker of this version: it does not serve this call"
+            f"{address} does not serve this call: it still joins its job, or it is not a worker of this version"
         )
     if code in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INVALID_ARGUMENT):
         return ProtocolViolation(f"{address}: {connect_reason(details)}")
@@ -203,7 +199,7 @@ def mapped_errors(address: str) -> Iterator[None]:
         raise TransportError(f"the connection with {address} is closed: {exc}") from exc
 
 
-# The streams handle errors inline: a context manager costs 3 us, and a call passes here four times.
+# The streams handle errors inline: a context manager costs 3 us, and each call would enter four of them.
 _BROKEN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
 _GRPC_ERRORS = (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError)
 
@@ -254,7 +250,7 @@ class GrpcClientChannel:
             self._raise_if_aborted()
             raise
         except asyncio.InvalidStateError as exc:
-            await self._raise_status()  # the call has ended, and its status says why
+            await self._raise_status()  # the call has ended, and its status has the reason
             raise _stream_error(exc, self._address) from exc
         except _GRPC_ERRORS as exc:
             if not self._stands and isinstance(exc, grpc.RpcError) and exc.code() is grpc.StatusCode.INTERNAL:
@@ -318,12 +314,12 @@ class GrpcServerChannel:
                 self._task.cancel(reason)
 
     async def end(self) -> None:
-        """Tells the peer why this end aborted the stream; the handler's last step."""
+        """Sends the peer the reason why this end aborted the stream; the handler's last step."""
         if self._aborted is not None and not self._context.done():
             await self._context.abort(grpc.StatusCode.ABORTED, self._aborted)
 
 
 async def refuse(context: Any, refusal: handshake_pb2.Refusal) -> None:
-    """Ends a call of a peer that has not proven the token; a refusal for lack of capacity invites another attempt."""
+    """Ends a call of an unproven peer; after a refusal for lack of capacity, the peer tries again."""
     is_busy = refusal.code == handshake_pb2.Refusal.BUSY
     await context.abort(grpc.StatusCode.UNAVAILABLE if is_busy else grpc.StatusCode.UNAUTHENTICATED, refusal.reason)

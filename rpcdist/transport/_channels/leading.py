@@ -1,24 +1,25 @@
 """Decides which thread reads a socket: the I/O loop, or for a while a thread that waits for a message from it.
 
-Without this, a reply wakes the I/O loop, which wakes the thread that waits for the reply: two changes of thread, and a
-contest for the interpreter's lock. A thread that *leads* sleeps on the socket instead, and decodes all messages that
+Without this, a reply wakes the I/O loop, which wakes the thread that waits for the reply: two thread switches, and
+contention for the interpreter's lock. A thread that *leads* sleeps on the socket instead, and decodes all messages that
 arrive, its own and those of other threads.
 
 The reader of a socket holds its lock. The loop watches an epoll instance in which the sockets are registered, instead
-of the sockets. So any thread can hide a socket from the loop by one system call that wakes no other thread:
+of the sockets. So any thread can hide a socket from the loop with one system call that wakes no other thread:
 
-    a thread  takes the lock, or gives up; hides the socket (disarms it), sends its request, and reads until its wait is
-              over; then it shows the socket again (arms it) and releases the lock
+    a thread  tries to take the lock; hides the socket (disarms it), sends its request, and reads until its wait is
+    over;
+              then it shows the socket again (arms it) and releases the lock
     the loop  reads when the socket is shown and the lock is free
 
 The thread arms the socket before it releases the lock. Unread bytes in the socket then wake the loop, perhaps while the
 lock is still held; the loop returns and is called again until it gets the lock, so no wake-up is lost. In the other
 order, another thread could begin to lead in between, while the socket is shown to the loop.
 
-A leader may take other sockets along that nobody reads, and read all of them in its wait: a call to many workers reads
-their replies without a change of thread for each.
+A leader may also read other sockets that no thread reads, until its wait is over: a call to many workers reads their
+replies without a thread switch for each.
 
-A leader never runs user code. On the main thread, signals are held back (`SignalShield`) except during the sleep.
+A leader never runs user code. On the main thread, signals are deferred (`SignalShield`) except during the sleep.
 
 [Note: keeping the lock] `select.epoll.modify` releases the interpreter's lock around its system call, which takes a
 microsecond. If many threads make calls, another thread takes the lock in between, and the leader that has just shown
@@ -51,7 +52,7 @@ CAN_WATCH: Final = hasattr(select, "epoll")
 
 _MODIFY: Final = 3  # EPOLL_CTL_MOD
 _MOST_AT_ONCE: Final = 8
-"""Sockets read before the loop may do other work. The kernel then puts them behind the others, so all have turns."""
+"""Sockets read before the loop may do other work. The kernel then queues them behind the others, so all have turns."""
 _EVENT_BYTES: Final = 16  # size of a `struct epoll_event`, or 12 where it is packed
 _DATA_AT: Final = 4 if platform.machine() in ("x86_64", "i686", "i386") else 8  # offset of the descriptor in it
 
@@ -69,7 +70,7 @@ _READABLE: Final = int(getattr(select, "EPOLLIN", 1))
 
 
 def _event(mask: int, descriptor: int) -> bytes:
-    """The event that `select.epoll.modify` would make; its data tells `poll` which socket it is."""
+    """The event that `select.epoll.modify` would make; its data identifies the socket in the result of `poll`."""
     event = bytearray(_EVENT_BYTES)
     event[:4] = mask.to_bytes(4, sys.byteorder)
     event[_DATA_AT : _DATA_AT + 4] = descriptor.to_bytes(4, sys.byteorder)
@@ -80,8 +81,8 @@ class SocketWatch:
     """One socket in an epoll instance. `hide` and `show` may be called on any thread, but not after `close`.
 
     Attributes:
-        hide: stops events of this socket; returns a negative number if that failed.
-        show: lets events through again, at once if there are unread bytes; returns a negative number if that failed.
+        hide: stops events of this socket; returns a negative number on failure.
+        show: lets events through again, at once if there are unread bytes; returns a negative number on failure.
 
     Args:
         epoll: the instance; the socket is shown at first.
@@ -105,7 +106,7 @@ class SocketWatch:
         return OSError(ctypes.get_errno(), "the event mask of a connection cannot be changed (epoll_ctl)")
 
     def close(self) -> None:
-        """Ends the watching; the socket stays open."""
+        """Ends the watch; the socket stays open."""
         with suppress(OSError, ValueError):  # the socket or the instance was closed
             self._epoll.unregister(self._descriptor)
 
@@ -125,14 +126,14 @@ class WatchedSockets:
 
     @classmethod
     def of(cls, loop: asyncio.AbstractEventLoop) -> WatchedSockets:
-        """The sockets of a loop; raises `OSError` if no descriptor is left for the epoll instance."""
+        """The sockets of a loop; raises `OSError` if no descriptor is free for the epoll instance."""
         found = _of_loops.get(loop)
         if found is None:
             found = _of_loops[loop] = cls(loop)
         return found
 
     def add(self, descriptor: int, on_ready: Callable[[], object]) -> SocketWatch:
-        """Calls a function whenever a socket that is shown has unread bytes."""
+        """Registers a function to be called whenever a socket that is shown has unread bytes."""
         watch = SocketWatch(self.epoll, descriptor)
         self._on_ready[descriptor] = copy_context(), on_ready
         return watch
@@ -188,15 +189,15 @@ class Lead:
         self._then: Callable[[], object] | None = None
         self._has_left = False
         self._is_closed = False
-        self._end_lock = allocate_lock()  # around `_then`, `_has_left` and the closing of the bell
+        self._end_lock = allocate_lock()  # protects `_then`, `_has_left` and the closing of the bell
         self._shield = SignalShield()
         self._descriptor = -1
         self._watch: SocketWatch | None = None
         self._bell = -1
-        self._along: dict[int, Lead] = {}  # by their sockets' and bells' descriptors: what the leader here reads, too
+        self._along: dict[int, Lead] = {}  # the others that the leader reads, by the descriptors of socket and bell
 
     def allow(self, descriptor: int, watch: Callable[[int], SocketWatch]) -> bool:
-        """Lets threads lead from now on; False where the system cannot do that, or has no descriptor left.
+        """Prepares for leading threads; False if the system does not support that, or has no free descriptor.
 
         Args:
             watch: registers the socket with the loop, which reads it unless a thread leads.
@@ -237,7 +238,7 @@ class Lead:
             to end; the caller then waits in another way, for the rest of its time.
 
         Raises:
-            BlockingInLoop: this thread already reads, and came here through a finalizer.
+            BlockingInLoop: this thread already reads, and waits again in a finalizer.
             BaseException: `first` raised it.
         """
         me = get_ident()
@@ -268,7 +269,7 @@ class Lead:
                 finally:
                     while self._along:
                         self._leave_behind(next(iter(self._along.values())))
-                    if self._show() < 0 and not self._is_stopped:  # then the loop watches no more
+                    if self._show() < 0 and not self._is_stopped:  # the loop would not watch the socket any more
                         raise self._watch_failed()
             finally:
                 self.give_back()
@@ -277,7 +278,7 @@ class Lead:
                 shield.leave()
 
     def _take_bell(self) -> bool:
-        """Makes the bell when a thread leads for the first time: in a large world, most connections are never led."""
+        """Creates the bell when a thread first leads: in a large world, threads lead on few connections."""
         try:
             bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         except OSError:
@@ -287,7 +288,7 @@ class Lead:
         return True
 
     def take_along(self, other: Lead) -> None:
-        """Has this thread read another socket, too, until its wait is over, if it leads and nobody reads that one."""
+        """Makes this thread, if it leads, also read another socket that no thread reads, until its wait is over."""
         me = get_ident()
         if self._holder != me or other._is_stopped or not other._lock.acquire(False):
             return
@@ -314,7 +315,7 @@ class Lead:
         return self._watch.failure()
 
     def _acquire_from_loop(self) -> bool:
-        """Waits briefly for the loop: it may have just read the message that this thread waited for before."""
+        """Waits briefly for the loop, which may just have read the message that this thread waited for before."""
         return self._is_open and self._holder == self._loop_thread and self._lock.acquire(timeout=READ_TURN_S)
 
     def _read_until(
@@ -355,7 +356,7 @@ class Lead:
                         os.eventfd_read(descriptor)
                     elif not other._read():
                         self._leave_behind(other)
-                        break  # what is ready of it is not polled any more
+                        break  # no more is read of its sockets
                     if other._is_stopped:
                         self._leave_behind(other)
                         break
@@ -380,20 +381,20 @@ class Lead:
         self.give_back()
 
     def take(self) -> bool:
-        """Takes the lock for the loop, which releases it by `give_back`; False if a thread leads."""
+        """Takes the lock for the loop, which releases it with `give_back`; False if a thread leads."""
         if not self._lock.acquire(False):
             return False
         self._holder = get_ident()
         return True
 
     def give_back(self) -> None:
-        """Releases the lock; after `stop`, the caller keeps it for good."""
+        """Releases the lock; after `stop`, the caller keeps it forever."""
         self._holder = 0
         if self._is_stopped:
             self._leave()
             return
         self._lock.release()
-        # `stop` may have been called in between, and may have given up waiting.
+        # `stop` may have been called in between, and may have stopped waiting for the lock.
         if self._is_stopped and self._lock.acquire(False):
             self._leave()
 
@@ -405,7 +406,7 @@ class Lead:
         """
         if not self._is_stopped:
             self._is_stopped = True
-            if self._holder == get_ident():  # the loop is reading, and learns of the end from a frame
+            if self._holder == get_ident():  # the loop is reading, and a frame has ended the channel
                 self._leave()
             else:
                 self.ring()
@@ -414,7 +415,7 @@ class Lead:
         return self._has_left
 
     def close(self, then: Callable[[], object]) -> None:
-        """After `stop`: calls `then` once no thread reads: now, or on the thread of a leader that stops late."""
+        """After `stop`: calls `then` once no thread reads, either now or on the thread of a leader that stops late."""
         with self._end_lock:
             self._then = then
             has_left = self._has_left
@@ -422,7 +423,7 @@ class Lead:
             self._end()
 
     def _leave(self) -> None:
-        """Called by the holder of the lock after `stop`, who keeps it."""
+        """Called after `stop` by the holder of the lock, which keeps it."""
         with self._end_lock:
             self._has_left = True
         self._end()

@@ -1,7 +1,7 @@
-"""How a thread waits for a socket: it polls for a moment before it sleeps, and holds signal handlers back meanwhile.
+"""How a thread waits for a socket: it polls for a moment before it sleeps, and signal handlers are deferred meanwhile.
 
 [Note: brief polling]
-Waking a sleeping thread, on a core that has often gone idle, takes about 70 us in a virtual machine. A call sleeps at
+Waking a sleeping thread on a core that often goes idle takes about 70 us in a virtual machine. A call sleeps at
 both ends, while its own work takes 100 us. A thread that polls sees the message as soon as it arrives.
 
 Programs repeat themselves, so their waits have a rhythm: in a training loop the replies to one step's calls come soon,
@@ -13,18 +13,18 @@ exception changes nothing.
 Polling must not keep a core from other threads. The thread yields between two polls, so that other threads can run on
 this core; if the peer runs there, its reply is ready afterwards. If another thread keeps the core for long, sleeping is
 better: the next waits then sleep, twice as many after each such failure and half as many after each success. If no
-message came in time, only an idle core was kept awake, and the history records a long wait. A virtual core that the
-host took away for a moment is neither case: the thread is late, although no other thread has run.
+message came in time, polling only kept an idle core awake, and the history records a long wait. If the host took the
+virtual core away for a moment, neither applies: the thread is late, although no other thread has run.
 
-In a container with a processor limit no thread polls: polling would use up the quota of the work, and the system would
-stop the process for the rest of the period. With `RPCDIST_POLLING=off` all waits sleep.
+In a container with a processor limit no thread polls: polling would use up the quota, and the system would stop the
+process for the rest of the period. With `RPCDIST_POLLING=off` all waits sleep.
 
 [Note: signals]
 Python runs signal handlers on the main thread, between any two of its instructions. A handler that raises, such as that
-of Ctrl-C, could strike when bytes have left the socket and are not stored yet, or are sent and not counted yet. A
-handler that makes a call would wait for a reply that the interrupted code below it should read. So while the thread
-reads or sends, a handler of ours only notes signals, and raises them again microseconds later. While the thread sleeps
-until a message arrives, nothing can be lost, and a signal ends the sleep at once.
+of Ctrl-C, could run when bytes have left the socket and are not stored yet, or are sent and not counted yet. A handler
+that makes a call would wait for a reply that the interrupted code below it should read. So while the thread reads or
+sends, a handler of ours only records signals, and raises them again microseconds later. While the thread sleeps until a
+message arrives, nothing can be lost, and a signal ends the sleep at once.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ def _is_limited(limit: Path) -> bool:
 POLLING_VARIABLE: Final = "RPCDIST_POLLING"
 
 HISTORY_WAITS: Final = 6
-"""Length of a history. A training step waits for three replies at its caller, and for three calls at the callee, of
-which one comes late."""
+"""Length of a history. In a training step, the caller waits for three replies, and the callee for three calls, one of
+which comes late."""
 SHORT_NS: Final = 1_000_000
 """Polling replaces sleeps that are shorter than this."""
 LIMIT_NS: Final = 1_000_000
@@ -100,7 +100,7 @@ LIMIT_NS: Final = 1_000_000
 LONG_TURN_NS: Final = 500_000
 """If a yield takes longer than this, a thread other than the peer's used the core."""
 MIN_PAUSE: Final = 4
-"""After other threads kept the core, at least twice as many waits sleep."""
+"""After other threads have used the core, at least twice as many waits sleep."""
 MAX_PAUSE: Final = 1024
 """The longest such pause, in waits."""
 _LAST_HISTORY: Final = (1 << HISTORY_WAITS) - 1
@@ -130,12 +130,12 @@ _has_quota: Final = cache(has_processor_quota)
 
 @dataclass(slots=True, eq=False, repr=False)
 class BriefPolling:
-    """Decides for one socket whether a wait polls first. The thread that reads the socket uses it, one at a time.
+    """Decides for one socket whether a wait polls first. Only the thread that reads the socket uses it.
 
     Attributes:
         is_worth_it: whether the next wait should begin with `try_polling`.
         num_polled: waits that ended while polling.
-        num_in_vain: waits that polled and then slept.
+        num_in_vain: waits that polled, but then slept.
 
     Args:
         poll: polls the socket; its argument is a limit in milliseconds.
@@ -163,7 +163,7 @@ class BriefPolling:
         """Polls for at most `LIMIT_NS`.
 
         Returns:
-            The events that came; if the list is empty, the caller sleeps.
+            The events that arrived; if the list is empty, the caller sleeps.
         """
         began = now = perf_counter_ns()
         is_robbed = False
@@ -224,16 +224,16 @@ _NUMBERS: Final = tuple(int(getattr(signal, name)) for name in _NAMES if hasattr
 
 
 class SignalNoted(BaseException):
-    """Ends a sleep because a signal has come; it never leaves this package."""
+    """Ends a sleep because a signal has arrived; it never leaves this package."""
 
 
 class SignalShield:
-    """Holds the handlers back between `enter` and `leave`, which are for the main thread only; not reentrant.
+    """Defers signal handlers between `enter` and `leave`, which are for the main thread only; not reentrant.
 
     Attributes:
-        num_entered: how many shields are entered; if it is not 0, the handlers are already held back.
-        harmless: handlers that neither raise, nor make a call, nor take a lock. They are not held back: replacing one
-            and putting it back costs a call 0.7 us.
+        num_entered: the number of entered shields; if it is not 0, the handlers are already deferred.
+        harmless: handlers that neither raise, nor make a call, nor take a lock. They are not deferred: replacing one
+            and restoring it costs a call 0.7 us.
         is_asleep: True from `fall_asleep` to the end of the sleep; meanwhile a signal raises `SignalNoted`.
     """
 
@@ -257,7 +257,7 @@ class SignalShield:
             raise SignalNoted
 
     def enter(self) -> None:
-        """Holds all handlers back."""
+        """Defers all handlers."""
         handlers = tuple(map(getsignal, _NUMBERS))
         if handlers != self._known:
             self._replaced = [
@@ -265,7 +265,7 @@ class SignalShield:
                 for number, handler in zip(_NUMBERS, handlers, strict=True)
                 if callable(handler) and not any(handler is each for each in self.harmless)
             ]
-            self._replaced.reverse()  # Ctrl-C is held back last and restored last, when nothing else is left to do
+            self._replaced.reverse()  # Ctrl-C is deferred last and restored last, when nothing else is left to do
             self._known = handlers
         try:
             for number, _ in self._replaced:
@@ -276,7 +276,7 @@ class SignalShield:
         SignalShield.num_entered += 1
 
     def run(self, act: Callable[[], object]) -> None:
-        """Calls `act`, with all handlers held back if this is the main thread and they may raise here; any thread."""
+        """Calls `act`, with all handlers deferred if this is the main thread and they may raise here; any thread."""
         if get_ident() != self._main or not may_raise_here():
             act()
             return
@@ -293,7 +293,7 @@ class SignalShield:
             raise SignalNoted
 
     def leave(self) -> None:
-        """Restores all handlers, and runs those whose signals came meanwhile."""
+        """Restores all handlers, and runs those whose signals arrived meanwhile."""
         SignalShield.num_entered -= 1
         self._restore()
 
@@ -316,7 +316,7 @@ class SignalShield:
 def may_raise_here() -> bool:
     """Whether Ctrl-C may raise in the calling code, on the main thread.
 
-    It does not while a shield is entered, nor under `asyncio.run`, whose handler cancels a task. In a notebook it does,
+    It may not while a shield is entered, nor under `asyncio.run`, whose handler cancels a task. It may in a notebook,
     although an event loop runs there.
     """
     if SignalShield.num_entered:

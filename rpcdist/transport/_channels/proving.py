@@ -29,10 +29,10 @@ class HandshakePipe(Protocol):
     """Carries the messages of a handshake; used on the I/O loop."""
 
     async def read(self) -> bytes | None:
-        """The next message; None when the peer closed the connection. Raises `TransportError` when it broke."""
+        """The next message; None if the peer closed the connection. Raises `TransportError` if it broke."""
 
     async def write(self, data: bytes) -> None:
-        """Sends a message; raises `TransportError` when the connection broke."""
+        """Sends a message; raises `TransportError` if the connection broke."""
 
 
 async def prove_client(
@@ -40,19 +40,19 @@ async def prove_client(
     handshake: ClientHandshake,
     other_way: Callable[[ClientHandshake], Awaitable[T | None]] | None = None,
 ) -> T | None:
-    """Runs the handshake of the side that opened the connection. The caller limits the time and closes after an error.
+    """Runs the handshake of the connecting side. The caller limits the time, and closes the connection after an error.
 
     Args:
         handshake: not started.
-        other_way: tries a better channel (`ClientHandshake.other_way`). It is called when the server has proven itself
-            and this side has not. If it returns a result, the handshake ends there.
+        other_way: tries a better channel (`ClientHandshake.other_way`), when the server has proven itself and this side
+            has not. If it returns a result, the handshake ends there.
 
     Returns:
         The result of `other_way`; None when the handshake is done.
 
     Raises:
-        AuthenticationFailed: one of the two refused; `handshake.refusal_code` says which kind.
-        ProtocolViolation: the message that arrived is not a handshake.
+        AuthenticationFailed: one of the two sides refused; see `handshake.refusal_code`.
+        ProtocolViolation: the peer sent something that is not a handshake message.
         TransportError: the connection broke.
     """
     await write_step(pipe, handshake.start())
@@ -79,7 +79,7 @@ async def open_proven(
     expected: Identity | None = None,
     purpose: str = "",
 ) -> tuple[StreamSocket, ClientHandshake]:
-    """A raw connection whose both ends are proven; one for a purpose is tried again while the peer is too busy.
+    """Opens a raw connection and proves both ends. With a purpose, it tries again while the peer is too busy.
 
     Args:
         role, expected, purpose: see `ClientHandshake`.
@@ -115,7 +115,7 @@ async def open_proven(
 
 
 async def prove_server(pipe: HandshakePipe, handshake: ServerHandshake) -> None:
-    """Runs the handshake of the side that accepted the connection; see `prove_client`."""
+    """Runs the handshake of the accepting side; see `prove_client`."""
     while not handshake.done:
         reply = handshake.receive(await _read(pipe))
         if reply is not None:
@@ -124,7 +124,7 @@ async def prove_server(pipe: HandshakePipe, handshake: ServerHandshake) -> None:
 
 
 async def _answer(pipe: HandshakePipe, handshake: ClientHandshake, reply: pb.Handshake) -> None:
-    """Sends a message. If the server has closed the connection, its refusal is still unread, and is raised instead."""
+    """Sends a message. If the server has closed the connection, raises its refusal, which is still unread."""
     try:
         await write_step(pipe, reply)
     except TransportError:
@@ -156,7 +156,7 @@ async def _read(pipe: HandshakePipe) -> pb.Handshake:
 
 
 async def _until_heard(pipe: HandshakePipe) -> None:
-    """Waits, bounded, until the server has read the refusal: a connection that closes earlier would discard it."""
+    """Waits, bounded, until the server has read the refusal: closing the connection earlier would discard it."""
     with suppress(RpcdistError, TimeoutError):
         async with asyncio.timeout(QUICK_ANSWER_LIMIT_S):
             await pipe.read()  # the server ends the connection

@@ -3,9 +3,9 @@
 A frame is four bytes of length, little endian, and the envelope. If the top bit of the length is set, the frame is the
 last one, and its text is the sender's reason for closing.
 
-The peer is proven before the channel is made (socket_pipe.py). `deliver` hands each frame to the session as it arrives,
-and receives the payload of a chunk directly into its final memory. `put` sends from any thread, a chunk directly from
-the memory of its tensor.
+The peer is proven before the channel is made (socket_pipe.py). `deliver` passes each frame to the session as it
+arrives, and receives the payload of a chunk directly into its final memory. `put` sends from any thread, a chunk
+directly from the memory of its tensor.
 
 [Note: reading to the end] When a peer dies with unread bytes in its socket, its data and an error arrive here together.
 uvloop calls the reader once for both and then never again. So the reader continues until the socket is empty or has
@@ -52,21 +52,21 @@ _LENGTH: Final = struct.Struct("<I")
 _LAST: Final = 1 << 31
 _SCRATCH_BYTES: Final = 1 << 17
 _LARGE_BYTES: Final = _SCRATCH_BYTES // 2  # larger frames are received in place; smaller ones are copied once
-_PEEK_BYTES: Final = 4096  # read after a large frame: the next frame is probably large too, and goes elsewhere
+_PEEK_BYTES: Final = 4096  # read after a large frame: the next frame is probably large too, and is received in place
 _MAX_REASON_BYTES: Final = 1000
-_RECEIVES_A_TURN: Final = 4  # then the loop does other work: a peer that never stops sending must not block it
+_RECEIVES_A_TURN: Final = 4  # then the loop does other work: a peer that sends all the time must not block it
 _SOCKET_BYTES: Final = 1 << 20
-"""Size of the send buffer. Its bytes delay every small message behind them, and more of them do not make large messages
-faster."""
+"""Size of the send buffer. Its bytes delay every small message behind them, and a larger buffer does not make large
+messages faster."""
 
 _ROUND_TRIP_AT: Final = 68  # tcpi_rtt in struct tcp_info
 _SHORTEST_AT: Final = 148  # tcpi_min_rtt
 _UNSENT_BYTES: Final = 256 << 10
-"""The same limit for bytes that TCP has not begun to send."""
+"""The same limit for TCP: the bytes that it has not begun to send."""
 
 
 class SocketChannel:
-    """A channel that calls a receiver instead of being read. It runs on the I/O loop, except where a method says so.
+    """A channel that calls a receiver instead of being read. It runs on the I/O loop, unless a method says otherwise.
 
     Attributes:
         is_free: whether `put` may be called: the last frame was written completely.
@@ -103,7 +103,7 @@ class SocketChannel:
         self._descriptor = -1
         self.lead = self._lead.lead
         self.ring = self._lead.ring
-        self._failure: Exception | None = None  # raised on a leading thread; the loop learns of it soon
+        self._failure: Exception | None = None  # raised on a leading thread; the loop is notified soon
         self._descriptors = ReceivedDescriptors(address)
         self.take_descriptor = self._descriptors.take
         # Writing.
@@ -131,7 +131,7 @@ class SocketChannel:
 
     @property
     def shortest_round_trip_s(self) -> float | None:
-        """See `DirectChannel`."""
+        """The shortest round trip that the kernel has measured; None for a Unix socket, or if it is unknown."""
         return None if self._closed or self.passes_descriptors else _round_trip_s(self._socket, _SHORTEST_AT)
 
     @property
@@ -152,7 +152,7 @@ class SocketChannel:
             TransportError: the channel ended; the error has the peer's reason, or says that the connection broke.
             Exception: the receiver raised it.
 
-        Cancelled, it stops reading and leaves the stream open.
+        Cancellation stops the reading and leaves the stream open.
         """
         if self._ended is not None:
             raise self._ended
@@ -162,7 +162,7 @@ class SocketChannel:
         self._can_lead = self._lead.allow(self._descriptor, self._watch)
         if not self._can_lead:  # then the loop alone reads
             self._loop.add_reader(self._descriptor, self._read_some)
-        self._loop.call_soon(self._start)  # what came right after the handshake lies there already
+        self._loop.call_soon(self._start)  # bytes that came right after the handshake may be there already
         try:
             await self._done
         finally:
@@ -191,7 +191,7 @@ class SocketChannel:
             self._read_in_turns()
 
     def _read_in_turns(self) -> None:
-        """Reads for the loop, which may read: no thread leads while frames are left, as none would look for them."""
+        """Reads for the loop, which holds the lock. No thread leads while frames are left: it would overlook them."""
         try:
             self._read(_RECEIVES_A_TURN)  # the epoll instance reports unread bytes again
         finally:
@@ -210,7 +210,7 @@ class SocketChannel:
     def _read(self, limit: int) -> bool:
         """Receives up to `limit` times; True if there is nothing more to receive. [Note: reading to the end]
 
-        When the turn is over, no further frame is taken: other peers wait behind many small messages.
+        When the turn is over, no further frame is delivered: other peers wait behind many small messages.
         """
         self._turn_ends_at = time.monotonic() + READ_TURN_S
         try:
@@ -220,7 +220,7 @@ class SocketChannel:
                 if self._has_frames or time.monotonic() > self._turn_ends_at:
                     break
         except Exception as exc:
-            self._finish(exc)
+            self.fail(exc)
         finally:
             self._turn_ends_at = NEVER.at
         return self._receiver is None
@@ -237,21 +237,17 @@ class SocketChannel:
                 self._receive_all(receiver)
         except Exception as exc:
             self._failure = exc
-            self._tell_loop(exc)
+            self._notify_loop(exc)
             return False
         except BaseException as exc:  # bytes may have been lost
             self._failure = TransportError(f"reading from {self._address} was interrupted: {exc!r}")
-            self._tell_loop(self._failure)
+            self._notify_loop(self._failure)
             raise
         return True
 
-    def _tell_loop(self, failure: Exception) -> None:
-        with suppress(RuntimeError):  # the loop is closed, and everything with it
-            self._loop.call_soon_threadsafe(self._finish, failure, context=Context())
-
-    def fail(self, error: Exception) -> None:
-        """Ends the reading, and with it `deliver`, which raises the error; on the I/O loop."""
-        self._finish(error)
+    def _notify_loop(self, failure: Exception) -> None:
+        with suppress(RuntimeError):  # the loop is closed, and the channel with it
+            self._loop.call_soon_threadsafe(self.fail, failure, context=Context())
 
     @property
     def has_unread(self) -> bool:
@@ -261,7 +257,7 @@ class SocketChannel:
         return bool(poller.poll(0)) or (self._tls is not None and self._tls.has_buffered)
 
     def _receive_all(self, receiver: FrameReceiver) -> bool:
-        """As `_receive`; also takes the bytes that TLS has buffered, which do not make the socket readable."""
+        """Like `_receive`, but also takes the bytes that TLS has buffered, which do not make the socket readable."""
         has_come = self._receive(receiver)
         while self._tls is not None and self._tls.has_buffered and self._receiver is receiver:
             if self._has_frames and time.monotonic() > self._turn_ends_at:
@@ -291,7 +287,7 @@ class SocketChannel:
         return num_bytes is not None
 
     def _receive_large(self, rest: memoryview, receiver: FrameReceiver) -> int | None:
-        """As `_receive_into`, for the rest of a large frame and the beginning of the next frame."""
+        """Like `_receive_into`, for the rest of a large frame and the beginning of the next frame."""
         num_left = len(rest)
         if self._tls is None:
             num_bytes = self._receive_into(rest, self._scratch[:_PEEK_BYTES])
@@ -308,10 +304,10 @@ class SocketChannel:
         return num_bytes
 
     def _receive_into(self, *places: memoryview) -> int | None:
-        """The number of bytes received; 0 at the end of the stream, None if no bytes are there yet."""
+        """The number of bytes received; 0 at the end of the stream, None if no bytes have arrived yet."""
         num_bytes: int
         try:
-            # TCP carries no descriptors. Before the peer is proven, the kernel drops those that a stranger sends.
+            # TCP carries no descriptors. Before the peer is proven, the kernel drops those that it sends.
             if self._receiver is None or not self.passes_descriptors:
                 if len(places) == 1:
                     num_bytes = int(self._socket.recv_into(places[0]))
@@ -416,7 +412,7 @@ class SocketChannel:
             self._send([memoryview(_LENGTH.pack(size) + head), payload])
 
     async def pass_segment(self, head: bytes, segment: Segment) -> None:
-        """As `write_parts`, for an envelope that takes the descriptor of shared memory along."""
+        """Like `write_parts`, for an envelope that also carries the descriptor of shared memory."""
         self._send([memoryview(_LENGTH.pack(len(head))), memoryview(head)], segment)
         if self._rest:
             await self.flush()
@@ -433,7 +429,7 @@ class SocketChannel:
                 raise self._broken(exc) from exc
             self._num_sent += sent
             self._rest_segment = None if sent else segment  # the descriptor travels with the first byte
-            # Also under the lock: `abort` reads `_rest` to decide whether a frame is sent in part.
+            # Also under the lock: `abort` reads `_rest` to find out whether a frame was sent in part.
             while parts and sent >= len(parts[0]):
                 sent -= len(parts.pop(0))
             if sent:
@@ -446,7 +442,7 @@ class SocketChannel:
         await self.write_parts(data)
 
     async def write_parts(self, head: bytes, payload: memoryview | None = None) -> None:
-        """As `write`, for a frame whose last bytes are in other memory. `payload` is read until this returns."""
+        """Like `write`, for a frame whose last bytes are in other memory. `payload` is read until this returns."""
         self.put(head, payload)
         if self._rest:
             await self.flush()
@@ -472,10 +468,10 @@ class SocketChannel:
     # ------------------------------------------------------------ the end
 
     def abort(self, reason: str) -> None:
-        """Ends the channel at once, and tells the peer the reason unless the socket is full; idempotent."""
+        """Ends the channel at once, and sends the peer the reason unless the socket is full; idempotent."""
         if self._closed:
             return
-        self._finish(TransportError(reason))
+        self.fail(TransportError(reason))
         self._loop.remove_reader(self._socket)
         self._loop.remove_writer(self._socket)
         text = reason.encode()[:_MAX_REASON_BYTES]
@@ -497,11 +493,11 @@ class SocketChannel:
         self._descriptors.close()
 
     async def end(self) -> None:
-        """The session is over."""
+        """Ends the channel with its session."""
         self.abort("the session ended")
 
-    def _finish(self, error: Exception) -> None:
-        """Ends the reading for this reason."""
+    def fail(self, error: Exception) -> None:
+        """Ends the reading, and with it `deliver`, which raises the error; on the I/O loop."""
         if self._ended is None:
             self._ended = error
         self._stop_listening()
@@ -527,7 +523,7 @@ def _bound_unsent_bytes(connection: socket.socket | TlsSocket) -> None:
 
 
 def _round_trip_s(connection: Any, at: int) -> float | None:
-    """The round trip in that field of the kernel's facts about a TCP connection; None where it has none."""
+    """The round trip in that field of the kernel's `tcp_info` of a connection; None if it is not available."""
     try:
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, at + 4)
     except (AttributeError, OSError):  # another system, or the connection is closed

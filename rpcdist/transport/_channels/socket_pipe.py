@@ -1,6 +1,6 @@
 """The handshake's messages on a raw connection, plain or with TLS: four bytes of length, little endian, and the bytes.
 
-The pipe reads exactly these bytes, so the socket can be handed to any other part afterwards.
+The pipe reads exactly these bytes, so another part can use the socket afterwards.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rpcdist.transport.unix_sockets import peer_process, receive_from
 from rpcdist.waiters import wake
 
 _LENGTH: Final = struct.Struct("<I")
-_TLS_HANDSHAKE: Final = 0x16  # the first byte of a TLS record of that kind, which its version follows
+_TLS_HANDSHAKE: Final = 0x16  # the first byte of a TLS handshake record; the version follows
 _TLS_MAJOR_VERSION: Final = 3
 _PEEKED_BYTES: Final = 3
 
@@ -30,8 +30,7 @@ class SocketPipe:
     """The `HandshakePipe` of one socket. On a Unix socket, every message must come from the process that connected.
 
     Args:
-        connection: connected, not blocking; with TLS, before or after its TLS handshake. It still belongs to the
-            caller.
+        connection: connected, not blocking; with TLS, before or after its TLS handshake. The caller still owns it.
         tls_source: see `Credentials.tls_source`, for messages.
     """
 
@@ -60,7 +59,9 @@ class SocketPipe:
             return None
         (size,) = _LENGTH.unpack(head)
         if size > MAX_HANDSHAKE_BYTES:
-            raise ProtocolViolation(f"{self._address} announced a message of {size} bytes before it proved anything")
+            raise ProtocolViolation(
+                f"{self._address} announced a handshake message of {size} bytes, which is too large"
+            )
         return await self._read_exactly(size)
 
     async def write(self, data: bytes) -> None:
@@ -115,14 +116,13 @@ class SocketPipe:
 
 
 class AcceptedPipe:
-    """The `HandshakePipe` of an accepted TCP connection whose first bytes say whether it speaks TLS.
+    """The `HandshakePipe` of an accepted TCP connection; its first bytes show whether the client uses TLS.
 
     Attributes:
-        tls: the end that speaks TLS, once that is known; it takes the place of `raw`, and the owner closes it. None for
-            a plain connection.
+        tls: the TLS socket, once it exists; it replaces `raw`, and the owner closes it. None for a plain connection.
 
     Args:
-        raw: accepted, not blocking; it still belongs to the caller.
+        raw: accepted, not blocking; the caller still owns it.
         may_be_plain: whether a connection without TLS is accepted.
     """
 
@@ -144,10 +144,10 @@ class AcceptedPipe:
             else:
                 self._pipe = self._plain
                 if not self._may_be_plain:
-                    await self._plain.read()  # otherwise a reset ends it, and the peer does not learn why
+                    await self._plain.read()  # unread bytes would cause a reset, and the peer would get no reason
                     raise ProtocolViolation(
-                        f"{self._address} came without TLS, which is only taken from networks declared trusted; "
-                        "set RPCDIST_TLS and RPCDIST_TRUSTED_NETWORKS to the same in every process of the job"
+                        f"{self._address} connected without TLS, which is accepted only from trusted networks; "
+                        "set RPCDIST_TLS and RPCDIST_TRUSTED_NETWORKS to the same values in every process of the job"
                     )
         return await self._pipe.read()
 
@@ -155,8 +155,8 @@ class AcceptedPipe:
         await (self._pipe or self._plain).write(data)
 
     async def _speaks_tls(self) -> bool:
-        """A plain message has its length first: then the third byte is 0, and in TLS a version."""
-        self._raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _PEEKED_BYTES)  # not readable before
+        """Whether the first bytes are TLS: a plain message begins with its length, so its third byte is 0."""
+        self._raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _PEEKED_BYTES)  # not readable with fewer bytes
         try:
             while True:
                 try:
@@ -174,10 +174,10 @@ class AcceptedPipe:
 
 
 def wrapped(raw: socket.socket, address: str, credentials: Credentials, server_side: bool) -> TlsSocket:
-    """The end of a connected TCP socket that speaks TLS, before the handshake; it takes the place of `raw`.
+    """The TLS socket on a connected TCP socket, before the handshake; it replaces `raw`.
 
     Raises:
-        TransportError: the connection broke before; it is closed.
+        TransportError: the connection had broken; it is closed.
     """
     context, fingerprint = credentials.tls.ssl_context(server_side)
     try:
@@ -189,10 +189,10 @@ def wrapped(raw: socket.socket, address: str, credentials: Credentials, server_s
 async def connected_pipe(
     raw: socket.socket, address: str, credentials: Credentials
 ) -> tuple[StreamSocket, SocketPipe, str]:
-    """The means to use a connection that this process opened: with TLS, unless its address needs none.
+    """The socket and pipe for a connection that this process opened: with TLS, unless its address needs none.
 
     Args:
-        raw: just connected; the caller closes it if this raises. With TLS, the returned socket takes its place.
+        raw: just connected; the caller closes it if this raises. With TLS, the returned socket replaces it.
 
     Returns:
         The socket, its pipe, and the name that both sides give the connection.
@@ -211,7 +211,7 @@ async def connected_pipe(
 
 
 async def until_ready(connection: StreamSocket, for_writing: bool) -> None:
-    """Waits until the loop finds the socket readable, or writable."""
+    """Waits on the running loop until the socket is readable, or writable."""
     loop = asyncio.get_running_loop()
     ready = loop.create_future()
     descriptor = connection.fileno()

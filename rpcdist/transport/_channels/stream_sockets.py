@@ -1,11 +1,12 @@
-"""Raw stream sockets, TCP and Unix: listening, accepting, connecting, and the names that both ends give a connection.
+"""Raw stream sockets, TCP and Unix: listening, accepting, connecting, and the name that both ends give a connection.
 
-[Note: two ends] A proof of the token is valid for one pair of ends. Each side learns the ends from the system and not
-from the peer: over TCP, the address and port of the serving end; over a Unix socket, the processes and users of both
-ends, and the pid namespace. The client states the ends in its hello, which the proofs cover, and the server compares.
-This detects a process that relays the handshake: it has another port, or another process id, which the kernel adds to
-each message (unix_sockets.py). It also detects a network that translates addresses, and a container that hides process
-ids; the channel is then not used.
+[Note: two ends] A proof of the token is valid for one pair of ends. Each side gets the ends from the system and not
+from
+the peer: over TCP, the address and port of the serving end; over a Unix socket, the processes and users of both ends,
+and the pid namespace. The client states the ends in its hello, which the proofs cover, and the server compares them
+with its own view. This detects a process that relays the handshake: it has another port, or another process id, which
+the kernel adds to each message (unix_sockets.py). It also detects a network that translates addresses, and a container
+that hides process ids; the channel is then not used.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _KEEP_ALIVE: Final = (("TCP_KEEPIDLE", KEEP_ALIVE_S), ("TCP_KEEPINTVL", KEEP_ALI
 
 
 def listen_tcp(host: str, port: int = 0) -> socket.socket:
-    """Listens at a port, or for 0 at a port that the system picks.
+    """Listens on a port; on a port that the system chooses, if it is 0.
 
     Raises:
         OSError: the address does not belong to this machine, or the port is in use.
@@ -67,11 +68,11 @@ def _listen(listener: socket.socket, place: Any) -> socket.socket:
 
 
 async def accept(listener: socket.socket) -> socket.socket:
-    """The next connection; the caller closes it. Cancelled, it leaves the listener open and no connection behind."""
+    """The next connection; the caller closes it. Cancellation leaves the listener open and no connection behind."""
     while True:
         try:
             connection = await _accept(listener)
-        except OSError as exc:  # no descriptors or memory left; connections that end free some
+        except OSError as exc:  # too few descriptors or too little memory, until other connections end
             if own_shortage(exc) is None:
                 logger.warning("a connection could not be accepted (%s); the listener tries again", exc)
             await asyncio.sleep(TICK_S)
@@ -82,7 +83,7 @@ async def accept(listener: socket.socket) -> socket.socket:
 
 
 async def _accept(listener: socket.socket) -> socket.socket:
-    """As `loop.sock_accept`, which leaks a connection if it is cancelled just after the accept."""
+    """Like `loop.sock_accept`, which leaks a connection if it is cancelled just after the accept."""
     loop = asyncio.get_running_loop()
     while True:
         try:
@@ -110,7 +111,7 @@ async def connect_unix(name: str) -> socket.socket:
             try:
                 connection.connect(f"\0{name}")
                 break
-            except BlockingIOError:  # the listener's backlog is full, and no event tells when that ends
+            except BlockingIOError:  # the listener's backlog is full, and no event reports when it has room
                 await asyncio.sleep(next(pauses))
         if not same_user(connection):
             raise AuthenticationFailed(f"another user's process listens under the name {name!r} on this host")
@@ -148,18 +149,18 @@ def _new_socket(family: int) -> socket.socket:
 
 
 def tune(connection: socket.socket) -> None:
-    """Makes a TCP socket send small messages at once, and notice that its peer's host is dead."""
+    """Makes a TCP socket send small messages at once, and detect that its peer's host is dead."""
     if connection.family not in (socket.AF_INET, socket.AF_INET6):
         return
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEP_ALIVE:
-        if (option := getattr(socket, name, None)) is not None:  # not every system has all of them
+        if (option := getattr(socket, name, None)) is not None:  # some systems lack some of them
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def break_when_silent(connection: socket.socket | TlsSocket, limit_s: float) -> None:
-    """Makes the kernel break a connection whose peer acknowledges no bytes for `limit_s`, where it supports that."""
+    """Makes the kernel break a connection whose peer acknowledges no bytes for `limit_s`, if the system supports it."""
     if (option := getattr(socket, "TCP_USER_TIMEOUT", None)) is not None:
         connection.setsockopt(socket.IPPROTO_TCP, option, max(1, min(int(1000 * limit_s), 2**31 - 1)))
 

@@ -1,4 +1,4 @@
-"""Calls and replies that are not compact, as protobuf messages: only in frames, and nowhere else in the process."""
+"""The protobuf form of calls and replies that are not compact. It exists only in frames."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from rpcdist.transport.wire_messages import CallMessage, Loan, NamedReference, R
 
 
 def in_protobuf(message: rpc_pb2.Message | CallMessage | ReplyMessage) -> rpc_pb2.Message:
-    """The protobuf message that says the same as a call or a reply; another message itself."""
+    """The protobuf form of a call or a reply; other messages unchanged."""
     if isinstance(message, rpc_pb2.Message):
         return message
     found = rpc_pb2.Message()
@@ -22,7 +22,7 @@ def in_protobuf(message: rpc_pb2.Message | CallMessage | ReplyMessage) -> rpc_pb
 
 
 def from_protobuf(message: rpc_pb2.Message, num_bytes: int) -> WireMessage:
-    """The call or the reply in a message that arrived as so many bytes; the message itself if it has neither."""
+    """The call or the reply in a message that arrived as `num_bytes`; the message itself if it has neither."""
     found: CallMessage | ReplyMessage
     if message.wrapped:
         return message

@@ -1,4 +1,4 @@
-"""Turns messages into bytes and back: pure functions. A channel carries envelopes; an envelope is joined frames.
+"""Turns messages into bytes and back, with pure functions. A channel carries envelopes; an envelope is joined frames.
 
 Every frame begins with the same 28 bytes, little endian, and `size` bytes follow them:
 
@@ -29,8 +29,8 @@ Every frame begins with the same 28 bytes, little endian, and `size` bytes follo
 
 Functions are numbered per session and direction, 1, 2, 3 and so on, at most `MAX_FUNCTIONS`.
 
-For any input, `parse` returns messages or raises `ProtocolViolation`; it compares every size with the bytes that are
-there before it uses it.
+For any input, `parse` returns messages or raises `ProtocolViolation`; it compares every size with the number of bytes
+that are there before it uses the size.
 """
 
 from __future__ import annotations
@@ -60,16 +60,16 @@ from rpcdist.transport.wire_messages import (
 CHUNK_BYTES = 1 << 19
 """Payload of one chunk. gRPC carries chunks of this size several times faster than one message of 64 MiB."""
 CHUNK_WINDOW_BYTES = 8 << 20
-"""Limit of the chunks in flight in one direction of a session. Bytes queued in sockets delay small messages, and gRPC's
+"""Limit on the chunks in flight in one direction of a session. Bytes queued in sockets delay small messages, and gRPC's
 own window grows to many MiB; a smaller window makes large messages slower."""
 MAX_FRAME_BYTES = 1 << 20
-"""A larger message travels as chunks itself."""
+"""A larger message is itself sent in chunks."""
 MAX_ENVELOPE_BYTES = 1 << 20
-"""The writer starts a new envelope at this size, so no envelope exceeds the sum of this and one frame."""
+"""The writer starts a new envelope at this size, so no envelope is larger than the sum of this and one frame."""
 MAX_FRAMES: Final = 512
-"""Limit of the frames of an envelope, which is handled in one piece: other connections are read between two."""
+"""Limit on the frames of an envelope, which is handled in one piece: between two envelopes, others are read."""
 MAX_FUNCTIONS: Final = 4096
-"""Limit of numbered functions in one direction of a session; calls of other functions carry the name each time."""
+"""Limit on numbered functions in one direction of a session; calls of other functions carry the name each time."""
 
 _HEAD: Final = Struct("<IBBHIQQ")
 _pack, _unpack = _HEAD.pack, _HEAD.unpack_from
@@ -83,7 +83,7 @@ _VALUE: Final = 64
 _NESTED: Final = 128
 _REPLY_FLAGS: Final = _LARGE | _CREATED | _HISTORY | _VALUE
 _FLAGS_AT: Final = 5
-_PASS_HEAD: Final = Struct("<IBBHIqq")  # as `_HEAD`, with signed ids of pass and context
+_PASS_HEAD: Final = Struct("<IBBHIqq")  # like `_HEAD`, with signed ids of pass and context
 _PASS_IDS: Final = Struct("<qq")
 _ID: Final = Struct("<Q")
 _ID_AT: Final = 12
@@ -106,13 +106,13 @@ class Chunk(NamedTuple):
 
 
 class ReturnedSegments(NamedTuple):
-    """Segments of the receiver that the sender has stopped using."""
+    """Segments that the receiver lent and the sender has stopped using."""
 
     numbers: Sequence[int]
 
 
 class ChunkHead(NamedTuple):
-    """The head of an envelope that carries one chunk: `size` is that of the chunk, without the head."""
+    """The head of an envelope that carries one chunk; `size` is the size of the chunk, without the head."""
 
     transfer: int
     buffer: int
@@ -124,7 +124,7 @@ class ChunkHead(NamedTuple):
 
 
 def frame(message: WireMessage) -> bytes:
-    """The frame of a message; a compact call has `call_frame` instead."""
+    """The frame of a message, except a compact call; see `call_frame`."""
     if isinstance(message, CompactPass):
         return pass_frame(message)
     if isinstance(message, ReplyMessage) and message.is_compact:
@@ -134,13 +134,13 @@ def frame(message: WireMessage) -> bytes:
 
 
 def wrapped(data: bytes, transfer: int) -> tuple[bytes, memoryview]:
-    """The frame that announces a frame of `frame`, too large for an envelope, as a buffer; and that buffer."""
+    """Puts a frame that is too large for an envelope into a buffer; returns the announcing frame and the buffer."""
     body = memoryview(data)[_HEAD_BYTES:]
     return frame(rpc_pb2.Message(transfer=transfer, large=[len(body)], wrapped=True)), body
 
 
 def call_frame(call: CallMessage, number: int, name: bytes = b"") -> bytes | bytearray:
-    """The frame of a call. `want_value` may change that of a `remote()` while it is queued.
+    """The frame of a call. `want_value` may change the frame of a `remote()` while it is queued.
 
     Args:
         number: number of the function; 0 if it has none.
@@ -199,7 +199,7 @@ def pass_frame(part: CompactPass) -> bytes:
 
 
 def want_value(frame: bytearray, call: int) -> bool:
-    """Changes the frame of a `remote()` so that its reply also has the result; False if it is another frame."""
+    """Changes the frame of a `remote()` so that its reply includes the result; False if it is another frame."""
     if frame[4] != _CALL or not frame[_FLAGS_AT] & _RESULT or _ID.unpack_from(frame, _ID_AT)[0] != call:
         return False
     frame[_FLAGS_AT] |= _VALUE

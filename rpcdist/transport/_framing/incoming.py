@@ -1,4 +1,4 @@
-"""Reassembles large buffers from chunks or stripes: bookkeeping, no I/O.
+"""Reassembles large buffers from chunks or stripes. Bookkeeping only, no I/O.
 
 Chunks arrive on the connection that brought the announcement. Stripes arrive on other connections, each read by its own
 thread, and possibly before the announcement: a stripe names the announcement by its ordinal number.
@@ -11,8 +11,8 @@ Invariants:
     3. The memory of a buffer is allocated when its first bytes arrive, so an announcement alone costs nothing. It is
        freed when the transfer is aborted or the session ends.
     4. The announced bytes that a peer has not sent are bounded, and so is the number of buffers of one message.
-    5. A transfer that exceeds that bound, or for which memory is lacking, fails alone: its bytes are dropped as they
-       arrive, and its message is then delivered with buffers that raise the reason. The session goes on.
+    5. A transfer that exceeds that bound, or whose buffers cannot be allocated, fails alone: its bytes are dropped as
+       they arrive, and its message is then delivered with buffers that raise the reason. The session continues.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ MAX_BUFFERS: Final = 1 << 16
 
 TRANSFER_BYTES: Final = 1024
 BUFFER_BYTES: Final = 64
-"""Memory for the account of a transfer, and of each of its buffers; these bytes also count as announced."""
+"""Memory for the record of a transfer, and of each of its buffers; these bytes also count as announced."""
 
 
 MAX_STRIPES: Final = 8
-"""Limit of the payload connections of one session."""
+"""Limit on the payload connections of one session."""
 
 MAX_RANGES: Final = 64
-"""Limit of the buffer parts in one piece, which one system call sends; systems allow 16 or more, Linux 1024. The
+"""Limit on the buffer parts in one piece, which one system call sends; systems allow 16 or more, Linux 1024. The
 receiver allocates memory for all of them in one turn."""
 
 _ALIGNMENT_BYTES: Final = 64  # each stripe of a tensor begins at an element and at a cache line
 
 
 class IncomingBuffer(Protocol):
-    """Memory that a large buffer is received into."""
+    """Memory into which a large buffer is received."""
 
     @property
     def view(self) -> memoryview:
@@ -64,12 +64,12 @@ class _HeapBuffer:
 
 
 def heap_buffer(size_bytes: int) -> IncomingBuffer:
-    """The default allocator, for layers above that have none."""
+    """The default allocator, for layers above that have no other."""
     return _HeapBuffer(size_bytes)
 
 
 class MissingBuffer:
-    """Stands for a buffer that was not received: every use raises the reason."""
+    """Replaces a buffer that was not received: every use raises the reason."""
 
     __slots__ = ("_reason", "size")
 
@@ -98,14 +98,14 @@ def _nothing_is_lent(message: WireMessage) -> Mapping[int, IncomingBuffer]:
 
 
 class _NoMemory(Exception):
-    """There is no memory for a buffer of one transfer."""
+    """No memory could be allocated for a buffer of one transfer."""
 
 
 class StripeCursor:
-    """The position within one stripe of a message: its bytes are cut into one stripe for each payload connection.
+    """The position in one stripe of a message, whose bytes are divided into one stripe for each payload connection.
 
-    The buffers form one sequence of bytes. Both ends know the sizes from the announcement, and so they know the bytes
-    of each stripe: only the number of the message and the number of bytes travel with the bytes. Pure.
+    The buffers form one sequence of bytes. Both ends know the sizes from the announcement, so they know the bytes of
+    each stripe, and only the number of the message and the number of bytes travel with the bytes. Pure.
 
     Args:
         index: number of the stripe, from 0.
@@ -135,10 +135,10 @@ class StripeCursor:
 
         Args:
             num_bytes: more than 0.
-            max_ranges: the most ranges to return, even if they have fewer bytes.
+            max_ranges: limit on the returned ranges, even if they have fewer bytes.
 
         Returns:
-            Number of the buffer, start and end of each range passed.
+            The number of the buffer, start and end of each range passed.
         """
         ranges: list[tuple[int, int, int]] = []
         while num_bytes and self.left and len(ranges) < max_ranges:
@@ -153,10 +153,10 @@ class StripeCursor:
         return ranges
 
     def take_all(self, num_bytes: int) -> list[tuple[int, int, int]]:
-        """As `take`, for exactly `num_bytes` that arrived.
+        """Like `take`, for exactly `num_bytes` that arrived.
 
         Raises:
-            ProtocolViolation: the stripe has fewer bytes left, or they are in more buffers than one piece may have.
+            ProtocolViolation: the stripe has fewer bytes left, or they belong to more buffers than one piece may have.
         """
         if not 0 < num_bytes <= self.left:
             raise ProtocolViolation(f"{num_bytes} bytes arrived for a stripe with {self.left} bytes left")
@@ -171,8 +171,8 @@ class _IncomingTransfer:
     """A message whose buffers are arriving; a buffer is None until its first bytes arrive.
 
     `stripes` are the cursors of the stripes that have begun, by number; `is_chunked` is True once a chunk has arrived.
-    If `failure` is set, it is the reason for which arriving bytes are dropped. `is_counted` says whether the bytes
-    count as announced, and `own_bytes` is the memory of the account itself.
+    If `failure` is set, it is the reason why arriving bytes are dropped. `is_counted` says whether the bytes count as
+    announced, and `own_bytes` is the memory of this record itself.
     """
 
     __slots__ = (
@@ -221,7 +221,7 @@ class _IncomingTransfer:
     def of_stripe(self, index: int, count: int, size: int) -> list[memoryview]:
         """The memory for the next bytes of a stripe; empty if they are dropped. Raises `_NoMemory`."""
         if self.is_chunked or self.message.loans:
-            raise ProtocolViolation("a message came in chunks or lent memory, and in stripes")
+            raise ProtocolViolation("a message arrived in stripes, and also in chunks or lent memory")
         cursor = self.stripes.get(index)
         if cursor is None:
             cursor = self.stripes[index] = StripeCursor(self.message.large, index, count)
@@ -230,7 +230,7 @@ class _IncomingTransfer:
 
 
 class Incoming:
-    """The transfers of one session that are under way; any thread that reads its connections may use it.
+    """The unfinished transfers of one session; any thread that reads its connections may use it.
 
     Args:
         borrow: finds the buffers that the peer lends.
@@ -249,7 +249,7 @@ class Incoming:
         self._transfers: dict[int, _IncomingTransfer] = {}
         self._num_announced = 0  # messages with large buffers; the peer counts them too
         self._by_ordinal: dict[int, _IncomingTransfer] = {}
-        self._has_ended = False  # no announcement follows
+        self._has_ended = False  # no further announcement will arrive
         self._changed = threading.Condition()  # protects all of the above
 
     def __repr__(self) -> str:
@@ -262,7 +262,7 @@ class Incoming:
             return sum(transfer.missing for transfer in self._transfers.values())
 
     def announce(self, message: WireMessage) -> Delivery | None:
-        """Takes a message; returns it with its buffers when nothing is missing.
+        """Registers a message; returns it with its buffers if nothing is missing.
 
         Raises:
             ProtocolViolation: the transfer number is in use, the peer has announced too much, or a loan does not exist.
@@ -284,7 +284,7 @@ class Incoming:
         if number in self._transfers or number == 0:
             raise ProtocolViolation(f"transfer {number} was announced twice")
         if len(sizes) > MAX_BUFFERS:
-            raise ProtocolViolation(f"a message announced {len(sizes)} buffers; {MAX_BUFFERS} are allowed")
+            raise ProtocolViolation(f"a message announced {len(sizes)} buffers; the limit is {MAX_BUFFERS}")
         lent = self._borrow(message) if message.loans else {}
         if len(lent) == len(sizes) and not message.wrapped:  # no bytes follow
             return message, [lent[index] for index in range(len(sizes))]
@@ -304,7 +304,7 @@ class Incoming:
         return None
 
     def chunk(self, chunk: Chunk) -> Delivery | None:
-        """Stores a chunk; returns the message when it was the last one.
+        """Stores a chunk; returns the message if this was its last one.
 
         A chunk of an unknown transfer belongs to one that was aborted, and is dropped.
         """
@@ -315,20 +315,21 @@ class Incoming:
         return self.placed(chunk.transfer, chunk.buffer, size)
 
     def place(self, number: int, buffer: int, offset: int, size: int) -> memoryview | None:
-        """The memory for the bytes of a chunk, for a caller that fills it and calls `placed`; None: drop the bytes."""
+        """The memory for the bytes of a chunk; the caller fills it and calls `placed`. None to drop the bytes."""
         with self._changed:
             transfer = self._transfers.get(number)
             if transfer is None:
                 return None
             if transfer.stripes:
-                raise ProtocolViolation("a message came in stripes, and in chunks")
+                raise ProtocolViolation("a message arrived in stripes, and also in chunks")
             transfer.is_chunked = True
         if buffer >= len(transfer.buffers):
-            raise ProtocolViolation(f"a chunk for buffer {buffer} of {len(transfer.buffers)}")
+            raise ProtocolViolation(f"a chunk arrived for buffer {buffer} of {len(transfer.buffers)}")
         at, announced = transfer.filled[buffer], transfer.message.large[buffer]
         if offset != at or at + size > announced:
             raise ProtocolViolation(
-                f"a chunk of {size} bytes arrived for offset {offset}; expected was {at} of {announced} announced bytes"
+                f"a chunk of {size} bytes arrived at offset {offset}; the next of {announced} announced bytes is at "
+                f"{at}"
             )
         try:
             return None if transfer.failure else transfer.buffer(buffer).view[at : at + size]
@@ -337,16 +338,16 @@ class Incoming:
             return None
 
     def placed(self, number: int, buffer: int, size: int) -> Delivery | None:
-        """Records that `place` was filled; returns the message when its last bytes have arrived."""
+        """Records that `place` was filled; returns the message if these were its last bytes."""
         with self._changed:
             transfer = self._transfers.get(number)
-            if transfer is None:  # it was aborted meanwhile
+            if transfer is None:  # aborted meanwhile
                 return None
             transfer.filled[buffer] += size
             return self._count(transfer, size)
 
     def stripe(self, ordinal: int, index: int, count: int, size: int) -> list[memoryview] | None:
-        """The memory for bytes from a payload connection; the caller fills it and calls `stripe_placed`. None: drop.
+        """The memory for bytes from a payload connection; the caller fills it and calls `stripe_placed`. None to drop.
 
         Args:
             ordinal: ordinal number of the announcement. If it has not arrived yet, this waits for it, until
@@ -406,7 +407,7 @@ class Incoming:
             return transfer.message
 
     def end_announcements(self) -> None:
-        """No announcement will arrive any more: ends the waits for one."""
+        """Records that no further announcement will arrive, which ends the waits for one."""
         with self._changed:
             self._has_ended = True
             self._changed.notify_all()
@@ -416,13 +417,13 @@ class Incoming:
         with self._changed:
             for transfer in list(self._transfers.values()):
                 self._forget(transfer)
-            self._announced = AnnouncedBytes()  # bytes that are still read count for no session
+            self._announced = AnnouncedBytes()  # bytes that are still read do not count for the peer
         self.end_announcements()
 
     def _deliver(self, transfer: _IncomingTransfer) -> Delivery | None:
         try:
             buffers = [transfer.buffer(index) for index in range(len(transfer.buffers))]  # including empty ones
-        except _NoMemory as exc:  # even for an empty one
+        except _NoMemory as exc:  # possible even for an empty buffer
             transfer.fail(str(exc))
             buffers = [transfer.buffer(index) for index in range(len(transfer.buffers))]
         if not transfer.message.wrapped:

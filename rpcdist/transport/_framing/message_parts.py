@@ -1,8 +1,8 @@
-"""Parses protobuf messages after it has computed, from their bytes, the memory that the parsed messages will take.
+"""Parses protobuf messages, after computing from their bytes how much memory the parsed messages will take.
 
 A message of two bytes can take a hundred bytes once it is parsed, and a number of one byte takes eight. So a hostile
 peer could use up the receiver's memory with very many very small messages in a repeated field. The memory of the fields
-is computed before they are parsed; the descriptor of the message says which fields there can be.
+is therefore computed before they are parsed, with the fields that the descriptor of the message allows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ M = TypeVar("M", bound=Message)
 UNWEIGHED_BYTES: Final = 4 << 10
 """The parts of shorter messages are not counted."""
 _FREE_BYTES: Final = 1 << 20
-"""The parts of a message may take its size and this. With its bytes, and the copies of texts, a message then takes at
+"""The parts of a message may take its size and this. With its bytes, and the copies of strings, a message then takes at
 most three times its size and this."""
 _ROOM_BYTES: Final = 64 << 10  # for the fields around a value in its message
 
@@ -87,10 +87,10 @@ def _may_grow(descriptor: Descriptor) -> bool:
 
 
 def parsed(kind: type[M], data: bytes) -> M:
-    """The parsed message.
+    """Parses a message.
 
     Raises:
-        ProtocolViolation: it would take too much memory for its size.
+        ProtocolViolation: the parsed message would take too much memory for its size.
         DecodeError: it is damaged.
     """
     parsed_cost(kind, data)
@@ -108,12 +108,12 @@ def parsed_cost(kind: type[Message], data: bytes | bytearray) -> int:
     limit = _FREE_BYTES + len(data)
     try:
         return limit - _left(data, 0, len(data), _fields(kind.DESCRIPTOR), limit)
-    except IndexError:  # it ends within a field; the parser reports that better
+    except IndexError:  # it ends within a field, which the parser reports better
         return 0
 
 
 def missing_weight(kind: type[Message], data: bytes) -> int:
-    """How many bytes a message with `data` as a part must have in addition, so that `parsed` accepts it."""
+    """The bytes that a message with `data` as a part needs in addition, so that `parsed` accepts it."""
     most = 1 << 62
     return most - _left(data, 0, len(data), _fields(kind.DESCRIPTOR), most) - len(data) - _FREE_BYTES + _ROOM_BYTES
 

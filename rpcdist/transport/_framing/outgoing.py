@@ -1,7 +1,7 @@
-"""The queue of messages to write on a session: pure bookkeeping, no I/O.
+"""The queue of messages to write on a session. Bookkeeping only, no I/O.
 
-Small messages go first and together. One chunk of a large buffer goes between two envelopes, and the transfers take
-turns, so neither a no-op nor a second transfer waits behind another one's 64 MiB.
+Small messages are sent first and together. One chunk of a large buffer follows each envelope, and the transfers take
+turns, so neither a small message nor a second transfer waits behind the 64 MiB of another.
 
 Messages may therefore overtake one another. Only the parts of one stream keep their order: an item, or the end, is held
 back until the last byte of the previous item is written.
@@ -48,15 +48,15 @@ from rpcdist.transport.wire_messages import (
 )
 
 Parts = tuple[bytes, memoryview | None]
-"""An envelope: all of its bytes, or its first bytes and the sender's own memory with the others."""
+"""An envelope: all of its bytes, or its first bytes and a view of the sender's own memory with the rest."""
 
 
 @dataclass(slots=True, eq=False)
 class _OutgoingTransfer:
-    """The buffers of one message, which belongs to a stream or to none (0). `then` starts when they are written.
+    """The buffers of one message, which may belong to a stream (0: none). `then` starts when they are written.
 
-    `loans` are the segments that a wrapped message names; the peer learns of them when all of this has arrived.
-    `owed_bytes` is its part of the peer's account, without that of the transfer that follows.
+    `loans` are the segments that a wrapped message names; the peer can read the names only when all of it has arrived.
+    `owed_bytes` is its part of the peer's account, without the part of the transfer that follows.
     """
 
     number: int
@@ -111,27 +111,27 @@ class Outgoing:
         is_overdrawn: whether so many small messages wait for the peer that the session must end.
 
     Args:
-        account: counts what waits here for the peer to read it; None if the peer has not asked for it.
+        account: counts the bytes that wait here until the peer reads them; None if the peer has not asked for them.
     """
 
     def __init__(self, account: AnnouncedBytes | None = None) -> None:
         self._account = account
         self._owed_bytes = self._owed_small_bytes = 0  # of buffers, and of frames
-        self._owing = threading.Lock()  # around these three
-        self._striped: dict[int, int] = {}  # what the payload connections write, by transfer: its part of the account
+        self._owing = threading.Lock()  # protects these three
+        self._striped: dict[int, int] = {}  # parts of the account that the payload connections write, by transfer
         self.is_overdrawn = False
         self._frames: deque[_Entry] = deque()
         self._transfers: deque[_OutgoingTransfer] = deque()
-        self._held: dict[int, deque[_Entry]] = {}  # entries held back, by stream with a transfer under way
+        self._held: dict[int, deque[_Entry]] = {}  # entries held back, by stream with an unfinished transfer
         self._chunk_is_due = False
         self._credit_bytes = CHUNK_WINDOW_BYTES
         self._numbers = itertools.count(1)
-        self._functions: dict[str, int] = {}  # numbers by name; the peer learns each in time
+        self._functions: dict[str, int] = {}  # numbers by name; the first call with a number also has the name
         self._naming = threading.Lock()
         self._aborted: set[int] = set()
         self.striper: Striping | None = None
         self._num_announced = 0  # messages with large buffers; the peer counts them too
-        self._lock = threading.Lock()  # for everything except appending to `_frames`, which is atomic
+        self._lock = threading.Lock()  # protects everything except appending to `_frames`, which is atomic
 
     def __repr__(self) -> str:
         num_messages = len(self._frames) + sum(map(len, self._held.values()))
@@ -152,9 +152,9 @@ class Outgoing:
         return len(self._transfers)
 
     def add_quickly(self, message: WireMessage) -> bool:
-        """`add` in a single step, which no signal can interrupt half way, for most compact messages without buffers.
+        """`add` in a single step, which no signal can interrupt, for most compact messages without buffers.
 
-        False if the message needs more steps, or may be changed later (`want_value`).
+        Returns False if the message needs more steps, or may be changed later (`want_value`).
         """
         if type(message) is ReplyMessage:
             if len(self._frames) >= NUM_UNCOUNTED or not message.is_small:
@@ -172,7 +172,7 @@ class Outgoing:
         return False
 
     def _owe(self, num_bytes: int, is_small: bool = False) -> int:
-        """Counts bytes in the peer's account, or takes them out if negative; returns their number, 0 if none counts."""
+        """Adds bytes to the peer's account, or removes them if negative; returns the number that counts."""
         if self._account is None or not num_bytes:
             return 0
         with self._owing:
@@ -188,18 +188,18 @@ class Outgoing:
         return num_bytes
 
     def _pay_all(self, transfer: _OutgoingTransfer | None) -> None:
-        """Takes a transfer that is over, and those that would follow, out of the account."""
+        """Removes a finished transfer, and those that would follow it, from the account."""
         while transfer is not None:
             owed, transfer.owed_bytes = transfer.owed_bytes, 0
             self._owe(-owed)
             transfer = transfer.then
 
     def striped(self, number: int) -> None:
-        """Records that the payload connections have written a transfer, or dropped it."""
+        """Records that the payload connections have written or dropped a transfer."""
         self._owe(-self._striped.pop(number, 0))
 
     def close(self) -> None:
-        """Takes what waits here out of the account, since the session has ended."""
+        """Removes the waiting bytes from the account, since the session has ended."""
         with self._owing:
             account, self._account = self._account, None
             if account is not None:
@@ -236,7 +236,7 @@ class Outgoing:
             number = number or next(self._numbers)
             data, body = wrapped(data, number)
             size = body.nbytes
-            # The same number is free again when the inner message is announced.
+            # The inner message may use the same number, which is free again when it is announced.
             loans = [loan.segment for loan in message.loans]
             buffers = [OutgoingBuffer(body)]
             transfer = _OutgoingTransfer(number, stream, buffers, [size], transfer, loans, self._owe(size))
@@ -263,15 +263,15 @@ class Outgoing:
                 self._functions[function] = number  # last: a thread that finds it queues its frame behind this one
 
     def want_value(self, call: int) -> bool:
-        """Has the reply to a `remote()` bring the result along, if its message is the last in the queue.
+        """Makes the reply to a `remote()` include the result, if its message is the last in the queue.
 
         Args:
             call: its number; it was the last message that this thread sent here.
 
         Returns:
-            Whether it will.
+            Whether the reply will include it.
         """
-        with self._lock:  # no thread takes the message meanwhile
+        with self._lock:  # so that the writer does not take the message meanwhile
             try:
                 data = self._frames[-1][0]
             except IndexError:
@@ -309,8 +309,8 @@ class Outgoing:
         """Stops a transfer.
 
         Returns:
-            None if there is nothing to stop. Otherwise the caller must tell the peer, since the announcement may be on
-            its way; the numbers are those of lent segments that the peer will never read, each reported once.
+            None if there is nothing to stop. Otherwise the caller must notify the peer, since the announcement may be
+            on its way; the numbers are those of lent segments that the peer will never read, each reported once.
         """
         with self._lock:
             transfer = self._abort(number)
@@ -350,7 +350,7 @@ class Outgoing:
         return head if payload is None else b"".join((head, payload))
 
     def next_parts(self) -> Parts | None:
-        """As `next_envelope`, without the copy, for a channel that writes from two places at once."""
+        """Like `next_envelope`, without the copy, for a channel that writes from two places at once."""
         with self._lock:
             may_send_chunk = self._transfers and self._credit_bytes > 0
             if self._frames and not (self._chunk_is_due and may_send_chunk):

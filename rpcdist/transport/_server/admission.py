@@ -1,11 +1,11 @@
 """Admission of peers: until a peer has proven the job token, only the handshake is read from its connection.
 
-The cost of strangers is bounded for all listeners of a process together: `MAX_UNPROVEN` handshakes at once, half of
-them for one host, `MAX_UNPROVEN_PER_CONNECTION` for one gRPC connection; for each, `HANDSHAKE_LIMIT_S` and a few
-messages of `MAX_HANDSHAKE_BYTES`. A newcomer never waits for a stranger: the oldest handshake of the host with the most
-makes room for it. A peer with the token finishes within milliseconds; if it is displaced nevertheless, it is told to
-try again. Only within one gRPC connection is the newcomer turned away, unread: a link opens one stream, and gRPC reads
-a message of megabytes for each stream.
+The cost of unproven peers is limited for all listeners of a process together: `MAX_UNPROVEN` handshakes at once, half
+of them for one host, `MAX_UNPROVEN_PER_CONNECTION` for one gRPC connection; for each, `HANDSHAKE_LIMIT_S` and a few
+messages of `MAX_HANDSHAKE_BYTES`. At the limit, a newcomer does not wait: it displaces the oldest handshake of the host
+with the most handshakes. A peer with the token finishes within milliseconds; if it is displaced, the refusal tells it
+to try again. Only within one gRPC connection the newcomer itself is refused, unread: a link opens one stream, and gRPC
+reads a message of megabytes for each stream.
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ class Admission:
         handshake: ServerHandshake,
         turn_away: Callable[[pb.Refusal], Awaitable[None]],
     ) -> bool:
-        """Lets a peer prove itself.
+        """Runs the handshake of a peer.
 
         Args:
             handshake: not started; has the outcome afterwards.
-            turn_away: tells the peer the reason, if possible; bounded by `QUICK_ANSWER_LIMIT_S`.
+            turn_away: sends the peer the reason, if possible; bounded by `QUICK_ANSWER_LIMIT_S`.
 
         Returns:
             Whether the peer is proven and accepted; if not, the caller closes the connection.
@@ -104,7 +104,7 @@ class Admission:
                 code, reason = pb.Refusal.BUSY, "too many handshakes at once; try again"
             self._note(origin, reason)
         except TransportError:
-            return False  # the peer left before it proved anything
+            return False  # the peer disconnected before it proved anything
         finally:
             self._unproven.pop(limit, None)
         await self._turn_away(turn_away, code, reason)
@@ -119,7 +119,7 @@ class Admission:
                 await turn_away(pb.Refusal(reason=reason, code=code))
 
     def _make_room(self, newcomer: Origin) -> None:
-        """Displaces the oldest handshakes of a host that exceeds its limit."""
+        """Displaces the oldest handshakes, of the newcomer's host or of the host with the most, above the limits."""
         self._keep_below(MAX_UNPROVEN // 2, lambda origin: origin.host == newcomer.host)
         if len(self._unproven) >= MAX_UNPROVEN:
             hosts = Counter(origin.host for origin in self._unproven.values())
@@ -133,7 +133,7 @@ class Admission:
         counted = [entry for entry, origin in self._unproven.items() if counts(origin)]
         for entry in counted[: max(0, len(counted) - limit + 1)]:
             del self._unproven[entry]
-            with suppress(RuntimeError):  # it has not begun to wait, or has just ended
+            with suppress(RuntimeError):  # its wait has not begun, or has just ended
                 entry.reschedule(asyncio.get_running_loop().time())
 
     def _note(self, origin: Origin, reason: Exception | str) -> None:
@@ -142,7 +142,7 @@ class Admission:
         if now - self._shown_since >= LOG_PERIOD_S:
             self._shown_since = now
             self._shown.clear()
-        text = f"{origin.host}: {reason}"  # each attempt has another port
+        text = f"{origin.host}: {reason}"  # without the port, which differs for each attempt
         is_news = text not in self._shown and len(self._shown) < MAX_REFUSALS_SHOWN
         if is_news:
             self._shown.add(text)

@@ -26,7 +26,7 @@ class Diagnosis:
     """Answers the doctor; on the I/O loop.
 
     Args:
-        connect: opens a link, as `Connector.connect` does.
+        connect: opens a link, like `Connector.connect`.
     """
 
     def __init__(self, connect: Callable[..., Awaitable[Link]]) -> None:
@@ -34,10 +34,7 @@ class Diagnosis:
         self._num_attempts = 0
 
     async def reach(self, peer: Identity, request: pb.ReachRequest) -> pb.ReachReply:
-        """Tries to open a session with the caller at its stated address, as a worker would.
-
-        A cancellation ends the attempt.
-        """
+        """Tries to open a session with the caller at its stated address, as a worker would. Cancellation ends that."""
         reply = pb.ReachReply(time_s=time.time(), versions=library_versions())
         reply.padding = bytes(min(request.reply_bytes, MAX_PADDING_BYTES))
         if request.address:

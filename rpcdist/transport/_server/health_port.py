@@ -1,7 +1,7 @@
 """Health: a plain port for probes such as Kubernetes', and gRPC's standard services for health and reflection.
 
-The plain port only tells over HTTP that the process serves. gRPC's port answers no client without a certificate of the
-job, which probes do not have. The answer comes from the I/O loop, so a process whose loop hangs does not answer.
+The plain port only reports over HTTP that the process serves. gRPC's port answers no client without a certificate of
+the job, which probes do not have. The answer comes from the I/O loop, so a process whose loop hangs does not answer.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class HealthPort:
         logger.info("health probes are answered on %s port %d", host, self.port)
 
     async def close(self) -> None:
-        """Refuses further probes, and ends those under way; bounded."""
+        """Refuses further probes, and ends unfinished ones; bounded."""
         server, self._server, self.port = self._server, None, 0
         if server is not None:
             server.close()
@@ -92,11 +92,11 @@ class HealthPort:
             logger.debug("a probe ended without an answer: %r", exc)
         finally:
             self._answering.pop(task, None)
-            writer.close()  # the kernel has the answer by now, or the peer does not take it
+            writer.close()  # the kernel has the answer by now, or the peer does not read it
 
 
 class _HandlerCollector:
-    """Takes the place of a server, and collects the handlers that a library registers."""
+    """Stands in for a server, and collects the handlers that a library registers."""
 
     def __init__(self) -> None:
         self.handlers: dict[str, Any] = {}
@@ -110,7 +110,7 @@ class _HandlerCollector:
 def standard_handlers(servicer: health.aio.HealthServicer, services: Sequence[str]) -> dict[str, Any]:
     """The handlers of gRPC's standard services for health and reflection, by the path of their methods.
 
-    Any client with a certificate may call them. They name `services`, by their full names.
+    Any client with a certificate may call them. They report `services`, by their full names.
     """
     collector: Any = _HandlerCollector()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, collector)

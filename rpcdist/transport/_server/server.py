@@ -67,7 +67,7 @@ class Server:
         self._silence_limit_s = silence_limit_s
         self._listeners: dict[str, grpc.aio.Server] = {}  # by address
         self._services_at: dict[str, UnaryServices] = {}  # services of one listener, by its address
-        self._plain_hosts: set[str] = set()  # hosts that the log has named
+        self._plain_hosts: set[str] = set()  # hosts about which a warning was logged
         self._admission = Admission()
         self._silent = SilentConnections(lambda: self._admission.num_wrong_tokens)
         self._streams = StreamListeners(io, credentials, roles, self._admission, self._serve, ports)
@@ -93,7 +93,7 @@ class Server:
         Raises:
             TransportError: the port is in use.
             ConfigError: `RPCDIST_CHANNELS`, `RPCDIST_POLLING` or `RPCDIST_PAYLOAD_CONNECTIONS` has an invalid value, or
-                TLS is off where it is needed.
+                TLS is off where it is required.
         """
         await self._credentials.tls_policy.check_plain(host)
         self._note_plain(host)
@@ -112,7 +112,7 @@ class Server:
             self._streams.open_tcp(host)
         if channels.local:
             self._streams.open_local(address)
-            self._streams.unix_name()  # opened now, and not later by a group that shares this node
+            self._streams.unix_name()  # opened now, not later by a group that shares this node
         await server.start()
         self._listeners[address], self._services_at[address] = server, services
         await self._announce()
@@ -127,7 +127,7 @@ class Server:
                 if not self._credentials.tls_policy.encrypts_grpc:
                     return server.add_insecure_port(place)
                 return server.add_secure_port(place, self._tls_credentials())  # the credentials serve one port
-            except RuntimeError as exc:  # gRPC does not tell the reason
+            except RuntimeError as exc:  # gRPC does not report the reason
                 if (shortage := own_shortage()) is not None:
                     raise TransportError(f"cannot listen on {place}: {shortage}") from exc
                 raise OSError(errno.EADDRINUSE, "in use by another process, or not this machine's address") from exc
@@ -139,7 +139,7 @@ class Server:
         except OSError as exc:
             raise TransportError(
                 f"cannot listen on {host} port {port or self._ports}: {exc.strerror}. Choose another port "
-                "(MASTER_PORT, or RpcOptions(port=...)), or end the process that holds it."
+                "(MASTER_PORT, or RpcOptions(port=...)), or end the process that uses it."
             ) from exc
 
     def _tls_credentials(self) -> Any:
@@ -173,7 +173,7 @@ class Server:
         listeners, self._listeners = list(self._listeners.values()), {}
         self._services_at.clear()
         if listeners:
-            await self._serving.enter_graceful_shutdown()  # it says that nothing is served
+            await self._serving.enter_graceful_shutdown()  # health checks then report that nothing is served
             await asyncio.gather(*(server.stop(grace_s) for server in listeners))
 
     async def stop_address(self, address: str, grace_s: float) -> None:
@@ -199,7 +199,7 @@ class Server:
         """Serves the unary methods of a service; replaces earlier methods of the same name.
 
         Args:
-            address: the only served address that offers it; None for all.
+            address: the only served address that offers it; None for all addresses.
         """
         (self._unary if address is None else self._services_at[address]).add(descriptor, methods)
         await self._announce()
@@ -218,7 +218,7 @@ class Server:
             return self._session_handler
         unary = self._unary.handler(path, details.invocation_metadata)
         if unary is None:
-            self._silent.calls(None)  # a call by a stranger
+            self._silent.calls(None)  # a call by an unproven peer
         return unary or self._standard_handlers.get(path)
 
     # ------------------------------------------------------------ sessions

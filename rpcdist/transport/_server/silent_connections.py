@@ -1,9 +1,9 @@
-"""Ends gRPC connections that have made no call, if there are very many of them.
+"""Ends gRPC connections that have made no call, if there are too many of them.
 
 gRPC accepts every connection, keeps 50 KiB for each unfinished TLS handshake, and waits 5 seconds for it. It has no
 hook to check a connection first. So this module reads the descriptors of the process: a connection to gRPC's port that
-has made no call is a stranger, or a newcomer in TLS. The oldest strangers are shut down, which makes gRPC close them,
-until no more are left than may be unproven at once (`admission.py`).
+made no call is a stranger, or a newcomer in TLS. The oldest strangers are shut down, which makes gRPC close them, until
+their number is within the limit on unproven connections (`admission.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 _End = tuple[str, str]  # host and port
 _LOOK_EVERY: Final = 64
-"""New connections between two looks: reading a thousand descriptors takes some milliseconds."""
+"""New connections between two examinations: reading a thousand descriptors takes some milliseconds."""
 
 MAX_CONNECTIONS_KNOWN: Final = 16_384
 _MAPPED: Final = "::ffff:"  # prefix of an IPv4 address at an IPv6 socket
@@ -37,7 +37,7 @@ class SilentConnections:
     """Counts gRPC connections that began TLS, and those that made a call; gRPC does not report the others.
 
     The TLS certificates are made from the token, so a process with another token fails in TLS. One warning reports
-    that, unless each of these processes was also refused by name. While many connections arrive, `begun` looks at all
+    that, unless each of these processes was also refused by name. While many connections arrive, `begun` examines all
     of them, on gRPC's accepting thread, which accepts no others meanwhile; the other methods run on the I/O loop.
 
     Args:
@@ -52,18 +52,18 @@ class SilentConnections:
         self._num_begun = 0
         self._num_calling = 0
         self._known: dict[Origin, None] = {}  # the connections that have made a call, the oldest first
-        self._first_seen: dict[_End, int] = {}  # the look at which each connection was seen first
+        self._first_seen: dict[_End, int] = {}  # the examination that saw each connection first
         self._num_looks = 0
         self._num_new = 0
         self._lock = threading.Lock()
 
     @property
     def num_silent(self) -> int:
-        """Connections that made no call. A few are harmless: their side gave up, or is about to call."""
+        """Connections that made no call. A few are harmless: their client has disconnected, or is about to call."""
         return max(0, self._num_begun - self._num_calling)
 
     def count(self) -> None:
-        """TLS begins on a connection; on the I/O loop."""
+        """Called when TLS begins on a connection; on the I/O loop."""
         self._num_begun += 1
         if not self._is_told and self._check is None:
             self._check = asyncio.get_running_loop().call_later(HANDSHAKE_LIMIT_S, self._warn)
@@ -74,7 +74,7 @@ class SilentConnections:
             self._is_told = True
             logger.warning(
                 "a connection to this process failed in TLS. If it came from a process of the job, that process has "
-                "another job token, and its own error says so: give all processes the same RPCDIST_TOKEN. Port scans "
+                "another job token and reports the same error: give all processes the same RPCDIST_TOKEN. Port scans "
                 "and TCP probes also fail like this. This is logged once"
             )
 
@@ -95,8 +95,8 @@ class SilentConnections:
                 self._known.pop(next(iter(self._known)), None)
 
     def begun(self) -> None:
-        """Counts an accepted connection, and looks at all connections if there are many."""
-        if not self._lock.acquire(blocking=False):  # another thread looks
+        """Counts an accepted connection, and examines all connections if there are many."""
+        if not self._lock.acquire(blocking=False):  # another thread examines them
             return
         try:
             self._num_new += 1
@@ -112,7 +112,7 @@ class SilentConnections:
         self._num_new = 0
         try:
             found = self._found()
-        except OSError:  # no descriptor is left to examine others; gRPC's own limit ends them
+        except OSError:  # no descriptor is free to examine others; gRPC's own limit ends them
             return
         seen = {end: self._first_seen.get(end, self._num_looks) for end in found}
         left: Counter[str] = Counter()
@@ -156,7 +156,7 @@ class SilentConnections:
         return host.removeprefix(_MAPPED), str(port)
 
     def _shut_down(self, descriptor: int, end: _End) -> None:
-        """Shuts a connection down, unless the descriptor belongs to another one by now."""
+        """Shuts a connection down, unless its descriptor has been reused meanwhile."""
         with suppress(OSError), _copy(descriptor) as connection:
             if connection is not None and self._end(connection) == end:
                 connection.shutdown(socket.SHUT_RDWR)
@@ -164,10 +164,10 @@ class SilentConnections:
 
 @contextmanager
 def _copy(descriptor: int) -> Iterator[socket.socket | None]:
-    """A duplicate of a socket's descriptor, which stays the same connection if the number is reused; None for others.
+    """Duplicates a socket's descriptor, so that it stays the same connection if the number is reused; None for others.
 
     Raises:
-        OSError: no descriptor is left for the duplicate.
+        OSError: no descriptor is free for the duplicate.
     """
     try:
         is_socket = stat.S_ISSOCK(os.fstat(descriptor).st_mode)

@@ -1,7 +1,7 @@
-"""Where a process takes raw connections: sessions of RPC and the sockets of the collectives, over TCP and Unix sockets.
+"""The raw listeners of a process: they accept sessions, and sockets of the collectives, over TCP and Unix sockets.
 
-One TCP listener for each address that is asked for, usually one, and one Unix listener for each name. Every connection
-goes through the same admission; then its role says who gets it (roles.py).
+There is one TCP listener for each host, usually one, and one Unix listener for each name. Every connection goes through
+the same admission; its role then decides which part of the process gets it (roles.py).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from rpcdist.transport.unix_sockets import has_abstract_sockets, local_name, nam
 logger = logging.getLogger(__name__)
 
 ServeSession = Callable[[SocketChannel, ServerHandshake], Awaitable[None]]
-"""Serves a session of a proven peer to its end; closes the channel."""
+"""Serves the session of a proven peer until it ends; closes the channel."""
 
 
 @dataclass(eq=False, repr=False)
@@ -42,9 +42,9 @@ class StreamListeners:
     """The raw listeners of a process; lives on the I/O loop.
 
     Args:
-        admission: bounds what strangers may cost, on all listeners of the process together.
+        admission: limits the cost of unproven connections, for all listeners of the process together.
         serve_session: serves sessions; cancelled when their listener ends.
-        ports: where it may listen over TCP.
+        ports: the ports on which it may listen over TCP.
     """
 
     io: IoLoop
@@ -53,18 +53,18 @@ class StreamListeners:
     admission: Admission
     serve_session: ServeSession
     ports: PortRange
-    _tcp: dict[str, tuple[str, int]] = field(default_factory=dict)  # by the host as it was asked for: address and port
+    _tcp: dict[str, tuple[str, int]] = field(default_factory=dict)  # address and port, by the requested host
     _accepting: dict[str, asyncio.Task[Any]] = field(default_factory=dict)  # by host, or "@" and a Unix socket's name
     _lasting_name: str = ""  # of the Unix listener that stays as long as the process serves
-    _ours: set[socket.socket] = field(default_factory=set)  # accepted, and given to nobody yet
+    _ours: set[socket.socket] = field(default_factory=set)  # accepted, and not handed to another part yet
 
     @property
     def tcp_port(self) -> int:
-        """Of the first TCP listener; 0 if there is none."""
+        """The port of the first TCP listener; 0 if there is none."""
         return next((port for _, port in self._tcp.values()), 0)
 
     def open_tcp(self, host: str) -> tuple[str, int]:
-        """Listens on a host, unless it does already; returns address and port. Raises `TransportError`."""
+        """Listens on a host, unless it already does; returns address and port. Raises `TransportError`."""
         if host not in self._tcp:
             try:
                 listener = self.ports.bind(partial(listen_tcp, host))
@@ -76,15 +76,15 @@ class StreamListeners:
         return self._tcp[host]
 
     def open_local(self, address: str) -> None:
-        """Listens under the name that belongs to `address`, if nobody has taken it: else peers take other channels."""
+        """Listens under the name that belongs to `address`. If the name is in use, peers use another channel."""
         name = local_name(address)
         try:
             self._start(f"@{name}", listen_unix(name))
         except OSError as exc:
-            logger.warning("no local channel to %s: its name is taken (%s); peers use the network", address, exc)
+            logger.warning("no local channel to %s: its name is in use (%s), so peers use the network", address, exc)
 
     def unix_name(self) -> str:
-        """A name under which it listens to the end; empty where there are no abstract sockets."""
+        """A name under which it listens as long as the process serves; empty on systems without abstract sockets."""
         if not has_abstract_sockets():
             return ""
         if not self._lasting_name:
@@ -93,11 +93,11 @@ class StreamListeners:
         return self._lasting_name
 
     async def close_local(self, address: str) -> None:
-        """Ends the listener of `open_local`, with all sessions that came through it; bounded."""
+        """Ends the listener of `open_local`, and all sessions that were accepted there; bounded."""
         await self._stop(f"@{local_name(address)}")
 
     async def stop(self) -> None:
-        """Ends all; bounded."""
+        """Ends all listeners; bounded."""
         self._tcp.clear()
         await asyncio.gather(*(self._stop(key) for key in list(self._accepting)))
 
@@ -109,10 +109,10 @@ class StreamListeners:
 
     def _start(self, key: str, listener: socket.socket) -> None:
         task = self._accepting[key] = self.io.spawn(self._accept(listener), f"rpcdist listener {key}")
-        task.add_done_callback(lambda task: listener.close())  # cancelled before its first step, it closes nothing
+        task.add_done_callback(lambda task: listener.close())  # a task cancelled before its first step closes nothing
 
     async def _accept(self, listener: socket.socket) -> None:
-        """Takes connections until it is cancelled; then ends them."""
+        """Accepts connections until it is cancelled; then ends those that it still serves."""
         served: set[asyncio.Task[Any]] = set()
         try:
             while True:
@@ -122,7 +122,7 @@ class StreamListeners:
                 served.add(task)
                 task.add_done_callback(served.discard)
                 task.add_done_callback(partial(self._served, connection))
-                await asyncio.sleep(0)  # whoever connects in a loop must not keep others from their turn
+                await asyncio.sleep(0)  # a client that connects in a loop must not starve other tasks
         finally:
             listener.close()
             for task in served:
@@ -136,7 +136,7 @@ class StreamListeners:
             connection.close()
 
     async def _serve(self, connection: socket.socket) -> None:
-        """One connection, until it ends or somebody else has it."""
+        """Serves a connection until it ends, or until another part takes it."""
         try:
             origin = _origin(connection)
             if origin is None:
@@ -144,7 +144,7 @@ class StreamListeners:
             tune(connection)
             ends = accepted_ends(connection)
         except OSError as exc:
-            logger.debug("a connection ended before it was looked at: %s", exc)
+            logger.debug("a connection ended before it was examined: %s", exc)
             return
         pipe: SocketPipe | AcceptedPipe = SocketPipe(connection, str(origin))
         tcp: AcceptedPipe | None = None
@@ -156,7 +156,7 @@ class StreamListeners:
         )
 
         async def turn_away(reason: handshake_pb2.Refusal) -> None:
-            if handshake.failure is None:  # else the peer was told already, or has said so itself
+            if handshake.failure is None:  # otherwise the peer has sent or received a refusal already
                 await write_step(pipe, refusal(reason.code, reason.reason))
 
         try:

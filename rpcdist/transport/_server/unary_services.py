@@ -1,7 +1,7 @@
 """The gRPC methods that other parts register, each with one request and one reply: checks the caller, runs the handler.
 
 [Note: pieces] gRPC limits the size of a message, so a larger one travels in pieces: the request and the reply of the
-method are then streams of a message with the field `data`. Pieces of strangers are not read.
+method are then streams of a message with the field `data`. Pieces from unproven callers are not read.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from rpcdist.transport.keys import PACKAGE, ProvenSessions, cut, joined
 logger = logging.getLogger(__name__)
 
 CALL_BYTES: Final = 16 << 10
-"""The memory of a call that waits, without its request; and of its reply, so that a small one always has room."""
+"""The memory counted for a waiting call in addition to its request; a reply of up to this size always has room."""
 MAX_BYTES_UNDER_WAY: Final = 192 << 20
-"""Of one caller, with replies that it has not read; more than the largest message that travels in pieces."""
+"""Limit for one caller, with replies that it has not read; above the largest message that travels in pieces."""
 
 Undo = Callable[[], object]
 Method = Callable[[Identity, Any], Awaitable[Any]]
 """A service method: takes the proven caller and the request, returns the reply. Runs on the I/O loop.
 
-Both are messages, or bytes if they travel in pieces. With the reply it may return, in a tuple, a function that undoes
-what it has done: for a reply of more than some KiB that has no room, or that its caller has not got.
+Both are messages, or bytes if they travel in pieces. It may return a tuple of the reply and a function that undoes what
+it has done, which is called if a reply of more than some KiB has no room, or was not delivered.
 """
 
 
 class UnaryServices(grpc.GenericRpcHandler):
-    """The registered services of one listener, or of all. Lives on the I/O loop.
+    """The registered services of one listener, or of all listeners. Lives on the I/O loop.
 
     Args:
         proven: the sessions that calls may belong to.
-        on_call: is called with gRPC's name of the connection of each call.
-        others: finds the handler of a call of another service.
+        on_call: called with gRPC's name of the connection of each call.
+        others: finds the handler of calls to other services.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class UnaryServices(grpc.GenericRpcHandler):
         self._methods: dict[str, tuple[type[Message], Method, bool]] = {}  # by path; the last item: in pieces
         self._proven = proven
         self._num_running = 0
-        self._num_bytes: Counter[Identity] = Counter()  # of calls that are under way, by caller
+        self._num_bytes: Counter[Identity] = Counter()  # of unfinished calls, by caller
         self._one_ended = asyncio.Event()
 
     def add(self, descriptor: ServiceDescriptor, methods: Mapping[str, Method]) -> None:
@@ -145,17 +145,17 @@ class UnaryServices(grpc.GenericRpcHandler):
         return grpc.unary_unary_rpc_method_handler(handle)
 
     def _count(self, peer: Identity, num_bytes: int, context: Any) -> None:
-        """Counts bytes of a call until it is over, its reply written to the connection, or its connection gone.
+        """Counts bytes of a call until it is over: its reply has been written to the connection, or that has broken.
 
         Raises:
-            Overloaded: they are more than the peer may have under way.
+            Overloaded: the peer would exceed its limit.
         """
         under_way = self._num_bytes[peer]
         if under_way and under_way + num_bytes > MAX_BYTES_UNDER_WAY:
             raise Overloaded(
-                f"{num_bytes} bytes of a call of a service, or of its reply, came while {under_way} of worker "
-                f"{peer.name!r} are under way there; {MAX_BYTES_UNDER_WAY} are the most. Wait for fewer keys at once, "
-                "and read the replies"
+                f"a call of a service, or its reply, needs {num_bytes} bytes while calls of worker {peer.name!r} "
+                f"already use {under_way} here; the limit is {MAX_BYTES_UNDER_WAY}. Wait for fewer keys at once, and "
+                "read the replies"
             )
         self._num_bytes[peer] += num_bytes
 
@@ -181,14 +181,14 @@ class UnaryServices(grpc.GenericRpcHandler):
             self._one_ended.set()
 
     async def drain(self, timeout_s: float) -> None:
-        """Waits until the calls that are being handled have their replies, or the time is over."""
+        """Waits until the calls that are being handled have their replies, or until the timeout."""
         try:
             async with asyncio.timeout(timeout_s):
                 while self._num_running:
                     self._one_ended.clear()
                     await self._one_ended.wait()
         except TimeoutError:
-            logger.debug("%s unary calls were cut off", self._num_running)
+            logger.debug("%s unary calls were still running when the transport closed", self._num_running)
 
 
 def _refuse_unread(path: str) -> Any:
@@ -196,4 +196,4 @@ def _refuse_unread(path: str) -> Any:
         reason = f"{path} needs a proven session; open {PACKAGE}.Rpc/Session first"
         await refuse(context, handshake_pb2.Refusal(reason=reason))
 
-    return grpc.stream_stream_rpc_method_handler(refuse_it)  # a stream is read only on demand
+    return grpc.stream_stream_rpc_method_handler(refuse_it)  # gRPC reads a stream only on demand

@@ -1,3 +1,1 @@
-"""TLS between the processes of a job: certificates, the job token's or one's own, and where they are used."""
-
-__all__: list[str] = []
+"""TLS between the processes of a job: certificates made from the job token, or from files, and the policy."""

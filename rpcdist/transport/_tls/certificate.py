@@ -8,21 +8,21 @@ from datetime import datetime
 from typing import Final, NamedTuple
 
 PEER_NAME: Final = "worker.rpcdist.internal"
-"""What certificates are issued to: an address says nothing about who may listen there, and the authority does."""
+"""The DNS name in certificates of the job. They do not name addresses: the authority decides who is trusted."""
 
 _END: Final = b"-----END CERTIFICATE-----"
 
 
 class Certificate(NamedTuple):
-    """What a process shows in TLS.
+    """The certificate that a process presents in TLS.
 
     Attributes:
         key: the private key, PEM.
-        chain: the certificate, perhaps followed by intermediate ones, PEM.
-        authority: whose signature peers need, PEM.
+        chain: the certificate, and intermediate ones if there are any, PEM.
+        authority: the certificates of the authorities that must have signed the peers' certificates, PEM.
         fingerprint: SHA-256 of the certificate, in hexadecimal.
-        renew_at: from then on another one is to be shown, in UTC.
-        server_name: the name that gRPC's clients look for in the certificate of a server.
+        renew_at: the time from which another certificate should be presented, in UTC.
+        server_name: the name that gRPC's clients verify in the certificate of a server.
     """
 
     key: bytes
@@ -42,5 +42,5 @@ def fingerprint(der: bytes) -> str:
 
 
 def fingerprint_of_pem(pem: bytes) -> str:
-    """The same of the first certificate in a text. Raises `ValueError` if there is none."""
+    """SHA-256 of the first certificate in a PEM text. Raises `ValueError` if there is none."""
     return fingerprint(ssl.PEM_cert_to_DER_cert((pem.partition(_END)[0].strip() + b"\n" + _END).decode()))

@@ -1,6 +1,6 @@
-"""Certificate files of one's own, which are read again when they have been replaced.
+"""The process's own certificate files, which are read again when they have been replaced.
 
-`cryptography` takes 80 ms to import; import this module where it is needed, and not before.
+`cryptography` takes 80 ms to import, so import this module only where it is needed.
 """
 
 from __future__ import annotations
@@ -31,51 +31,50 @@ _Texts = tuple[bytes, ...]
 
 
 class _Loaded(NamedTuple):
-    texts: _Texts  # of the files, to be compared: the time of a file is too coarse, and a key as long as the next
+    texts: _Texts  # of the files, for comparison: a replaced file may have the same time and length
     certificate: Certificate
     prover: CertificateProver
 
 
 class CertificateFiles:
-    """Reads the files when it is made, and when one of them has changed.
+    """Reads the files when it is created, and again when one of them has changed.
 
-    Files that cannot be used, perhaps because not all of them have been replaced yet, leave what was shown before.
-
+    If new files cannot be used, perhaps because not all of them have been replaced yet, the old certificate stays.
     Raises:
-        ConfigError: a file cannot be read or used, or they do not fit together.
+        ConfigError: a file cannot be read or used, or the files do not match.
     """
 
     def __init__(self, options: TlsOptions, job: str) -> None:
         self._options = options
         self._job = job
         self._lock = threading.Lock()
-        self._refused: _Texts | None = None  # what the log has told of
+        self._refused: _Texts | None = None  # the unusable files about which a warning was logged
         self._loaded = self._load(self._texts())
 
     def __repr__(self) -> str:
         return f"<CertificateFiles {self._loaded.certificate!r} from {self._options.certificate}>"
 
     def current(self) -> Certificate:
-        """What is to be shown now. Raises `AuthenticationFailed` if it has expired."""
+        """The certificate to present now. Raises `AuthenticationFailed` if it has expired."""
         shown = self._latest().certificate
         if datetime.now(UTC) > shown.renew_at:
             raise AuthenticationFailed(
                 f"the certificate of this process, {self._options.certificate}, expired on "
-                f"{shown.renew_at:%Y-%m-%d %H:%M} UTC; replace it and its key: the next connection shows the new one"
+                f"{shown.renew_at:%Y-%m-%d %H:%M} UTC; replace it and its key. The next connection uses the new ones"
             )
         return shown
 
     def prover(self) -> CertificateProver:
-        """Signs with what is to be shown now."""
+        """Signs with the key of the certificate to present now."""
         return self._latest().prover
 
     def check_name(self, identity: Identity) -> None:
-        """Raises `ConfigError` if peers would not believe that this process is a worker of that name."""
+        """Raises `ConfigError` if peers would not accept this process as a worker of that name."""
         names = self._latest().prover.names
         if identity.id >= 0 and identity.name not in names:
             raise ConfigError(
                 f"the certificate {self._options.certificate} names {', '.join(sorted(names)) or 'no worker'} for job "
-                f"{self._job!r}, and not worker {identity.name!r}: give it the URI rpcdist://{self._job}/"
+                f"{self._job!r}, but not worker {identity.name!r}: give it the URI rpcdist://{self._job}/"
                 f"{identity.name}, or the name as its common name or a DNS name"
             )
 
@@ -87,17 +86,17 @@ class CertificateFiles:
                     self._loaded = self._load(texts)
                     logger.info("new certificate files are used from now on: %s", self._options)
             except ConfigError as exc:
-                self._tell_once(exc)
+                self._warn_once(exc)
             return self._loaded
 
-    def _tell_once(self, error: ConfigError) -> None:
+    def _warn_once(self, error: ConfigError) -> None:
         try:
             texts = self._texts()
         except ConfigError:
             texts = ()
         if texts != self._refused:
             self._refused = texts
-            logger.warning("new certificate files cannot be used, and the old ones stay: %s", error)
+            logger.warning("new certificate files cannot be used, so the old ones stay in use: %s", error)
 
     def _texts(self) -> _Texts:
         options = self._options
@@ -117,18 +116,18 @@ class CertificateFiles:
         key = _private_key(options.key, texts[1])
         authorities = _certificates(options.authority, texts[2])
         if key.public_key() != chain[0].public_key():
-            raise ConfigError(f"the key {options.key} is not the one of the certificate {options.certificate}")
+            raise ConfigError(f"the key {options.key} does not belong to the certificate {options.certificate}")
         reason = chain_refusal(chain, authorities)
         if reason is not None:
             raise ConfigError(f"{options.certificate} with the authority {options.authority}: {reason}")
         if options.server_name.lower() not in map(str.lower, dns_names(chain[0])):
             raise ConfigError(
                 f"the certificate {options.certificate} does not have the DNS name {options.server_name}, which all "
-                "certificates of a job need beside those of their workers; TlsOptions(server_name=...) names another"
+                "certificates of a job need in addition; TlsOptions(server_name=...) sets another name"
             )
         certificate = Certificate(
-            # Not the files themselves: OpenSSL does not take the comments that they may have, nor a second certificate
-            # beside the key.
+            # Not the files themselves: OpenSSL does not accept the comments that they may have, nor a second
+            # certificate in the file of the key.
             key=key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()),
             chain=_pem(chain),
             authority=_pem(authorities),
@@ -151,7 +150,7 @@ def _certificates(path: str | os.PathLike[str], pem: bytes) -> list[x509.Certifi
     try:
         return x509.load_pem_x509_certificates(pem)
     except ValueError as exc:
-        raise ConfigError(f"{path} holds no certificate in PEM: {exc}") from exc
+        raise ConfigError(f"{path} contains no certificate in PEM: {exc}") from exc
 
 
 def _pem(certificates: Sequence[x509.Certificate]) -> bytes:
@@ -162,11 +161,11 @@ def _private_key(path: str | os.PathLike[str], pem: bytes) -> PrivateKey:
     try:
         key = load_pem_private_key(pem, password=None)
     except (ValueError, TypeError, UnsupportedAlgorithm) as exc:  # TypeError: it has a password
-        raise ConfigError(f"{path} holds no private key in PEM that can be used without a password: {exc}") from exc
+        raise ConfigError(f"{path} contains no PEM private key that is usable without a password: {exc}") from exc
     if isinstance(key, rsa.RSAPrivateKey) and key.key_size >= MIN_RSA_BITS:
         return key
     if isinstance(key, ec.EllipticCurvePrivateKey) and isinstance(key.curve, _CURVES):
         return key
     raise ConfigError(
-        f"the key {path} is of another kind than RSA with {MIN_RSA_BITS} bits or more, P-256, P-384 and P-521"
+        f"the key {path} must be an RSA key with {MIN_RSA_BITS} bits or more, or an EC key on P-256, P-384 or P-521"
     )

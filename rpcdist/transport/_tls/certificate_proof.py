@@ -1,9 +1,10 @@
-"""What a certificate of one's own says in a handshake: whose key signed it, and whether that may be the peer.
+"""Proofs by a process's own certificate in a handshake: its key signs the connection, and its names must fit the peer.
 
-TLS alone does not bind a certificate to a worker: gRPC's client is not shown the server's, and local channels have no
-TLS. So both sides sign, with their certificates' keys, what they see of the handshake and of the connection.
+TLS alone does not bind a certificate to a worker: gRPC's client does not get the server's certificate, and local
+channels have no TLS. So both sides sign their view of the handshake and of the connection with their certificates'
+keys.
 
-`cryptography` takes 80 ms to import; import this module where it is needed, and not before.
+`cryptography` takes 80 ms to import, so import this module only where it is needed.
 """
 
 from __future__ import annotations
@@ -39,15 +40,15 @@ MALFORMED: Final = (
     x509.DuplicateExtension,
     x509.UnsupportedGeneralNameType,
 )
-"""What `cryptography` raises for certificates that it does not understand, when it looks into them."""
+"""The errors of `cryptography` for certificates that it cannot parse, when they are examined."""
 
 
 class CertificateProver:
-    """Signs handshakes with one certificate, and judges those of peers. Any thread may use it.
+    """Signs handshakes with one certificate, and verifies those of peers. Any thread may use it.
 
     Args:
         chain: the certificate, and intermediate ones.
-        authorities: by whom the certificates of peers must be signed.
+        authorities: the authorities that must have signed the certificates of peers.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class CertificateProver:
         self._job = job
 
     def prove(self, statement: bytes) -> pb.CertificateProof:
-        """Signs what this side sees."""
+        """Signs this side's view of the handshake and the connection."""
         signed = framed(statement, *self._chain)
         if isinstance(self._key, rsa.RSAPrivateKey):
             signature = self._key.sign(signed, _PSS, hashes.SHA256())
@@ -69,17 +70,17 @@ class CertificateProver:
         return pb.CertificateProof(chain=self._chain, signature=signature)
 
     def refusal(self, shown: pb.CertificateProof, statement: bytes, peer: Identity) -> str | None:
-        """Why a peer's proof does not show that it is who it says, or None.
+        """The reason why a peer's proof does not prove its identity, or None.
 
         Args:
             shown: the proof.
-            statement: what the peer must have signed, as this side sees it.
-            peer: who it says that it is; only the names of workers are bound to certificates.
+            statement: the statement that the peer must have signed, as this side sees it.
+            peer: the identity that the peer claims; certificates are bound to the names of workers only.
         """
         if not shown.chain:
-            return "no certificate was shown: either all processes of the job use certificates of their own, or none"
+            return "the peer sent no certificate: either all processes of the job use their own certificates, or none"
         if len(shown.chain) > _MAX_CERTIFICATES:
-            return f"{len(shown.chain)} certificates were shown, and {_MAX_CERTIFICATES} are the most"
+            return f"the peer sent {len(shown.chain)} certificates; the limit is {_MAX_CERTIFICATES}"
         try:
             chain = [x509.load_der_x509_certificate(data) for data in shown.chain]
             reason = chain_refusal(chain, self._authorities)
@@ -87,28 +88,26 @@ class CertificateProver:
                 return reason
             if not _has_signed(chain[0], shown.signature, framed(statement, *shown.chain)):
                 return (
-                    "the certificate's key did not sign this connection as it is seen here: something in between "
-                    "relays it, or who shows the certificate does not have its key"
+                    "the certificate's key did not sign this connection as this side sees it: a process in between "
+                    "relays it, or the peer does not have the certificate's key"
                 )
             names = _worker_names(chain[0], self._job)
         except MALFORMED as exc:
-            return f"the certificate that was shown is malformed: {printable(str(exc))[:200]}"
+            return f"the peer's certificate is malformed: {printable(str(exc))[:200]}"
         if peer.id >= 0 and peer.name not in names:
-            return f"the certificate is {_named(names)}, and not of worker {peer.name!r} in job {self._job!r}"
+            return f"the certificate is {_named(names)}, but not of worker {peer.name!r} in job {self._job!r}"
         return None
 
 
 def chain_refusal(chain: Sequence[x509.Certificate], authorities: Sequence[x509.Certificate]) -> str | None:
-    """Why a certificate is not trusted now, or None. Raises `ValueError` or an error of `x509` if it is malformed."""
+    """The reason why a certificate is not trusted now, or None. Raises one of `MALFORMED` if it is malformed."""
     now, subject = datetime.now(UTC), printable(chain[0].subject.rfc4514_string())[:200]
     if now > chain[0].not_valid_after_utc:
         return f"the certificate of {subject!r} expired on {chain[0].not_valid_after_utc:%Y-%m-%d %H:%M} UTC"
     if now < chain[0].not_valid_before_utc:
-        return (
-            f"the certificate of {subject!r} is valid from {chain[0].not_valid_before_utc:%Y-%m-%d %H:%M} UTC on only"
-        )
+        return f"the certificate of {subject!r} is valid only from {chain[0].not_valid_before_utc:%Y-%m-%d %H:%M} UTC"
     rules = PolicyBuilder().store(Store(list(authorities))).time(now)
-    # What `openssl req -x509` makes says nothing of what its key is for, and OpenSSL takes it in TLS.
+    # Certificates of `openssl req -x509` do not state the purpose of their key, and OpenSSL accepts them in TLS.
     of_authorities = ExtensionPolicy.webpki_defaults_ca().may_be_present(
         x509.KeyUsage, Criticality.AGNOSTIC, _signs_certificates
     )
@@ -118,24 +117,24 @@ def chain_refusal(chain: Sequence[x509.Certificate], authorities: Sequence[x509.
     except VerificationError as exc:
         return (
             f"the certificate of {subject!r}, issued by {printable(chain[0].issuer.rfc4514_string())[:200]!r}, is not "
-            f"of the authority that is trusted here ({printable(str(exc))[:200]})"
+            f"from an authority that this process trusts ({printable(str(exc))[:200]})"
         )
     return None
 
 
 def _signs_certificates(_policy: Policy, _certificate: x509.Certificate, usage: x509.KeyUsage | None) -> None:
     if usage is not None and not usage.key_cert_sign:
-        raise ValueError("the authority's key usage does not say that its key signs certificates")
+        raise ValueError("the key usage of the authority does not include signing certificates")
 
 
 def dns_names(certificate: x509.Certificate) -> list[str]:
-    """The DNS names that a certificate has."""
+    """The DNS names of a certificate."""
     names = _alternative_names(certificate)
     return [] if names is None else names.get_values_for_type(x509.DNSName)
 
 
 def _worker_names(certificate: x509.Certificate, job: str) -> frozenset[str]:
-    """The workers that a certificate names: by URIs if it has such, which name the job, too, or else by plain names."""
+    """The workers that a certificate names: by URIs, which also name the job, if it has any, or else by plain names."""
     alternative = _alternative_names(certificate)
     uris = [] if alternative is None else alternative.get_values_for_type(x509.UniformResourceIdentifier)
     places = [urlsplit(uri) for uri in uris if uri.lower().startswith(f"{_SCHEME}://")]

@@ -1,10 +1,10 @@
-"""The job token as a certificate authority: every holder derives the same one, and issues itself a certificate.
+"""The job token as a certificate authority: every holder derives the same authority, and issues its own certificate.
 
-So mutual TLS needs nothing to be configured, and who does not know the token cannot take part in it. The authority's
-private key is made of the token by HKDF-SHA256. Its own certificate differs from process to process in its number and
-signature, which nobody looks at: peers compare its name and its key.
+So mutual TLS needs no configuration, and a process without the token cannot take part in it. The authority's private
+key is derived from the token by HKDF-SHA256. Its own certificate has another number and signature in each process, but
+peers compare only its name and its key.
 
-`cryptography` takes 80 ms to import; import this module where it is needed, and not before.
+`cryptography` takes 80 ms to import, so import this module only where it is needed.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from rpcdist.ids import Identity
 from rpcdist.transport._tls.certificate import PEER_NAME, Certificate, fingerprint_of_pem
 
 LIFETIME: Final = timedelta(days=2)
-"""Renewed at half of it. What is stolen of a certificate is worth nothing after that."""
+"""Certificates are renewed after half of it. A stolen certificate is worthless after all of it."""
 
 CLOCK_TOLERANCE: Final = timedelta(days=1)
-"""A certificate holds from that long ago: the clocks of hosts differ."""
+"""A certificate is valid from that long before its issue, since the clocks of hosts differ."""
 
 _P256_ORDER: Final = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
-_KEY_MATERIAL_BYTES: Final = 48  # 128 bits more than the order has, so that no remainder is likelier than others
+_KEY_MATERIAL_BYTES: Final = 48  # 128 bits more than the order, so that all remainders are equally likely
 _MAX_COMMON_NAME_BYTES: Final = 64  # of X.509
 _AUTHORITY_PERIOD: Final = datetime(2000, 1, 1, tzinfo=UTC), datetime(2100, 1, 1, tzinfo=UTC)
 
@@ -52,8 +52,8 @@ class JobAuthority:
         """A certificate, with a new key, for a process of the job; takes about 1 ms.
 
         Args:
-            owner: who the process is; for people who look at the certificate.
-            now: when it is issued, in UTC; by default at present.
+            owner: the process; only people who read the certificate use it.
+            now: the time of issue, in UTC; by default the present.
         """
         now = now or datetime.now(UTC)
         key = ec.generate_private_key(ec.SECP256R1())

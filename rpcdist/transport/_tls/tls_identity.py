@@ -1,4 +1,4 @@
-"""TLS settings, for gRPC and for raw sockets, made of the certificate that a process shows at present."""
+"""TLS settings, for gRPC and for raw sockets, made from the certificate that a process currently presents."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ logger = logging.getLogger(__name__)
 
 
 class TlsIdentity:
-    """Any thread may use it; gRPC asks on threads of its own, at each connection that comes.
+    """Provides TLS settings. Any thread may use it; gRPC calls it on its own threads, for each connection.
 
     Args:
-        certificate: returns the certificate to show now, the same object as before if nothing has changed.
+        certificate: returns the certificate to present now; the same object as before if nothing has changed.
     """
 
     def __init__(self, certificate: Callable[[], Certificate]) -> None:
@@ -37,7 +37,7 @@ class TlsIdentity:
         self._lock = threading.Lock()
 
     def ssl_context(self, server_side: bool) -> tuple[ssl.SSLContext, str]:
-        """For a raw connection, with the fingerprint of what is shown: TLS 1.3, and both sides show a certificate."""
+        """The context for raw connections, TLS 1.3 with client certificates, and the fingerprint of its certificate."""
         shown = self.certificate()
         with self._lock:
             known = self._contexts.get(server_side)
@@ -46,10 +46,10 @@ class TlsIdentity:
             return known[0], shown.fingerprint
 
     def grpc_server_credentials(self, on_connection: Callable[[], object]) -> Any:
-        """For a server that shows the latest certificate to each connection, and refuses clients without one.
+        """The credentials of a server that presents the latest certificate, and refuses clients without one.
 
         Args:
-            on_connection: is called, on a thread of gRPC's, when TLS begins on a connection.
+            on_connection: called on a thread of gRPC, when TLS begins on a connection.
         """
         latest = [self.certificate()]
 
@@ -58,10 +58,10 @@ class TlsIdentity:
             try:
                 certificate = self.certificate()
             except RpcdistError as exc:
-                logger.error("gRPC's port shows the certificate that it had: %s", exc)
+                logger.error("gRPC's port continues to present its old certificate: %s", exc)
                 return None
             if certificate is latest[0]:
-                return None  # gRPC keeps what it has
+                return None  # gRPC keeps its configuration
             latest[0] = certificate
             return _server_configuration(certificate)
 
@@ -78,12 +78,12 @@ def _server_configuration(certificate: Certificate) -> Any:
 def _context(shown: Certificate, server_side: bool) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server_side else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname = not server_side and shown.server_name == PEER_NAME  # else the handshake inside TLS does
+    context.check_hostname = not server_side and shown.server_name == PEER_NAME  # else the handshake verifies the peer
     context.verify_mode = ssl.CERT_REQUIRED
     context.load_verify_locations(cadata=shown.authority.decode())
-    context.options |= getattr(ssl, "OP_ENABLE_KTLS", 0)  # of Python 3.12: the kernel encrypts, where it knows TLS
+    context.options |= getattr(ssl, "OP_ENABLE_KTLS", 0)  # Python 3.12: the kernel encrypts, if it supports TLS
     if server_side:
-        context.num_tickets = 0  # nobody comes back with one
+        context.num_tickets = 0  # no client resumes a session
     with _file_of(shown.key + b"\n" + shown.chain) as path:
         context.load_cert_chain(path)
     return context
@@ -91,7 +91,7 @@ def _context(shown: Certificate, server_side: bool) -> ssl.SSLContext:
 
 @contextmanager
 def _file_of(content: bytes) -> Iterator[str]:
-    """OpenSSL takes nothing but a file: one without a name, where that exists, which no kill leaves behind."""
+    """A file for OpenSSL, which accepts nothing else; without a name if possible, so that a kill leaves none behind."""
     if not hasattr(os, "memfd_create"):
         with tempfile.NamedTemporaryFile() as file:
             file.write(content)
@@ -105,13 +105,13 @@ def _file_of(content: bytes) -> Iterator[str]:
 
 
 def issued_certificates(token: bytes, job: str, owner: Callable[[], Identity]) -> Callable[[], Certificate]:
-    """A function that returns the certificate to show now, issued with the authority that the job token is.
+    """A function that returns the certificate to present now, issued by the authority that is derived from the token.
 
-    It issues one when it is first called, and again when its time or the process's name has changed. Any thread may
-    call it.
+    It issues a certificate at the first call, and again when the time or the process's identity requires it. Any thread
+    may call it.
 
     Args:
-        owner: returns the present identity of the process.
+        owner: returns the current identity of the process.
     """
     authority: JobAuthority | None = None
     shown: tuple[Identity, Certificate] | None = None

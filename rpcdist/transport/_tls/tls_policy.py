@@ -1,7 +1,9 @@
-"""Which connections of a process are encrypted, with which certificates: its mode, files, and trusted networks.
+"""The TLS policy of a process: its mode, its certificate files, and the networks in which plain connections are
+allowed.
 
-gRPC's port speaks TLS, always, unless TLS is off. Raw TCP connections do beyond loopback and trusted networks. The two
-sides of a raw connection decide each for itself: one that wants TLS speaks nothing else, one that does not takes both.
+gRPC's port always uses TLS, unless TLS is off. Raw TCP connections use it beyond loopback and trusted networks. Each
+side of a raw connection decides for itself: a side that requires TLS refuses plain connections, and a side that does
+not accepts both.
 """
 
 from __future__ import annotations
@@ -28,17 +30,17 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 @dataclass(frozen=True, slots=True)
 class TlsOptions:
-    """Certificates of your own: peers need one of your authority, with the name of their worker, beside the job token.
+    """Your own certificates. Besides the job token, peers then need one from your authority that names their worker.
 
-    Files that are replaced while the process runs count from the next connection on. The key is of RSA (2048 bits or
-    more) or of the curves P-256, P-384 or P-521, and has no password.
+    If the files are replaced while the process runs, the next connection uses the new ones. The key is an RSA key (2048
+    bits or more) or an EC key (P-256, P-384 or P-521), without a password.
 
     Attributes:
-        certificate: PEM file with this worker's certificate, perhaps followed by intermediate ones. It names the worker
-            as `rpcdist://JOB/WORKER` (a URI), or else as its common name or one of its DNS names; it may name several.
+        certificate: PEM file with this worker's certificate, which intermediate ones may follow. It names the worker as
+            `rpcdist://JOB/WORKER` (a URI), or else as its common name or one of its DNS names; it may name several.
         key: PEM file with the private key of that certificate.
-        authority: PEM file with the certificates by which those of the peers must be signed.
-        server_name: a DNS name that all certificates of the job have, beside those of their workers: gRPC asks for one.
+        authority: PEM file with the certificates of the authorities that sign the peers' certificates.
+        server_name: a DNS name that all certificates of the job have in addition: gRPC verifies it.
     """
 
     certificate: str | PathLike[str]
@@ -47,10 +49,10 @@ class TlsOptions:
     server_name: str = PEER_NAME
 
     def __post_init__(self) -> None:
-        for name in ("certificate", "key", "authority"):  # plain texts, so that equal options compare equal
+        for name in ("certificate", "key", "authority"):  # as plain text, so that equal options compare equal
             file = getattr(self, name)
             if not isinstance(file, (str, PathLike)):
-                raise TypeError(f"TlsOptions: {name} is the path of a PEM file, but got a {type(file).__name__}")
+                raise TypeError(f"TlsOptions: {name} must be the path of a PEM file, but it is a {type(file).__name__}")
             object.__setattr__(self, name, os.path.abspath(fspath(file)))
 
     def __str__(self) -> str:
@@ -58,45 +60,46 @@ class TlsOptions:
 
     @classmethod
     def of_words(cls, words: Sequence[str]) -> TlsOptions:
-        """The files that `RPCDIST_TLS` names: `certificate=...`, `key=...`, `authority=...`, perhaps `server_name=...`.
+        """Parses the files in `RPCDIST_TLS`: `certificate=...`, `key=...`, `authority=...`, and optionally
+        `server_name=...`.
 
         Raises:
-            ConfigError: a file is missing, or a word means nothing.
+            ConfigError: a file is missing, or a word is unknown.
         """
         given = dict(word.partition("=")[::2] for word in words)
         missing = [name for name in ("certificate", "key", "authority") if not given.get(name)]
         if missing:
             raise ConfigError(
-                f"certificates of your own are written {TLS_VARIABLE}=certificate=FILE,key=FILE,authority=FILE, but "
+                f"your own certificates are written {TLS_VARIABLE}=certificate=FILE,key=FILE,authority=FILE, but "
                 f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
             )
         try:
             return cls(**given)
         except TypeError as exc:
-            raise ConfigError(f"{TLS_VARIABLE} has a word that means nothing beside certificate files: {exc}") from None
+            raise ConfigError(f"{TLS_VARIABLE} has certificate files and an unknown word: {exc}") from None
 
 
 class TlsMode(Enum):
-    """What the variable `RPCDIST_TLS` can say."""
+    """The modes that `RPCDIST_TLS` can name."""
 
     AUTO = "auto"
-    """gRPC always, raw TCP connections beyond loopback and trusted networks."""
+    """Encrypts gRPC always, and raw TCP connections beyond loopback and trusted networks."""
 
     ALWAYS = "always"
-    """Raw TCP connections everywhere, too."""
+    """Encrypts raw TCP connections everywhere, too."""
 
     OFF = "off"
-    """Nothing is encrypted, and only loopback and trusted networks are used."""
+    """Encrypts nothing, and allows only loopback and trusted networks."""
 
 
 @dataclass(frozen=True, repr=False)
 class TlsPolicy:
-    """Says which connections are encrypted.
+    """Decides which connections are encrypted.
 
     Attributes:
-        mode: see there.
-        trusted_networks: where plain connections are allowed, beside loopback.
-        files: certificates of one's own; None: those that the job token vouches for.
+        mode: see `TlsMode`.
+        trusted_networks: networks in which plain connections are allowed, as on loopback.
+        files: the process's own certificates; None for certificates made from the job token.
     """
 
     mode: TlsMode = TlsMode.AUTO
@@ -108,14 +111,14 @@ class TlsPolicy:
 
     @classmethod
     def of_environment(cls, tls: bool | TlsOptions | None = None) -> TlsPolicy:
-        """What `RPCDIST_TLS` (a mode, certificate files, or both, with commas) and `RPCDIST_TRUSTED_NETWORKS` say.
+        """The policy of `RPCDIST_TLS` (a mode, certificate files, or both, with commas) and `RPCDIST_TRUSTED_NETWORKS`.
 
         Args:
-            tls: an option's word: False is "off" whatever the variable says, and True "auto" where that says "off".
-                Certificate files count instead of those that the variable names, and mean True.
+            tls: an option that overrides the variable: False means "off", and True means "auto" if the variable is
+                "off". Certificate files replace those of the variable, and imply True.
 
         Raises:
-            ConfigError: a variable cannot be understood, or there are certificate files, and TLS is off.
+            ConfigError: a variable has an invalid value, or there are certificate files, and TLS is off.
         """
         first, *words = os.environ.get(TLS_VARIABLE, "").split(",")
         text = first or "auto"
@@ -130,10 +133,10 @@ class TlsPolicy:
             mode = TlsMode(text)
         except ValueError:
             raise ConfigError(
-                f"{TLS_VARIABLE} is 'auto', 'always' or 'off', perhaps with certificate files, not {text!r}"
+                f"{TLS_VARIABLE} must be 'auto', 'always' or 'off', or name certificate files, but it is {text!r}"
             ) from None
         if files is not None and mode is TlsMode.OFF:
-            raise ConfigError(f"TLS is off, and {files} would do nothing: leave one of the two out")
+            raise ConfigError(f"TLS is off, so {files} would have no effect. Remove one of the two settings")
         return cls(mode, _networks(os.environ.get(TRUSTED_NETWORKS_VARIABLE, "")), files)
 
     @property
@@ -157,27 +160,27 @@ class TlsPolicy:
         return any((mapped or address) in network for network in self.trusted_networks)
 
     def plain_beyond_loopback(self, host: str) -> str | None:
-        """What is not encrypted of a process that serves `host`; None if everything is, or stays on the machine."""
+        """A warning about the unencrypted connections of a process that serves `host`; None if there are none."""
         if is_loopback(host) or self.encrypts_raw(host):
             return None
         what = "nothing is" if self.mode is TlsMode.OFF else "raw connections are not"
         networks = ", ".join(map(str, self.trusted_networks))
-        return f"{what} encrypted between {host} and the networks that are declared trusted: {networks}"
+        return f"{what} encrypted between {host} and the trusted networks: {networks}"
 
     async def check_plain(self, host: str) -> None:
-        """Raises `ConfigError` if TLS is off, and `host` is or stands for an address that is not trusted."""
+        """Raises `ConfigError` if TLS is off, and `host` is, or resolves to, an address that is not trusted."""
         if self.mode is not TlsMode.OFF or self.trusts(host):
             return
         try:
             found = await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError):
-            found = []  # an unknown name is told by whoever connects to it
+            found = []  # an unknown name is reported by the attempt to connect to it
         strange = [str(entry[4][0]) for entry in found if not self.trusts(str(entry[4][0]))]
         if strange:
             raise ConfigError(
-                f"TLS is off, and {strange[0]} is neither on loopback nor in a trusted network: everything that is "
-                f"sent there could be read and changed on its way. Leave {TLS_VARIABLE} and RpcOptions(tls=False) "
-                f"out, or declare the network trusted, such as {TRUSTED_NETWORKS_VARIABLE}=10.0.0.0/8."
+                f"TLS is off, but {strange[0]} is neither on loopback nor in a trusted network: data sent there could "
+                f"be read and changed in transit. Turn TLS on (remove {TLS_VARIABLE}=off and RpcOptions(tls=False)), "
+                f"or declare the network trusted, such as {TRUSTED_NETWORKS_VARIABLE}=10.0.0.0/8."
             )
 
 
@@ -188,7 +191,7 @@ def _networks(text: str) -> tuple[Network, ...]:
             networks.append(ipaddress.ip_network(part))
         except ValueError as exc:
             raise ConfigError(
-                f"{TRUSTED_NETWORKS_VARIABLE} is a list of networks such as '10.0.0.0/8,fd00::/8', but one of it is "
+                f"{TRUSTED_NETWORKS_VARIABLE} must be a list of networks such as '10.0.0.0/8,fd00::/8', but contains "
                 f"{part!r} ({exc})"
             ) from None
     return tuple(networks)

@@ -1,15 +1,16 @@
-"""A connected TCP socket that speaks TLS, with the few methods of a socket that its users need, and never blocking.
+"""A connected TCP socket with TLS, which never blocks and has only the methods of a socket that its users need.
 
-The thread that writes encrypts, and the thread that reads decrypts. OpenSSL reads and writes the socket itself, so it
-can leave both to the kernel where that knows TLS (`ssl.OP_ENABLE_KTLS`). Its state is only touched under a lock: one
-thread may read while another writes. TLS 1.3 only: nothing is negotiated again, and new keys need no word of the owner.
+The writing thread encrypts, and the reading thread decrypts. OpenSSL reads and writes the socket itself, so it can
+leave both to the kernel if the kernel supports TLS (`ssl.OP_ENABLE_KTLS`). Its state is accessed only under a lock: one
+thread may read while another writes. TLS 1.3 only: there is no renegotiation, and key updates need no action of the
+owner.
 
-[Note: sent and owed] OpenSSL cannot take back what it has encrypted. When the socket does not take all of a piece, its
-bytes are *owed*: they are not reported as sent, and the caller comes again with the same bytes, perhaps with more
-behind them. So the caller waits for room in the socket, as with a plain one.
+[Note: sent and owed] OpenSSL cannot take back what it has encrypted. If the socket does not take all of a piece, the
+bytes of the piece are *owed*: they are not reported as sent, and the caller must pass the same bytes again, possibly
+followed by more. So the caller waits for room in the socket, as with a plain one.
 
-[Note: buffered] OpenSSL decrypts whole records. When the caller took a part of one, no poll of the socket tells of the
-rest: a thread that is about to wait has to look at `has_buffered` first.
+[Note: buffered] OpenSSL decrypts whole records. If the caller took only a part of one, no poll of the socket reports
+the rest, so a thread that is about to wait must check `has_buffered` first.
 """
 
 from __future__ import annotations
@@ -29,39 +30,39 @@ from rpcdist.transport import fork
 from rpcdist.transport._tls.certificate import PEER_NAME, fingerprint
 
 NO_SIGPIPE: Final[int] = getattr(socket, "MSG_NOSIGNAL", 0)
-"""The flag for every `send` and `sendmsg` to another process, whose end may be gone: that is an `OSError`, also where
-the program lets SIGPIPE end it (`signal.signal(SIGPIPE, SIG_DFL)`, for the sake of its standard output)."""
+"""The flag for every `send` and `sendmsg` to another process. If that process has ended, the call raises `OSError`,
+even if the program lets SIGPIPE end it (`signal.signal(SIGPIPE, SIG_DFL)`, for the sake of its standard output)."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 _SIGPIPE: Final = int(getattr(signal, "SIGPIPE", 0))
-_RECORD_BYTES: Final = 16 << 10  # of plain text, at most
+_RECORD_BYTES: Final = 16 << 10  # limit of the plain text in a record
 _PIECE_BYTES: Final = 128 << 10  # encrypted with one call of OpenSSL
-_HANDSHAKE_BYTES: Final = 32 << 10  # of the peer, in all; 8 certificates with keys of 4096 bits have 16 KiB
+_HANDSHAKE_BYTES: Final = 32 << 10  # limit for the peer; 8 certificates with keys of 4096 bits have 16 KiB
 _RECEIVED_BYTES: Final = struct.Struct("=128xQ")  # tcpi_bytes_received of struct tcp_info
 _SOL_TLS: Final = 282
 _TLS_TX: Final = 1
 _TLS_RX: Final = 2
-_CIPHER_BYTES: Final = 64  # of the kernel's description of a key, at most
+_CIPHER_BYTES: Final = 64  # limit of the kernel's description of a key
 
 
 class TlsSocket:
     """One end of a connection, before and after its TLS handshake.
 
-    One thread at a time may read, and one at a time write; these may be two. Errors are `OSError`, as of a socket.
+    One thread may read while another one writes. Errors are `OSError`, as with a plain socket.
 
     Attributes:
-        has_buffered: whether bytes have been decrypted that `recv_into` has not given away yet.
-        num_owed: how many bytes of a `sendmsg` were encrypted without being reported as sent.
+        has_buffered: whether decrypted bytes wait for `recv_into`.
+        num_owed: the bytes of a `sendmsg` that were encrypted, but not reported as sent.
 
     Args:
         raw: connected; it is closed with this object, and must not be used any more.
         server_side: whether this side accepted the connection.
-        own_fingerprint: of the certificate that `context` shows.
+        own_fingerprint: the fingerprint of the certificate in `context`.
 
     Raises:
-        OSError: the connection has broken already; `raw` is closed.
+        OSError: the connection had broken; `raw` is closed.
     """
 
     def __init__(self, raw: socket.socket, context: ssl.SSLContext, server_side: bool, own_fingerprint: str) -> None:
@@ -75,10 +76,10 @@ class TlsSocket:
         self._tls = context.wrap_socket(raw, server_side, do_handshake_on_connect=False, server_hostname=name)
         fork.note_socket(self._tls)
         self._read: Callable[[int, memoryview], int] = self._tls.read  # type: ignore[assignment]  # with a buffer
-        self._lock = threading.Lock()  # of OpenSSL's state
+        self._lock = threading.Lock()  # protects OpenSSL's state
         self._is_broken = False
-        self._failure: OSError | None = None  # of reading; OpenSSL says it once
-        self.has_unsent = False  # of the handshake, which waits for room in the socket
+        self._failure: OSError | None = None  # of reading; OpenSSL reports it only once
+        self.has_unsent = False  # handshake bytes wait for room in the socket
 
     def __repr__(self) -> str:
         return f"<TlsSocket {self._tls!r} [{self.num_owed} B owed]>"
@@ -95,7 +96,7 @@ class TlsSocket:
         return self._tls.fileno()
 
     def setblocking(self, flag: bool) -> None:
-        """Only False is possible."""
+        """Accepts only False."""
         if flag:
             raise ValueError("a TlsSocket never blocks")
 
@@ -106,13 +107,13 @@ class TlsSocket:
         return self._tls.getsockopt(level, option, size)
 
     def shutdown(self, how: int) -> None:
-        socket.socket.shutdown(self._tls, how)  # that of SSLSocket forgets TLS: a reader would get ciphertext
+        socket.socket.shutdown(self._tls, how)  # SSLSocket.shutdown drops TLS: a reader would get ciphertext
 
     def close(self) -> None:
-        """Says so to the peer, if the socket takes it, and closes."""
+        """Closes the socket, after it has sent TLS's close message if the socket takes it."""
         with self._lock:
             if self._tls.fileno() >= 0 and not self._is_broken:
-                # Among them SSLWantReadError: the peer need not answer.
+                # One of these errors is SSLWantReadError: the peer need not answer.
                 with suppress(OSError, ValueError):
                     _without_sigpipe(self._tls.unwrap)
             self._tls.close()
@@ -120,13 +121,13 @@ class TlsSocket:
     # ------------------------------------------------------------ the handshake
 
     def shake_hands(self) -> bool:
-        """Goes on with the handshake as far as possible.
+        """Continues the handshake as far as possible.
 
         Returns:
             True when it is done here. False: wait until the socket is readable, or writable if `has_unsent`.
 
         Raises:
-            ssl.SSLError: it failed; the peer is told why.
+            ssl.SSLError: it failed; the peer gets the reason.
             OSError: the connection broke.
         """
         with self._lock:
@@ -143,22 +144,22 @@ class TlsSocket:
         return False
 
     def ends(self) -> str:
-        """The certificates of both ends, the client's first, as both sides name them. After the handshake."""
+        """The certificates of both ends, the client's first; the same text on both sides. Call after the handshake."""
         shown = self._tls.getpeercert(binary_form=True)
         peer = fingerprint(shown) if shown else "none"
         ends = (peer, self._own_fingerprint) if self._server_side else (self._own_fingerprint, peer)
         return f"tls, from certificate {ends[0]} to {ends[1]}"
 
     def is_left_to_kernel(self, direction: int) -> bool:
-        """Whether the kernel encrypts, or decrypts, itself. After the handshake."""
+        """Whether the kernel encrypts, or decrypts, itself. Call after the handshake."""
         try:
             self._tls.getsockopt(_SOL_TLS, direction, _CIPHER_BYTES)
-        except OSError:  # it knows no TLS, or has not been given the keys
+        except OSError:  # the kernel does not support TLS, or does not have the keys
             return False
         return True
 
     def _num_received(self) -> int:
-        """The bytes that the kernel has taken of the peer; 0 where the socket is none of TCP."""
+        """The bytes that the kernel has received from the peer; 0 if it is not a TCP socket."""
         if self.family == socket.AF_UNIX:
             return 0
         info = self._tls.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED_BYTES.size)
@@ -167,7 +168,7 @@ class TlsSocket:
     # ------------------------------------------------------------ reading
 
     def recv_into(self, place: memoryview) -> int:
-        """As of a socket: raises `BlockingIOError` where nothing has come, and returns 0 at the end."""
+        """Like `recv_into` of a socket: raises `BlockingIOError` if no bytes are there; returns 0 at the end."""
         got, size = 0, len(place)
         with self._lock:
             self._check_open()
@@ -175,9 +176,11 @@ class TlsSocket:
                 raise self._failure
             try:
                 while got < size:  # a record at a time
-                    num_bytes = _without_sigpipe(self._read, size - got, place[got:])  # it answers alerts, new keys
+                    num_bytes = _without_sigpipe(
+                        self._read, size - got, place[got:]
+                    )  # may answer alerts and key updates
                     if not num_bytes:
-                        break  # users that need to know whether a peer meant to end say so in their own frames
+                        break  # users that distinguish a regular end from a lost one mark it in their own frames
                     got += num_bytes
                 self.has_buffered = self._tls.pending() > 0
             except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
@@ -188,11 +191,11 @@ class TlsSocket:
                 self._failure = exc
                 if not got:
                     raise
-                self.has_buffered = True  # the next call says it
+                self.has_buffered = True  # the next call raises it
         return got
 
     def recv(self, size: int) -> bytes:
-        """As of a socket."""
+        """Like `recv` of a socket."""
         data = bytearray(size)
         return bytes(data[: self.recv_into(memoryview(data))])
 
@@ -205,15 +208,15 @@ class TlsSocket:
     def sendmsg(
         self, parts: Sequence[memoryview | bytes], ancillary: Sequence[object] = (), flags: int = NO_SIGPIPE
     ) -> int:
-        """As of a socket, with no other flag. After `BlockingIOError`, or fewer bytes than all, come with the rest."""
+        """Like `sendmsg` of a socket. If it takes fewer bytes than all, or none, pass the rest again."""
         if ancillary:
             raise OSError("descriptors cannot be sent over TLS")
         with self._lock:
             self._check_open()
             if self._is_broken:
-                raise OSError("the connection was interrupted while something was sent")
+                raise OSError("the connection broke when a write to it was interrupted")
             pieces = _pieces([memoryview(part) for part in parts], self.num_owed)
-            self._is_broken = True  # unless what follows comes to its end: a record must not be sent twice, or half
+            self._is_broken = True  # until the writes below are complete: no record may be sent twice, or in part
             sent = 0
             for piece in pieces:
                 self.num_owed = len(piece)
@@ -235,12 +238,12 @@ class TlsSocket:
 
 StreamSocket = socket.socket | TlsSocket
 """A connected stream that never blocks, plain or with TLS. Both have `fileno`, `recv`, `recv_into`, `send`, `sendmsg`
-and `close`; `has_buffered` and `num_owed` say what differs."""
+and `close`; `has_buffered` and `num_owed` tell them apart."""
 
 
 def _without_sigpipe(operation: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """As `NO_SIGPIPE`, for OpenSSL, which passes no flags: the signal is held back, and taken if it came."""
-    if not NO_SIGPIPE or getsignal(_SIGPIPE) == signal.SIG_IGN:  # as Python starts
+    """Does what `NO_SIGPIPE` does, for OpenSSL, which passes no flags: blocks the signal, and consumes it."""
+    if not NO_SIGPIPE or getsignal(_SIGPIPE) == signal.SIG_IGN:  # Python's default
         return operation(*args, **kwargs)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPIPE})
     try:
@@ -251,12 +254,12 @@ def _without_sigpipe(operation: Callable[P, T], *args: P.args, **kwargs: P.kwarg
 
 
 def has_buffered(connection: StreamSocket) -> bool:
-    """Whether something can be read of which no poll tells; look before each wait. [Note: buffered]"""
+    """Whether bytes can be read that no poll reports; check before each wait. [Note: buffered]"""
     return isinstance(connection, TlsSocket) and connection.has_buffered
 
 
 def num_owed(connection: StreamSocket) -> int:
-    """How many bytes that were not reported as sent have to be sent next. [Note: sent and owed]"""
+    """The number of bytes that were not reported as sent and must be sent next. [Note: sent and owed]"""
     return connection.num_owed if isinstance(connection, TlsSocket) else 0
 
 
@@ -271,7 +274,7 @@ def encrypted_by(connection: StreamSocket) -> str | None:
 
 
 def _pieces(parts: Sequence[memoryview], num_owed: int) -> list[memoryview | bytes]:
-    """The pieces to encrypt at once, in order: small parts joined, large parts as they lie; owed bytes come first.
+    """The pieces to encrypt at once, in order: owed bytes first, then small parts joined, and large parts uncopied.
 
     Raises:
         OSError: there are fewer bytes than are owed.
@@ -280,7 +283,7 @@ def _pieces(parts: Sequence[memoryview], num_owed: int) -> list[memoryview | byt
     if num_owed:
         owed, parts = _split(parts, num_owed)
         if sum(map(len, owed)) < num_owed:
-            raise OSError(f"{num_owed} bytes have been encrypted, and must be sent first")
+            raise OSError(f"{num_owed} bytes are already encrypted, and must be sent first")
         pieces.append(owed[0] if len(owed) == 1 else b"".join(owed))
     small: list[memoryview] = []
     num_small = 0
