@@ -143,7 +143,7 @@ def test_names_of_actors_take_a_bounded_part_of_the_memory_of_the_coordinator(mo
                     agent.caller.gather(0, RESERVE, (name, 1, 1), LIMIT_S)
             for number in range(3):
                 agent.caller.gather(0, RESERVE, (f"actor {number}", 1, 1), LIMIT_S)
-            with pytest.raises(Overloaded, match="3 actors of the job have names already"):
+            with pytest.raises(Overloaded, match="3 named actors"):
                 agent.caller.gather(0, RESERVE, ("one more", 1, 1), LIMIT_S)
             with pytest.raises(UnknownActor, match="Did you mean 'actor 1'"):
                 agent.actor_names.find("actors 1", LIMIT_S)

@@ -72,7 +72,7 @@ def test_where_results_go(world: RpcWorld, caller: str, callee: str, device: str
 
 @pytest.mark.multiproc
 def test_a_device_that_a_map_lacks(world: RpcWorld) -> None:
-    expected = r"tensor on cuda:7.*map of 'alice' for 'bob'; there, options.set_device_map"
+    expected = r"tensor on cuda:7.*map of 'alice' for 'bob'; add it in that worker with options.set_device_map"
     with pytest.raises(RpcdistError, match=expected):
         world["alice"].run(way_there, "bob", "cuda:7")
     with pytest.raises(RpcdistError, match=expected):

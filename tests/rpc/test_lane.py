@@ -120,7 +120,7 @@ def test_lent_threads_do_not_count_and_are_no_more_than_the_cap(pool: ThreadPool
         started = threading.Event()
         lane.submit(started.set)
         assert started.wait(LIMIT_S)
-    with pytest.raises(PoolExhausted, match="3 threads are in use already"):
+    with pytest.raises(PoolExhausted, match="3 threads are in use"):
         lanes[3].submit(print)
     gate, ran = threading.Event(), [threading.Event() for _ in range(3)]
 

@@ -251,7 +251,7 @@ def test_init_says_whom_it_waits_for(caplog: pytest.LogCaptureFixture, monkeypat
     assert joining.join(Member(A, "127.0.0.1:1", ""), 4, 2 * UNIT_S).outcome == Outcome.TIMED_OUT
     assert [record.message for record in caplog.records] == [
         f"init_rpc of 'a' (rank 0) still waits after {UNIT_S:g} s for rank 1, 2, 3 of 4; those in the job so far: a"
-        ". 2 connections ended in TLS: do the missing workers have another job token?"
+        ". 2 connections failed in TLS; check that the missing workers have the same job token"
     ]
 
 
@@ -268,8 +268,8 @@ async def test_who_waits_too_long_hears_who_is_missing() -> None:
         "'a' (rank 0)",
         "127.0.0.1:29500",
         "0.0 s",
-        "have not come: 2, 3",
-        "waiting with it: b",
+        "have not joined: 2, 3",
+        "also waiting: b",
         "MASTER_PORT",
     ):
         assert part in str(caught.value)

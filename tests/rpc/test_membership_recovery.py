@@ -69,7 +69,7 @@ async def test_who_neither_comes_back_nor_answers_is_lost_and_its_rank_is_free()
     assert await settled(*waiting) == [OK] * 2
     roster = members_of(waiting[1].result(), C, "here", 1.0)
     assert [member.identity for member in roster.members] == [A2, C] and list(roster.departures) == [B]
-    assert "neither came to the next one nor answered" in roster.departures[B]
+    assert "neither joined the next one nor answered" in roster.departures[B]
     assert await settled(ask(service, worker("another-name", 1, 300), 3)) == [OK]
 
 
@@ -237,7 +237,7 @@ async def test_only_the_same_attempt_is_taken_back(attempt: str, outcome: pb.Joi
 
 async def test_what_a_worker_that_comes_back_may_claim_is_bounded() -> None:
     service = MembershipService()
-    with pytest.raises(CallRefused, match="which cannot be"):
+    with pytest.raises(CallRefused, match="which is invalid"):
         await back(service, B, A, B, version=1 << 63)
     with pytest.raises(CallRefused, match="joins as itself"):
         await service.join(C, return_request(record(B), 3, 1.0, Roster(9, []), ""))

@@ -102,7 +102,7 @@ def test_who_does_not_come_is_named(worker_pool: WorkerPool) -> None:
     joining = [process.begin(join, process.name, rank, 4, url, init_timeout=1.5) for rank, process in processes.items()]
     for pending in joining:
         error = pending.error(RendezvousError)
-        assert "these ranks have not come: 1, 3" in str(error) and "MASTER_ADDR" in str(error)
+        assert "these ranks have not joined: 1, 3" in str(error) and "MASTER_ADDR" in str(error)
     assert time.monotonic() - started < LIMIT_S / 2
 
 
@@ -306,7 +306,7 @@ def test_a_worker_that_was_replaced_while_it_hung_is_out(worker_pool: WorkerPool
     for name in ("a", "c"):
         assert world[name].run(functions.call_until_it_works, "b") == new.pid
     old.resume()
-    says = "another process took its place; this process is out of the job"
+    says = "another process took its place; this process is no longer in the job"
     assert old.run(functions.error_saying, says, rpc.rpc_sync, "a", functions.pid) == "WorkerLost"
     for name in ("a", "c"):
         assert world[name].run(rpc.rpc_sync, "b", functions.pid) == new.pid

@@ -73,7 +73,7 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: RpcOptions(token=""), ConfigError, "token must not be empty"),
     (lambda: RpcOptions(token=as_any(3)), TypeError, "token must be str or bytes"),  # type: ignore[arg-type]
     (lambda: RpcOptions(tls=as_any("off")), TypeError, "tls must be True, False, TlsOptions or None"),  # type: ignore[arg-type]
-    (lambda: TlsOptions("a", as_any(None), "b"), TypeError, "key is the path of a PEM file, but got a NoneType"),  # type: ignore[arg-type]
+    (lambda: TlsOptions("a", as_any(None), "b"), TypeError, "key must be the path of a PEM file, but it is a NoneType"),  # type: ignore[arg-type]
     (lambda: RpcOptions(allow_functions=["torch"]), ConfigError, "module:qualname"),
     (lambda: RpcOptions(allow_functions=[as_any(dict)]), ConfigError, "<class 'dict'>"),  # type: ignore[list-item]
 ]

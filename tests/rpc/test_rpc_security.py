@@ -248,7 +248,7 @@ def test_a_different_token_fails_and_says_what_to_set(module_pool: WorkerPool) -
     assert "the record" in str(error) and "RPCDIST_TOKEN" in str(error)
     assert "another-token" not in str(error)
     error = waiting.error(RpcdistError)
-    assert "these ranks have not come: 1" in str(error)
+    assert "these ranks have not joined: 1" in str(error)
     assert "one-token" not in coordinator.output()
 
 
@@ -269,7 +269,7 @@ def test_a_store_with_another_token(module_pool: WorkerPool, tmp_path: Path) -> 
     waiting = coordinator.begin(join, "a", 0, 2, url, init_timeout=4.0)
     error = stranger.begin(join, "b", 1, 2, url, init_timeout=4.0).error(RpcdistError)
     assert isinstance(error, AuthenticationFailed) and "RPCDIST_TOKEN" in str(error), repr(error)
-    assert "these ranks have not come: 1" in str(waiting.error(RpcdistError))
+    assert "these ranks have not joined: 1" in str(waiting.error(RpcdistError))
 
 
 def test_the_token_of_the_options_counts_for_the_store(module_pool: WorkerPool) -> None:

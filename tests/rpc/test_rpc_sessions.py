@@ -76,7 +76,7 @@ async def test_a_shutdown_that_is_cancelled_leaves_at_once() -> None:
 
 def test_the_start_has_a_limit_of_its_own() -> None:
     options = rpc.RpcOptions(init_method=f"tcp://127.0.0.1:{free_port()}", init_timeout=0.5, rpc_timeout=0)
-    with pytest.raises(RendezvousError, match=r"after \d+\.\d s, these ranks have not come: 1"):
+    with pytest.raises(RendezvousError, match=r"after \d+\.\d s, these ranks have not joined: 1"):
         rpc.init_rpc("me", rank=0, world_size=2, rpc_backend_options=options)
     assert (rpc.RpcOptions().startup_limit_s, rpc.RpcOptions(rpc_timeout=0.1).startup_limit_s) == (60, 60)
     assert (rpc.RpcOptions(rpc_timeout=90).startup_limit_s, rpc.RpcOptions(rpc_timeout=0).startup_limit_s) == (90, None)

@@ -105,7 +105,7 @@ def test_a_caller_cannot_fill_the_memory_of_the_owner(monkeypatch: pytest.Monkey
     "parts", [None, (1, 2), (0, 1, 2), (-1, 0, 0), (0, 1, -1), (0, 1.0, 0), [0, 0, 0], (0, True, 0)]
 )
 def test_an_order_that_is_none_is_refused(parts: object) -> None:
-    with pytest.raises(RpcdistError, match="three numbers"):
+    with pytest.raises(RpcdistError, match=r"\(stream, number, floor\)"):
         CallNumber.checked(parts)
 
 

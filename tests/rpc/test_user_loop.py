@@ -115,7 +115,7 @@ def test_a_failing_on_done_is_logged(loop: UserLoop, caplog: pytest.LogCaptureFi
 
     loop.submit(five, on_done)
     assert run(loop, five) == 5
-    assert "the completion of five failed" in caplog.text
+    assert "completing the call of five failed" in caplog.text
 
 
 def test_asyncio_tools_work_inside(loop: UserLoop) -> None:
@@ -150,7 +150,7 @@ def test_a_task_of_user_code_that_exits_does_not_end_the_loop(
 
     assert run(loop, handler) == "SystemExit(3)"
     assert run(loop, five) == 5
-    assert "the loop goes on" in caplog.text
+    assert "the loop continues" in caplog.text
     reported_loop_errors.clear()
 
 

@@ -1,1 +1,1 @@
-"""Actors: values whose methods run one call at a time, in the order of each caller; see `docs/actors.md`."""
+"""Actors: objects that run one method call at a time, in each caller's order; see `docs/actors.md`."""

@@ -1,11 +1,11 @@
-"""The actors of one owner: by their objects, by the references that made them, and by their names.
+"""The actors of one owner, by object and by creating reference, and the names of all actors in the job.
 
-The coordinator knows which worker has which name, and that worker holds a reference under it. So a name is unique in
-the job, an actor that has one lives as long as its worker, and a name is free again when the worker of its actor has
-ended. While the actor is created, the name is reserved, until its creator ends.
+The coordinator maps each name to a worker, and that worker holds a reference to the actor. So a name is unique in the
+job, a named actor lives as long as its worker, and the name is free again when that worker has ended. The creator
+reserves the name before it creates the actor; the reservation ends with the creator.
 
-A coordinator that took the place of another one knows of no names. It asks each worker once which it keeps, when it is
-asked for a name that it does not know.
+A new coordinator that replaced another one starts without names. At the first request for an unknown name it asks each
+worker once for the names that the worker keeps.
 """
 
 from __future__ import annotations
@@ -40,44 +40,44 @@ _SHARED_KINDS: Final = (
     type(None), bool, int, float, complex, str, bytes, tuple, frozenset, range, type, ModuleType, FunctionType,
     BuiltinFunctionType,
 )  # fmt: skip
-"""Objects of these may be one for all that use them, and have no state that calls could confuse."""
+"""Types whose objects may be shared, and have no state that concurrent calls could corrupt."""
 
 
 class ActorTable:
-    """One per agent; any thread may use it.
+    """The actors that this worker owns; thread-safe.
 
-    An actor begins with its creation and ends with the last reference that a `remote(serial=True)` made. Any
-    reference to its object (made or returned by one of its methods, or another worker's copy) leads to the actor.
+    An actor lives from its creation until the last reference made by a `remote(serial=True)` is released. Every
+    reference to its object (one that a method made or returned, or another worker's copy) leads to the actor.
     """
 
     def __init__(self, pool: ThreadPool, user_loop: UserLoop) -> None:
         self._pool = pool
         self._user_loop = user_loop
-        self._lock = threading.Lock()  # around changes of the two below
+        self._lock = threading.Lock()  # guards changes of the next two
         self._by_rref: dict[RRefId, SerialActor] = {}
-        self._by_object: dict[int, tuple[object, SerialActor]] = {}  # by `id`; the object lives as long as its entry
-        # By a reference other than its first: the actor, and the processes that have called through it.
+        self._by_object: dict[int, tuple[object, SerialActor]] = {}  # by `id`; the entry keeps the object alive
+        # By a reference other than an actor's first: the actor, and the processes that have called through it.
         self._called_by: dict[RRefId, tuple[SerialActor, set[ProcessId]]] = {}
 
     def __len__(self) -> int:
         return len(self._by_rref)
 
     def facts(self, now: float, most: int) -> list[ActorFacts]:
-        """The actors; any thread, without a lock."""
+        """Describes up to `most` actors; any thread, without a lock."""
         actors = dict.fromkeys(list(islice(self._by_rref.values(), most)))
         return [actor.facts(now) for actor in actors]
 
     # ------------------------------------------------------------ the life of an actor
 
     def begin(self, rref: RRefId) -> Lane:
-        """The creation of an actor has come; returns where it runs."""
+        """Registers an actor that is about to be created; returns the lane to create it on."""
         actor = SerialActor(rref, self._pool, self._user_loop)
         with self._lock:
             self._by_rref[rref] = actor
         return actor.lane
 
     def born(self, rref: RRefId, value: Any) -> None:
-        """The object of an actor exists. It may be that of another one, and is the same actor then."""
+        """Records an actor's object. If another actor already has this object, both become one actor."""
         if isinstance(value, _SHARED_KINDS):
             return
         with self._lock:
@@ -86,7 +86,7 @@ class ActorTable:
                 return
             _, first = self._by_object.setdefault(id(value), (value, actor))
             if first is actor:
-                # A method of an actor that is made again has another `self` than the object that a reference names.
+                # The methods of a restartable actor have another `self` than the value of the reference.
                 is_made_again = CHECKPOINTED_METHOD in vars(type(value))
                 objects = (value, value.object) if is_made_again else (value,)
                 actor.kind = type(objects[-1]).__qualname__
@@ -100,7 +100,7 @@ class ActorTable:
             actor.lane.close()
 
     def released(self, rref: RRefId, held: list[object]) -> None:
-        """Nobody refers to the value any more. The object of an actor ends on its thread, where it was made."""
+        """Removes an actor that is no longer referenced. Its object is released on the thread that made it."""
         if (called := self._called_by.pop(rref, None)) is not None:
             called[0].forget(rref, called[1])
         if rref not in self._by_rref:
@@ -114,24 +114,24 @@ class ActorTable:
         actor.lane.close(held.clear)
 
     def close(self) -> None:
-        """RPC ends here: the threads of the actors go."""
+        """Ends all actors' threads, because RPC shuts down."""
         with self._lock:
             actors = set(self._by_rref.values())
             ends = [(actor.lane, [self._by_object.pop(one, None) for one in actor.object_ids]) for actor in actors]
         for lane, held in ends:
-            lane.close(held.clear)  # not under the lock: it may run code of users
+            lane.close(held.clear)  # not under the lock: may run user code
 
     def lost(self, identity: Identity) -> None:
-        """A worker is declared dead; on the I/O loop."""
+        """Drops the calls of a worker that was declared dead; on the I/O loop."""
         with self._lock:
             actors = list(self._by_rref.values())
         if actors:
-            self._pool.submit(_gone, actors, identity.process)
+            self._pool.submit_many([(actor.gone, (identity.process,)) for actor in actors])
 
     # ------------------------------------------------------------ calls
 
     def free_lane(self, rref: RRefId) -> Lane | None:
-        """The thread of an actor, if a call that has come can run there at once."""
+        """The actor's lane, if a call could run there at once."""
         actor = self._by_rref.get(rref)
         return actor.lane if actor is not None and actor.lane.is_free else None
 
@@ -145,13 +145,10 @@ class ActorTable:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Turn | None:
-        """A call of a method of a value has come; it waits for its turn from `Turn.enter` on.
+        """Makes the turn of an arrived method call; None if the value is not an actor.
 
         Args:
-            order: the number that the caller gave it; None if it did not know of an actor.
-
-        Returns:
-            None if the value is no actor.
+            order: the caller's number for the call; None if the caller did not know that the value is an actor.
         """
         if not self._by_rref:
             return None
@@ -163,7 +160,7 @@ class ActorTable:
         return Turn(actor, value, (who.process, rref), number, method, args, kwargs)
 
     def over(self, rref: RRefId, value: object, who: ProcessId, stream: int, numbers: tuple[int, ...]) -> None:
-        """Calls of a caller have ended for it, and may never come."""
+        """Records that these calls have ended at the caller, and may never arrive."""
         actor = self._actor(rref, value)
         if actor is not None:
             self._note_caller(actor, rref, who)
@@ -175,11 +172,11 @@ class ActorTable:
             self._called_by.setdefault(rref, (actor, set()))[1].add(who)
 
     def is_actor(self, value: object) -> bool:
-        """Whether a value is the object of an actor, or a method of it."""
+        """Whether a value is an actor's object or one of its methods."""
         return self._of_object(value) is not None
 
     def runs_here(self, rref: RRefId, value: object) -> bool:
-        """Whether this is code of the actor that a value is."""
+        """Whether the calling code runs in this value's actor."""
         running = running_actor.get()
         actor = None if running is None else self._actor(rref, value)
         return actor is not None and actor.rref == running
@@ -188,14 +185,9 @@ class ActorTable:
         return self._of_object(value) or self._by_rref.get(rref)
 
     def _of_object(self, value: object) -> SerialActor | None:
-        """The actor that an object, or a method of it, belongs to."""
+        """The actor of an object or of its bound method."""
         entry = self._by_object.get(id(value.__self__ if type(value) is MethodType else value))
         return None if entry is None else entry[1]
-
-
-def _gone(actors: list[SerialActor], who: ProcessId) -> None:
-    for actor in actors:
-        actor.gone(who)
 
 
 logger = logging.getLogger(__name__)
@@ -210,14 +202,14 @@ KEPT: Final = "rpcdist.rpc._actors.actor_names:kept"
 
 MAX_NAME_CHARS: Final = 1000
 MAX_NAMES: Final = 1 << 14
-"""So many names the coordinator keeps at once; a peer may ask for any number."""
+"""Bounds the coordinator's memory, since a peer may reserve any number of names."""
 
-MAX_NAMES_TOLD: Final = 256  # to a worker that asks for another name, for the text of its error
+MAX_NAMES_SENT: Final = 256  # with the error for an unknown name
 
 
 @dataclass(slots=True, eq=False)
 class _Claim:
-    """The owner of a name, at the coordinator."""
+    """A name's entry at the coordinator."""
 
     owner: Identity
     creator: Identity
@@ -225,10 +217,11 @@ class _Claim:
 
 
 class ActorNames:
-    """One per agent. Functions for other workers run on the user loop; the other methods block, on any thread.
+    """Reserves and finds actor names. Handlers of peers' calls run on the user loop; other methods block, on any
+    thread.
 
     Args:
-        has_predecessor: whether this worker is a coordinator that took the place of another one.
+        has_predecessor: whether this worker is a coordinator that replaced another one.
     """
 
     def __init__(self, me: Identity, directory: Directory, caller: Caller, has_predecessor: Callable[[], bool]) -> None:
@@ -237,26 +230,26 @@ class ActorNames:
         self._caller = caller
         self._claims: dict[str, _Claim] = {}  # at the coordinator
         self._has_predecessor = has_predecessor
-        self._asked: set[Identity] = set()  # which names they keep
+        self._asked: set[Identity] = set()  # workers that have reported their names
         self._asking = asyncio.Lock()
         self._kept: dict[str, Awaitable[Any]] = {}  # at owners
 
-    # ------------------------------------------------------------ what this worker asks
+    # ------------------------------------------------------------ requests of this worker
 
     def reserve(self, name: str, owner: int, timeout_s: float) -> None:
-        """Takes a name for an actor that is about to be created. Raises `ActorNameTaken`."""
+        """Reserves a name for an actor that is about to be created. Raises `ActorNameTaken`."""
         self._ask(RESERVE, (name, owner, self._me.id), timeout_s)
 
     def confirm(self, name: str, timeout_s: float) -> None:
-        """The actor exists under the name."""
+        """Confirms that the named actor was created."""
         self._ask(CONFIRM, (name, self._me.id), timeout_s)
 
     def release(self, name: str, timeout_s: float) -> None:
-        """The actor was not created."""
+        """Frees the name: the actor was not created."""
         self._ask(RELEASE, (name, self._me.id), timeout_s)
 
     def find(self, name: str, timeout_s: float) -> Any:
-        """A reference to the actor. Raises `UnknownActor`."""
+        """Returns a reference to the actor. Raises `UnknownActor`."""
         deadline = Deadline.after(self._caller.timeout_of(timeout_s))
         owner = self._ask(FIND, (name,), timeout_s)
         left_s = max(MIN_WAIT_S, deadline.remaining_s()) if deadline.is_finite else 0.0
@@ -265,11 +258,11 @@ class ActorNames:
     def _ask(self, what: str, arguments: tuple[Any, ...], timeout_s: float) -> Any:
         return self._caller.gather(self._directory.coordinator, what, arguments, timeout_s)
 
-    # ------------------------------------------------------------ what others ask (user loop)
+    # ------------------------------------------------------------ handlers of peers' requests (user loop)
 
     @property
     def callables(self) -> dict[str, Callable[..., Coroutine[Any, Any, object]]]:
-        """The functions that every peer may call, by the name on the wire."""
+        """The functions that every peer may call, by wire name."""
         return {
             RESERVE: self._on_reserve,
             ADMIT: self._on_admit,
@@ -289,23 +282,24 @@ class ActorNames:
         claim = await self._known_claim(name)
         if claim is not None:
             raise ActorNameTaken(
-                f"the name {name!r} is that of an actor on worker {claim.owner.name!r}; rpc.get_actor({name!r}) gives "
-                "a reference to it, and another name makes another actor"
+                f"worker {claim.owner.name!r} already has an actor named {name!r}; get a reference to it with "
+                f"rpc.get_actor({name!r}), or choose another name"
             )
         if len(self._claims) >= MAX_NAMES:
             raise Overloaded(
-                f"{MAX_NAMES} actors of the job have names already, which is the limit; create others without name="
+                f"the job already has {MAX_NAMES} named actors, which is the limit; create others without name="
             )
         member = self._directory.member
         self._claims[name] = _Claim(member(owner).identity, member(creator).identity)
 
     async def _on_admit(self, name: str, owner: int, creator: int) -> None:
-        """An owner asks whether a worker has reserved a name for an actor there."""
+        """Checks, for an owner, that a worker has reserved the name for an actor on that owner."""
         check_speaks_for(self._directory.name_of(owner))
         claim = self._claim(name)
         if claim is None or claim.is_confirmed or (claim.owner.id, claim.creator.id) != (owner, creator):
             raise CallRefused(
-                f"{self._directory.name_of(creator)!r} has not reserved the name {name!r} for an actor there"
+                f"worker {self._directory.name_of(creator)!r} has not reserved the name {name!r} for an actor on "
+                f"worker {self._directory.name_of(owner)!r}"
             )
 
     async def _on_confirm(self, name: str, creator: int) -> None:
@@ -325,11 +319,11 @@ class ActorNames:
         claim = await self._known_claim(name)
         if claim is None or not claim.is_confirmed:
             self._drop_ended()
-            raise UnknownActor(name, list(islice(self._claims, MAX_NAMES_TOLD)))
+            raise UnknownActor(name, list(islice(self._claims, MAX_NAMES_SENT)))
         return claim.owner.id
 
     def _claim(self, name: str) -> _Claim | None:
-        """The owner of a name; a worker that is gone loses it."""
+        """Returns the entry of a name, after deleting it if its worker has ended."""
         claim = self._claims.get(name)
         if claim is not None and self._has_ended(claim):
             del self._claims[name]
@@ -337,14 +331,14 @@ class ActorNames:
         return claim
 
     async def _known_claim(self, name: str) -> _Claim | None:
-        """As `_claim`; asks the workers first that were there before this coordinator, if it does not know the name."""
+        """Like `_claim`, but a coordinator that replaced another one first asks the workers about an unknown name."""
         if self._claim(name) is None and self._has_predecessor():
             async with self._asking:
                 await self._ask_workers()
         return self._claim(name)
 
     async def _ask_workers(self) -> None:
-        """Asks all workers for their names. One that cannot answer now is asked again at the next unknown name."""
+        """Asks all workers for their names. Workers that do not answer are asked again at the next unknown name."""
         workers = [member.identity for member in self._directory.living() if member.identity != self._me]
         asked = [
             (worker, self._caller.start_gathering(worker.id, KEPT, (), ATTEMPT_LIMIT_S))
@@ -355,15 +349,15 @@ class ActorNames:
             try:
                 names = await future
             except RpcdistError as exc:
-                logger.warning("worker %r did not report its actors: %s", worker.name, exc)
+                logger.warning("worker %r did not report its named actors: %s", worker.name, exc)
                 continue
             self._asked.add(worker)
             self._take_names(worker, names)
 
     def _take_names(self, worker: Identity, names: object) -> None:
-        """Takes the names that a worker answered, except those that another worker has got meanwhile."""
+        """Records a worker's names, except those that another worker has claimed meanwhile."""
         if not isinstance(names, list):
-            logger.warning("worker %r did not report its actors, but %s", worker.name, abridged(names))
+            logger.warning("worker %r reported %s instead of a list of its named actors", worker.name, abridged(names))
             return
         for name in names:
             if _is_name(name) and self._claim(name) is None and len(self._claims) < MAX_NAMES:
@@ -381,28 +375,28 @@ class ActorNames:
         self._claims = {name: claim for name, claim in self._claims.items() if not self._has_ended(claim)}
 
     async def keep(self, name: str, rref: Awaitable[Any]) -> None:
-        """At the owner: holds the actor under its name, as soon as it exists. Raises what its creation raised, and
-        `CallRefused` unless the worker that asks for it has reserved the name.
+        """Holds a new actor under its name, at the owner. Raises the error of its creation, or `CallRefused` if the
+        calling worker has not reserved the name.
         """
         await rref
         caller = calling_worker.get()
         if caller is None:
-            raise CallRefused("an actor is kept under a name for the worker that calls for it")
+            raise CallRefused("only a call from another worker can keep an actor under a name")
         asked = (name, self._me.id, caller.id)
         await self._caller.start_gathering(self._directory.coordinator, ADMIT, asked, UNSET_RPC_TIMEOUT)
         if len(self._kept) >= MAX_NAMES and name not in self._kept:
             raise Overloaded(
-                f"{MAX_NAMES} actors of this worker have names already, which is the limit; create others without name="
+                f"this worker already has {MAX_NAMES} named actors, which is the limit; create others without name="
             )
-        self._kept[name] = rref  # one that is here already was never confirmed, or its claim ended with its coordinator
+        self._kept[name] = rref  # replaces one that was never confirmed, or whose claim ended with its coordinator
 
     async def _on_give(self, name: str) -> Awaitable[Any]:
         if name not in self._kept:
-            raise UnknownActor(name, list(islice(self._kept, MAX_NAMES_TOLD)))
+            raise UnknownActor(name, list(islice(self._kept, MAX_NAMES_SENT)))
         return self._kept[name]
 
     async def _on_kept(self) -> list[str]:
-        """The names of the actors here, for a coordinator that has just begun."""
+        """Lists the names kept here, for a new coordinator."""
         check_speaks_for(self._directory.name_of(self._directory.coordinator))
         return list(self._kept)
 

@@ -1,7 +1,7 @@
-"""An actor that is made again, at its owner: each call may bring the state after it along with its result.
+"""The owner's side of a restartable actor: a call can return the actor's state together with its result.
 
-Both are made in one turn and leave in one reply, so the creator has the result of a call if and only if it has the
-state that the call left behind.
+The turn produces both and one reply carries them, so the creator has a call's result if and only if it has the state
+after the call.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from rpcdist.rpc._values.exceptions import described_error
 from rpcdist.rpc.future import Future
 
 ActorState = tuple[Any]
-"""The result of `checkpoint()`, which may be None."""
+"""Wraps the result of `checkpoint()`, which may be None."""
 
 
 class Checkpointed:
-    """The value of the reference: an object of a user's class, and calls of its methods that ask for its state.
+    """The reference's value: wraps an object of a user's class, and adds its state to results on request.
 
     Args:
-        kind, args, kwargs: how to make the object.
-        state: for its `restore`; None at the first creation.
-        num_restarts: how often it was made again, this time included.
+        kind, args, kwargs: the user's class and its constructor's arguments.
+        state: passed to `restore` of the object; None at the first creation.
+        num_restarts: restarts so far, including this one.
 
     Attributes:
-        object: of the user's class.
+        object: the instance of the user's class.
     """
 
     def __init__(
         self, kind: type, args: tuple[Any, ...], kwargs: dict[str, Any], state: ActorState | None, num_restarts: int = 0
     ) -> None:
-        # A peer that may call this class must not reach other classes through it.
+        # A peer that may call this class must not use it to reach other classes.
         agent, module, name = current_agent(), kind.__module__, kind.__qualname__
         if not agent.options.allows(module, name):
             raise CallRefused(
@@ -51,8 +51,8 @@ class Checkpointed:
         """Calls a method of the object, or reads an attribute.
 
         Returns:
-            Its result and the `ActorState` after it, which is None unless it was asked for; a coroutine of these where
-            the result of the method has to be awaited.
+            The result and the `ActorState` after the call (None unless `wants_state`), or a coroutine that returns
+            these if the method's result must be awaited.
         """
         found = getattr(self.object, method)
         result = found(*args, **kwargs) if callable(found) or args or kwargs else found
@@ -61,7 +61,7 @@ class Checkpointed:
                 f"{method}() of the actor {type(self.object).__name__} is a generator function: its items would be "
                 "produced while other calls run. Return a list"
             )
-        if inspect.iscoroutine(result) or isinstance(result, Future):  # and no reference, which can be awaited, too
+        if inspect.iscoroutine(result) or isinstance(result, Future):  # not a reference, although that is awaitable
             return self._finish(method, result, wants_state)
         return result, self._state(method) if wants_state else None
 
@@ -73,11 +73,11 @@ class Checkpointed:
         try:
             state = self.object.checkpoint()
         except Exception as exc:
-            raise RRefError(f"{ran}the checkpoint() after it failed: {described_error(exc)}") from exc
+            raise RRefError(f"{ran}its checkpoint() failed: {described_error(exc)}") from exc
         unsendable = current_agent().marshal.why_unpicklable(state, "checkpoint()")
         if unsendable is not None:
             raise RRefError(f"{ran}{unsendable}. Leave it out of the state, and create it in restore()")
         try:
-            return (copy.deepcopy(state),)  # tensors are sent as they are, perhaps while the next call runs
+            return (copy.deepcopy(state),)  # sending does not copy tensors, and the next call may run meanwhile
         except Exception as exc:
             raise RRefError(f"{ran}its state cannot be copied: {described_error(exc)}") from exc

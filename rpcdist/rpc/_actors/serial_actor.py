@@ -1,8 +1,8 @@
-"""An actor at its owner: runs the calls of its value's methods one at a time.
+"""An actor at its owner: runs the method calls one at a time.
 
-A call that waits holds no thread. The one whose turn it is runs on the thread that the actor keeps for its life, or, if
-its method is a coroutine function, on the user loop; the turn lasts until that has ended. So an actor that blocks holds
-up its own callers, and nobody else.
+A waiting call holds no thread. The current call runs on the thread that the actor keeps for its lifetime, or on the
+user loop if its method is a coroutine function; its turn lasts until it has ended. So an actor that blocks delays only
+its own callers.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from rpcdist.rpc.functions import is_async_execution
 from rpcdist.rpc.future import Future
 
 ActorCaller = tuple[ProcessId, RRefId]
-"""A process, and the reference through which it calls: the calls of each have an order."""
+"""A process and the reference that it calls; the calls of each such pair are ordered."""
 
 
 class Turn(Future[Any]):
-    """The future of the call's result. Its maker calls `enter` when it can take the result.
+    """The future of one call's result. Its creator calls `enter` once it is ready for the result.
 
     Args:
-        number: which of its calls through that one; None where the caller did not know that it calls an actor.
+        number: the caller's number for the call; None if the caller did not know that it calls an actor.
 
     Attributes:
-        began: when its turn came, in seconds of the monotonic clock; 0 before.
-        thread: the one that completes it, and has nothing else to do for the call; 0 while that is unknown.
-        reply: of the call, for that thread to return from its job.
+        began: when the turn began, in monotonic seconds; 0 before.
+        thread: ident of the thread that completes the future as the last step of its job; 0 if unknown.
+        reply: the call's reply, for that thread to return from its job.
     """
 
     __slots__ = (
@@ -75,7 +75,7 @@ class Turn(Future[Any]):
         kwargs: dict[str, Any],
     ) -> None:
         super().__init__(on_cancel=self._on_cancelled)
-        self.is_quiet = True  # the error goes to the caller
+        self.is_quiet = True  # the caller gets the error
         self.host = host
         self.target = target
         self.who = who
@@ -84,7 +84,7 @@ class Turn(Future[Any]):
         self.args = args
         self.kwargs = kwargs
         self.deadline: Deadline = current_deadline.get()
-        self.context: Context = copy_context()  # with deadline and autograd context of the call
+        self.context: Context = copy_context()  # with the call's deadline and autograd context
         self.began = 0.0
         self.thread = 0
         self.reply: DeferredReply | None = None
@@ -95,16 +95,16 @@ class Turn(Future[Any]):
         return f"<Turn {number} of {self.who!r}: {self.method}>"
 
     def enter(self) -> DeferredReply | None:
-        """Waits for its turn, without a thread; returns the reply if it is over at once."""
+        """Waits for the turn without holding a thread; returns the reply if the call has already ended."""
         return self.host.enter(self)
 
     def take_reply(self) -> DeferredReply | None:
-        """Lets go of it, since it holds the call, and that holds the turn."""
+        """Removes and returns the reply, to break its reference cycle with the call and this turn."""
         reply, self.reply = self.reply, None
         return reply
 
     def forget_arguments(self) -> None:
-        """Lets go of them and of the object, before the caller hears that the call is over."""
+        """Drops the arguments and the object, before the caller gets the result."""
         self.target, self.args, self.kwargs = None, (), {}
 
     def _on_cancelled(self) -> None:
@@ -112,17 +112,17 @@ class Turn(Future[Any]):
 
 
 running_actor: ContextVar[RRefId | None] = ContextVar("rpcdist_running_actor", default=None)
-"""The actor one of whose methods runs here."""
+"""The actor whose method runs in this context."""
 
 
 class SerialActor:
-    """Any thread may call any method.
+    """Runs the calls of one actor; thread-safe. The `ActorTable` sets the attributes after `lane`.
 
     Attributes:
-        lane: runs plain methods, and the constructor.
-        num_references, object_ids: those that a `remote(serial=True)` made, and the `id`s of the objects that lead to
-            the actor, as soon as they exist; kept by the `ActorTable`.
-        kind, num_restarts: the class of the object, and how often it was made again; of the same.
+        lane: runs the constructor and plain methods.
+        num_references: references that a `remote(serial=True)` made.
+        object_ids: the `id`s of the objects that lead to the actor.
+        kind, num_restarts: the name of the object's class, and how often the object was recreated.
     """
 
     def __init__(self, rref: RRefId, pool: ThreadPool, user_loop: UserLoop) -> None:
@@ -134,19 +134,19 @@ class SerialActor:
         self.num_restarts = 0
         self._pool = pool
         self._user_loop = user_loop
-        self._lock = threading.Lock()  # around the two below
+        self._lock = threading.Lock()  # guards the next two
         self._queue: TurnQueue[ActorCaller, Turn] = TurnQueue()
         self._running: Turn | None = None
 
     def facts(self, now: float) -> ActorFacts:
-        """The call that runs, and those that wait, at a moment of the monotonic clock; any thread, without the lock."""
+        """Describes the running and waiting calls at `now` (monotonic seconds); any thread, without the lock."""
         running = self._running
         method = "" if running is None else running.method
         running_s = now - running.began if running is not None and running.began else None
         return ActorFacts(repr(self.rref), method, running_s, len(self._queue), self.kind[:200], self.num_restarts)
 
     def enter(self, turn: Turn) -> DeferredReply | None:
-        """See `Turn.enter`. A call that finds the actor free runs at once, if this is the thread of the actor."""
+        """See `Turn.enter`. If the actor is free and this is its thread, the call runs at once."""
         refusal: Exception | None = None
         first: Turn | None
         number = turn.number
@@ -172,7 +172,7 @@ class SerialActor:
         return None
 
     def over(self, who: ActorCaller, stream: int, numbers: tuple[int, ...]) -> None:
-        """These calls have ended for their caller, and may never come."""
+        """Records that these calls have ended at their caller, and may never arrive."""
         with self._lock:
             self._queue.over(who, stream, numbers)
             first = self._take()
@@ -180,7 +180,7 @@ class SerialActor:
             self._submit(first)
 
     def gone(self, who: ProcessId) -> None:
-        """A process is dead."""
+        """Removes the callers of a dead process."""
         with self._lock:
             for caller in self._queue.callers:
                 if caller[0] == who:
@@ -199,7 +199,7 @@ class SerialActor:
             self._submit(first)
 
     def on_cancelled(self, turn: Turn) -> None:
-        """One that waits keeps its place, so that the order of the others holds, and nothing else."""
+        """Cancels a running coroutine. A waiting call only keeps its place, for the order of the others."""
         cancel = turn.coroutine
         if cancel is not None:
             cancel()
@@ -211,7 +211,7 @@ class SerialActor:
     # ------------------------------------------------------------ turns
 
     def _take(self) -> Turn | None:
-        """Begins the next turn, if none lasts; with the lock. Those that have ended meanwhile are dropped."""
+        """Begins the next turn if none is running, and drops calls that have already ended; with the lock."""
         if self._running is not None:
             return None
         while (turn := self._queue.take()) is not None:
@@ -224,19 +224,19 @@ class SerialActor:
         self.lane.submit(turn.context.run, self._run, turn)
 
     def _run(self, turn: Turn) -> DeferredReply | None:
-        """Runs a method; on the thread of the actor, in the context of the call. Returns the reply, if it is ready."""
+        """Runs a call on the actor's thread, in the call's context. Returns the reply if it is ready."""
         token = running_actor.set(self.rref)
         turn.thread = get_ident()
         lasts = False
         try:
             if turn.deadline.expired():
                 raise DeadlineExceeded(
-                    f"RPC ran for more than set timeout: it was over before the turn of {turn.method}() on "
+                    f"RPC ran for more than set timeout: the deadline passed while {turn.method}() waited for "
                     f"{_name(turn)}, which runs one call at a time"
                 )
             turn.began = time.monotonic()
             lasts = self._call(turn)
-        except BaseException as exc:  # `SystemExit` of a method is its caller's business
+        except BaseException as exc:  # `SystemExit` too: the caller gets it
             turn.forget_arguments()
             turn._fail(exc)
         finally:
@@ -246,11 +246,11 @@ class SerialActor:
         return turn.take_reply()
 
     def _call(self, turn: Turn) -> bool:
-        """Calls the method; True if the turn goes on as a coroutine."""
+        """Calls the method; True if the turn continues as a coroutine."""
         method, name = getattr(turn.target, turn.method), _name(turn)
         args, kwargs = turn.args, turn.kwargs
         turn.forget_arguments()
-        if not callable(method) and not args and not kwargs:  # an attribute: this reads it
+        if not callable(method) and not args and not kwargs:  # reads an attribute
             turn._complete(method)
             return False
         result = method(*args, **kwargs)
@@ -269,14 +269,14 @@ class SerialActor:
                 "run. Return a list, or create the actor without serial=True"
             )
         if self._queue.has_ready:
-            # The next call begins now: its method may hold the interpreter's lock, and with it this answer.
+            # The next call starts now, and its method may hold the GIL and so delay this answer.
             turn.thread = 0
         turn._complete(result)
         return False
 
     def _start(self, turn: Turn, coroutine: Coroutine[Any, Any, Any]) -> None:
         def done(outcome: object, error: BaseException | None) -> None:
-            self._pool.submit(self._conclude, turn, outcome, error)  # encoding a result may be slow
+            self._pool.submit(self._conclude, turn, outcome, error)  # encoding the result may be slow
 
         async def run() -> object:
             return await coroutine
@@ -302,7 +302,7 @@ class SerialActor:
         return turn.take_reply()
 
     def _end(self, turn: Turn) -> None:
-        """The turn is over, and its result is encoded; the next begins."""
+        """Ends the turn, after its result was encoded, and begins the next."""
         with self._lock:
             self._running = None
             following = self._take() if self._queue.has_ready else None
@@ -315,7 +315,7 @@ def _name(turn: Turn) -> str:
 
 
 def _pass_on(turn: Turn, done: torch._C.Future[Any]) -> None:
-    """The future that an `async_execution` method returned is done."""
+    """Copies the outcome of the future that an `async_execution` method returned."""
     try:
         result = done.wait()
     except BaseException as exc:

@@ -1,8 +1,8 @@
-"""Calls of the methods of an actor, in the order in which they are made here.
+"""Calls of an actor's methods, numbered in the order in which this worker makes them.
 
 A call gets its number before it is encoded and sent. Either step may fail, and a sent call may be lost with its
-connection; the owner must not wait for such a number. As soon as no earlier call is open, later calls tell it so (their
-*floor*). Calls that are open already need a message, which is repeated until it has arrived or the owner is lost.
+connection; the owner must not wait for such a number. Once no earlier call is open, the *floor* of later calls tells
+the owner. If later calls are already open, a message does, which is retried until it arrives or the owner is lost.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from rpcdist.rpc._rref.shell import RRefShell
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.rpc.future import Future
 
-TellOver = Callable[[int, tuple[int, ...]], Future[Any]]
-"""Tells the owner that calls (stream, numbers) are over."""
+ReportEnded = Callable[[int, tuple[int, ...]], Future[Any]]
+"""Sends the owner the (stream, numbers) of ended calls."""
 
 
 class CallOrder:
-    """The numbers of one process's calls of one actor. Any thread may use it.
+    """Numbers this process's calls of one actor; thread-safe.
 
     Args:
-        stream: of these numbers; higher than that of an earlier `CallOrder` of the same actor.
+        stream: the id of this sequence of numbers; higher than that of any earlier `CallOrder` for the same actor.
     """
 
     def __init__(self, stream: int) -> None:
         self._stream = stream
-        self._lock = threading.Lock()  # around the rest; never held while something is sent
+        self._lock = threading.Lock()  # guards the rest; never held while sending
         self._next = 0
         self._open: dict[int, None] = {}
-        self._over: list[int] = []  # not told yet
-        self._is_telling = False
+        self._over: list[int] = []  # not reported yet
+        self._is_reporting = False
 
     def begin(self) -> CallNumber:
         """Numbers a call; `end` must follow."""
@@ -52,42 +52,42 @@ class CallOrder:
             self._open[number] = None
             return CallNumber(self._stream, number, next(iter(self._open)))
 
-    def end(self, number: int, is_answered: bool, tell: TellOver) -> None:
-        """A call has ended.
+    def end(self, number: int, is_answered: bool, report: ReportEnded) -> None:
+        """Records that a call has ended.
 
         Args:
-            is_answered: the owner has certainly seen it: it gave a result.
-            tell: how to tell the owner; called if it might wait for this number.
+            is_answered: whether the owner has returned a result, and so has certainly seen the call.
+            report: called if the owner might still wait for this number.
         """
         with self._lock:
             del self._open[number]
             if not self._open:
-                self._over.clear()  # the floor of the next call says it
+                self._over.clear()  # the floor of the next call reports them
             elif not is_answered:
                 self._over.append(number)
-            if not self._over or self._is_telling:
+            if not self._over or self._is_reporting:
                 return
-            self._is_telling = True
-        self._tell(tell)
+            self._is_reporting = True
+        self._report(report)
 
-    def _tell(self, tell: TellOver) -> None:
+    def _report(self, report: ReportEnded) -> None:
         with self._lock:
             if not self._over:
-                self._is_telling = False
+                self._is_reporting = False
                 return
             numbers, self._over = tuple(self._over), []
         try:
-            told = tell(self._stream, numbers)
-        except Exception:  # the owner is lost, or RPC ends here: the calls that are open fail by that
+            sent = report(self._stream, numbers)
+        except Exception:  # the owner is lost, or RPC shuts down: then the open calls fail anyway
             with self._lock:
-                self._is_telling = False
+                self._is_reporting = False
             return
-        told.is_quiet = True
-        told._when_done(lambda _: self._tell(tell))
+        sent.is_quiet = True
+        sent._when_done(lambda _: self._report(report))
 
 
 class SerialCalls:
-    """One per agent; any thread may use it."""
+    """Makes this worker's calls of actors' methods; thread-safe."""
 
     def __init__(self, rrefs: RRefShell, caller: Caller, retries: Retries) -> None:
         self._rrefs = rrefs
@@ -98,7 +98,7 @@ class SerialCalls:
         self._orders: weakref.WeakValueDictionary[RRefId, CallOrder] = weakref.WeakValueDictionary()
 
     def order_of(self, rref: RRefId) -> CallOrder:
-        """Of an actor's calls. All references to the actor share it, as long as any of them, or a call, lives."""
+        """Returns the actor's `CallOrder`, which all references to the actor share and, with open calls, keep alive."""
         with self._lock:
             order = self._orders.get(rref)
             if order is None:
@@ -118,10 +118,10 @@ class SerialCalls:
         """Calls a method in its turn.
 
         Args:
-            rref: the reference; kept until the call has ended.
+            rref: the reference; kept alive until the call has ended.
             mode: see `rpcdist.rpc._rref.proxied.Mode`.
-            timeout_s: limit of the call, the wait for its turn included.
-            remote: for the mode of that name.
+            timeout_s: limit for the call, including the wait for its turn.
+            remote: makes the call in mode "remote".
         """
         state = self._rrefs.check_sharable(rref)
         owner = self._rrefs.owner_of(state)
@@ -130,7 +130,7 @@ class SerialCalls:
         number = order.begin()
         arguments: tuple[Any, ...] = (tuple(number), method, args, kwargs)
         on: Handle | None = rref._handle if state.id != state.rref else None
-        if on is None:  # made here from a value: the tables of references need not list it, so a call cannot name it
+        if on is None:  # made here from a value: it may not be in the reference tables, so send it as an argument
             arguments = (rref, *arguments)
         end = partial(self._end, order, number.number, owner, rref)
         try:

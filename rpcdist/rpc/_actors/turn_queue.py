@@ -1,11 +1,11 @@
 """The order of calls at one actor. Pure: no clock, no threads, no sockets.
 
-A caller numbers its calls of one actor from 0; a *stream* of numbers ends when the caller holds no reference to the
-actor any more, and a later one has a higher number itself. Calls arrive in any order. One is ready when every earlier
-call of its stream has arrived, or will never come: because it is below the *floor* that a later call brings along (the
-caller has seen the end of all below it), or because the caller says that it is *over*.
+A caller numbers its calls of an actor from 0. Such a *stream* of numbers ends when the caller drops its last reference
+to the actor; later streams have higher stream numbers. Calls may arrive in any order. A call is ready when every
+earlier call of its stream has arrived or will never arrive. The latter is known if the call is below the *floor* in a
+later call (all calls below it have ended at the caller), or if the caller reports that it is *over*.
 
-Callers take turns: one that floods an actor delays the calls of another by one call at a time.
+Callers take turns, so a caller that floods an actor delays each call of another caller by at most one call.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ C = TypeVar("C", bound=Hashable)
 T = TypeVar("T")
 
 MAX_WAITING: Final = 1 << 16
-"""So many calls of one caller may wait at one actor, since they hold memory of the owner; further ones are refused."""
+"""How many calls of one caller may wait at one actor. This bounds the owner's memory; further calls are refused."""
 
 
 class CallNumber(NamedTuple):
-    """Which call of its caller one is.
+    """A caller's number for one of its calls.
 
     Attributes:
-        stream: of the caller's numbers for this actor.
-        number: of the call, from 0.
-        floor: every call with a lower number has ended for the caller.
+        stream: the caller's stream of numbers for this actor.
+        number: the call's number in the stream, from 0.
+        floor: every call with a lower number has ended at the caller.
     """
 
     stream: int
@@ -39,17 +39,17 @@ class CallNumber(NamedTuple):
 
     @classmethod
     def checked(cls, parts: object) -> CallNumber:
-        """A number from a peer; raises `RpcdistError` if it is none."""
+        """Validates a number from a peer; raises `RpcdistError`."""
         if type(parts) is tuple and len(parts) == 3:
             stream, number, floor = parts
             if type(stream) is int and type(number) is int and type(floor) is int:
                 if stream >= 0 and 0 <= floor <= number:
                     return cls(stream, number, floor)
-        raise RpcdistError(f"the order of a call to an actor is three numbers, but not {abridged(parts)}")
+        raise RpcdistError(f"the order of a call to an actor must be (stream, number, floor), not {abridged(parts)}")
 
 
 class _CallerQueue(Generic[T]):
-    """One caller: `next` is the lowest number that is waited for, `early` has what arrived before its turn."""
+    """One caller's calls: `next` is the lowest missing number; `early` has the calls that arrived before it."""
 
     __slots__ = ("early", "is_listed", "next", "numbers", "over", "ready", "stream")
 
@@ -60,7 +60,7 @@ class _CallerQueue(Generic[T]):
         self.numbers: list[int] = []  # of `early`, as a heap: a look at all for each call would take long
         self.over: set[int] = set()
         self.ready: deque[T] = deque()
-        self.is_listed = False  # among those that have calls which are ready
+        self.is_listed = False  # in the list of callers with ready calls
 
     def advance(self) -> None:
         while True:
@@ -72,7 +72,7 @@ class _CallerQueue(Generic[T]):
             self.next += 1
 
     def raise_floor(self, floor: int) -> None:
-        """The queue does not wait for numbers below; calls of those numbers that have arrived go first."""
+        """Stops waiting for numbers below `floor`; arrived calls below it become ready first."""
         if floor > self.next:
             while self.numbers and self.numbers[0] < floor:
                 self.ready.append(self.early.pop(heappop(self.numbers)))
@@ -90,14 +90,14 @@ class _CallerQueue(Generic[T]):
 
 
 class TurnQueue(Generic[C, T]):
-    """The calls that wait at one actor, by caller. Not thread-safe."""
+    """The waiting calls of one actor, by caller. Not thread-safe."""
 
     def __init__(self) -> None:
         self._callers: dict[C, _CallerQueue[T]] = {}
         self._ready: deque[_CallerQueue[T]] = deque()
 
     def __len__(self) -> int:
-        """How many calls are ready."""
+        """The number of ready calls."""
         return sum(len(caller.ready) for caller in list(self._ready))
 
     @property
@@ -107,7 +107,7 @@ class TurnQueue(Generic[C, T]):
 
     @property
     def callers(self) -> list[C]:
-        """Those that have called, and are not gone."""
+        """The callers so far, except those that are gone."""
         return list(self._callers)
 
     def __repr__(self) -> str:
@@ -115,15 +115,15 @@ class TurnQueue(Generic[C, T]):
         return f"<TurnQueue {len(self)} ready, {early} early, of {len(self._callers)} callers>"
 
     def arrive(self, who: C, number: CallNumber, turn: T) -> None:
-        """A call has come. Raises `Overloaded` if its caller has too many here; the call counts as over then."""
+        """Queues an arrived call. If its caller has too many here, counts it as over and raises `Overloaded`."""
         caller = self._caller(who, number.stream, number.floor)
         if len(caller.ready) + len(caller.early) >= MAX_WAITING:
             self.over(who, number.stream, (number.number,))
             raise Overloaded(
-                f"{MAX_WAITING} calls of one caller wait at this actor already; wait for results before you make more"
+                f"{MAX_WAITING} calls of this caller already wait at the actor; wait for results before you make more"
             )
         if number.stream < caller.stream or number.number < caller.next or number.number in caller.early:
-            caller.ready.append(turn)  # the caller has given it up, so nobody can tell the order
+            caller.ready.append(turn)  # it has ended at the caller, so its order does not matter
         else:
             caller.early[number.number] = turn
             heappush(caller.numbers, number.number)
@@ -131,15 +131,13 @@ class TurnQueue(Generic[C, T]):
         self._list(caller)
 
     def join(self, who: C, turn: T) -> None:
-        """A call without a number has come: it is ready."""
+        """Queues an arrived call without a number, which is ready at once."""
         caller = self._caller(who, 0, 0)
         caller.ready.append(turn)
         self._list(caller)
 
     def pass_by(self, who: C, number: CallNumber) -> bool:
-        """Whether a call that has come need not queue up, as it is the next of its caller and nobody waits; the same as
-        `arrive` and `take`, in less time.
-        """
+        """A faster `arrive` and `take` if the call is its caller's next and no other waits; otherwise False."""
         caller = self._callers.get(who)
         if caller is None or self._ready or number.number != caller.next or number.stream != caller.stream:
             return False
@@ -149,7 +147,7 @@ class TurnQueue(Generic[C, T]):
         return True
 
     def over(self, who: C, stream: int, numbers: Iterable[int]) -> None:
-        """These calls have ended for their caller, and may never come. The caller may be unknown until now."""
+        """Records that these calls have ended at the caller, perhaps an unknown one, and may never arrive."""
         caller = self._caller(who, stream, 0)
         if stream < caller.stream:
             return
@@ -158,14 +156,14 @@ class TurnQueue(Generic[C, T]):
         self._list(caller)
 
     def gone(self, who: C) -> None:
-        """The caller is dead: no more calls of it come, and those that have come wait for no others."""
+        """Removes a dead caller: its arrived calls are ready, since no other of its calls will arrive."""
         caller = self._callers.pop(who, None)
         if caller is not None:
             caller.raise_floor(max(caller.early, default=-1) + 1)
             self._list(caller)
 
     def take(self) -> T | None:
-        """The call whose turn it is; None if none is ready."""
+        """Removes and returns the next call; None if none is ready."""
         if not self._ready:
             return None
         caller = self._ready.popleft()

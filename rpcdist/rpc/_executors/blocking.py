@@ -1,7 +1,5 @@
-"""A thread of the worker pool, and how code that is about to wait says so, wherever it runs.
-
-The pool then counts the thread as free to be replaced. On the thread of an event loop such code is refused: the error
-names its asynchronous form, `step_async` of `step`, which is made here.
+"""The pool's threads, `blocking()` to mark a wait so that the pool can add a thread, and guards against blocking in an
+event loop: `off_loop` refuses to run there and names the asynchronous form, which `async_form` makes.
 """
 
 from __future__ import annotations
@@ -26,9 +24,9 @@ HAS_THREAD_CLOCK: Final = hasattr(time, "pthread_getcpuclockid")
 
 
 def new_baton() -> LockType:
-    """A lock that is held from the beginning: a thread parks by acquiring it, and a release wakes the thread.
+    """Returns an acquired lock: a thread parks by acquiring it, and a release wakes the thread.
 
-    One per thread: a condition that all share would wake several for one job, and each wake-up would contend for it.
+    Each thread has its own; a shared condition would wake several threads for one job, which would then contend for it.
     """
     baton = allocate_lock()
     baton.acquire()
@@ -39,12 +37,12 @@ class WorkerThread:
     """The state of one thread of the pool.
 
     Attributes:
-        thread: the thread; `work` is what it runs, and gets this object.
-        baton: the thread parks on it.
-        ended: held until the thread has left the pool.
-        job: what it runs now, or None.
-        blocked: how many `blocking` blocks it is in.
-        is_lent: it does not belong to the pool for now.
+        thread: runs `work(self)`.
+        baton: the lock that the thread parks on.
+        ended: a lock held until the thread has left the pool.
+        job: the running function, or None.
+        blocked: how many `blocking` blocks the thread is in.
+        is_lent: whether the thread is lent, and so not part of the pool now.
     """
 
     __slots__ = ("_clock", "arguments", "baton", "blocked", "ended", "is_lent", "job", "thread")
@@ -60,13 +58,13 @@ class WorkerThread:
         self.thread = threading.Thread(target=work, args=(self,), name=name, daemon=True)
 
     def begin(self) -> None:
-        """The thread calls it first, itself: asking for the clock of a thread that has ended may crash the process."""
+        """Must run on the thread itself: asking for the clock of a thread that has ended may crash the process."""
         unblock_signals()
         if HAS_THREAD_CLOCK:
             self._clock = time.pthread_getcpuclockid(threading.get_ident())
 
     def cpu_s(self) -> float:
-        """Processor time that the thread has used, in seconds; 0 where the system does not tell."""
+        """CPU time that the thread has used, in seconds; 0 if unknown."""
         if self._clock is None:
             return 0.0
         try:
@@ -76,9 +74,9 @@ class WorkerThread:
 
 
 class _ThreadHooks(threading.local):
-    """The functions to call around a wait on this thread; None on threads that belong to no pool.
+    """Functions to call before and after a wait on this thread; None outside a pool.
 
-    `reads_jobs` is set while a pool's thread reads its next job; `worker` is what the pool knows of its thread.
+    `reads_jobs` is set while a pool thread reads its next job; `worker` is the state of a pool thread.
     """
 
     enter: Hook | None = None
@@ -91,7 +89,7 @@ hooks = _ThreadHooks()
 
 
 def set_hooks(enter: Hook, leave: Hook) -> None:
-    """Has `enter` and `leave` called around each `blocking` block of this thread, nested ones included."""
+    """Makes each `blocking` block of this thread, nested ones included, call `enter` and `leave`."""
     hooks.enter, hooks.leave = enter, leave
 
 
@@ -102,7 +100,7 @@ def forget_hooks() -> None:
 
 @contextlib.contextmanager
 def blocking() -> Iterator[None]:
-    """While it lasts, this thread does not count as running, so that another one may run immediately."""
+    """Inside, this thread does not count as running, so the pool may run another one at once."""
     enter, leave = hooks.enter, hooks.leave
     if enter is None or leave is None:
         yield
@@ -119,11 +117,11 @@ R = TypeVar("R")
 
 
 def off_loop(instead: str, what: str = "") -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Mark a function that blocks: on the thread of an event loop it raises `BlockingInLoop`, and has done nothing.
+    """Makes a blocking function raise `BlockingInLoop`, before it does anything, if an event loop runs on this thread.
 
     Args:
-        instead: what can be written there, for example "await server.step_async(...)".
-        what: the function's name for the error, where users know it by another one.
+        instead: what to write there, for example "await server.step_async(...)".
+        what: the name for the error, if users know the function by another one.
     """
 
     def mark(function: Callable[P, R]) -> Callable[P, R]:
@@ -139,16 +137,16 @@ def off_loop(instead: str, what: str = "") -> Callable[[Callable[P, R]], Callabl
 
 
 def async_form(function: Callable[P, R]) -> Callable[P, Coroutine[Any, Any, R]]:
-    """The same for coroutines: it runs on a thread of its own, and the event loop goes on.
+    """Returns a coroutine function that runs `function` on a new thread.
 
-    It sees the context of the task, an autograd context included, and torch's state of the thread (`no_grad`). When the
-    task is cancelled, it goes on beside it until its own limit, and its result is dropped.
+    The function sees the task's context variables, autograd context included, and its torch state (`no_grad`). If the
+    task is cancelled, the function keeps running until its own time limit, and its result is dropped.
     """
     is_method = "." in function.__qualname__
 
     @functools.wraps(function)
     async def form(*args: P.args, **kwargs: P.kwargs) -> R:
-        # The method of a subclass, where there is one.
+        # A subclass may override the method.
         found = partial(getattr(args[0], function.__name__), *args[1:]) if is_method else partial(function, *args)
         state = StateSlot()
         state.copy_current()
@@ -157,5 +155,5 @@ def async_form(function: Callable[P, R]) -> Callable[P, Coroutine[Any, Any, R]]:
         )
 
     form.__name__, form.__qualname__ = f"{function.__name__}_async", f"{function.__qualname__}_async"
-    form.__doc__ = f"`{function.__name__}` for coroutines, on a thread; it goes on there if the task is cancelled."
+    form.__doc__ = f"`{function.__name__}` for coroutines, on a thread; keeps running there if the task is cancelled."
     return form

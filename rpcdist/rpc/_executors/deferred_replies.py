@@ -1,10 +1,10 @@
-"""Replies that jobs leave to the thread that runs them, and those that wait so that one write takes them all.
+"""Replies that the pool thread sends after its job, and answers held back so that one write sends many.
 
-In a burst, a write for each answer costs more than the calls: its system call wakes the caller for one answer, and
-gives the interpreter's lock away in the middle of the work. So a thread with more jobs before it leaves its answer in
-the queue of the session, and writes when it runs out of jobs, when enough answers wait, or when the first one has
-waited too long. The job that it runs next may take any time, though: the pool's monitor writes what it finds held at
-each tick, and a job that is about to wait writes first.
+In a burst, one write per answer costs more than the calls: its system call wakes the caller for a single answer, and
+releases the GIL in the middle of the work. So if more jobs wait, a thread only queues its answer in the session. It
+writes when it runs out of jobs, when enough answers are held, or when the first one has waited too long. Since the next
+job may run for any time, the pool's monitor also writes held answers at each tick, and a job writes them before it
+waits.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ MAX_HELD: Final = 16
 
 
 class DeferredReply(NamedTuple):
-    """The value by which a job leaves its answer to the thread of the pool that runs it.
+    """Returned by a job to have its pool thread send its answer.
 
     Attributes:
-        answers: the functions that send the job's answer, and others that were ready by it.
-        session: where they go, and where the next job will probably come from.
-        is_long: sending takes a while, in which the thread runs no code of users.
+        answers: functions that send the job's answer, and others that became ready with it.
+        session: where the answers go, and where the next job will probably come from.
+        is_long: sending takes a while, and runs no user code.
     """
 
     answers: list[Callable[[], object]]
@@ -33,7 +33,7 @@ class DeferredReply(NamedTuple):
     is_long: bool = False
 
     def send(self) -> None:
-        """Sends all of them, also those after one that raises; called once, whatever happens."""
+        """Sends all answers, even if one raises; called exactly once."""
         problem: BaseException | None = None
         while self.answers:
             try:
@@ -45,14 +45,14 @@ class DeferredReply(NamedTuple):
 
 
 class HeldAnswers:
-    """Those of one pool; any thread may call any of it.
+    """The held-back answers of one pool; thread-safe.
 
     Args:
-        on_held: called after each answer that was held back, when it can be found by `write`.
-        on_error: told what went wrong while an answer was sent or written; `write` goes on.
+        on_held: called after an answer was held back, once `write` can find it.
+        on_error: called with an error in sending or writing an answer; `write` continues.
 
     Invariant:
-        A session in which an answer is queued is in the set, or on a thread that is about to flush it.
+        A session with a queued answer is in the set, or a thread is about to flush it.
     """
 
     def __init__(
@@ -61,21 +61,21 @@ class HeldAnswers:
         self._on_held = on_held
         self._on_error = on_error
         self._sinks: set[AnySession] = set()  # changed by single operations, which are atomic in CPython
-        self._num_held = 0  # roughly: threads that count at once may miss one
+        self._num_held = 0  # approximate: concurrent increments may lose one
         self._since = 0.0
 
     def __bool__(self) -> bool:
         return bool(self._sinks)
 
     def hold(self, sink: AnySession, answer: Callable[[], object]) -> None:
-        """Sends an answer; it is written now, or with the next ones."""
+        """Queues an answer, and writes it now or with the next ones."""
         try:
             sink.hold_back(answer)
         except BaseException as error:
             self._on_error(error, answer)
         if not self._sinks:
             self._num_held, self._since = 0, time.monotonic()
-        self._sinks.add(sink)  # after the answer was queued: a thread that finds the sink writes it
+        self._sinks.add(sink)  # after queueing: a thread that finds the sink flushes it
         self._num_held += 1
         if self._num_held >= MAX_HELD or time.monotonic() - self._since >= ANSWER_HOLD_S:
             self.write()
@@ -83,7 +83,7 @@ class HeldAnswers:
             self._on_held()
 
     def write(self) -> None:
-        """Writes all that is held."""
+        """Writes all held answers."""
         while self._sinks:
             try:
                 sink = self._sinks.pop()
@@ -95,5 +95,5 @@ class HeldAnswers:
                 self._on_error(error, sink.flush)
 
     def after_fork_in_child(self) -> None:
-        """The connections are the parent's."""
+        """Forgets the sessions: they belong to the parent."""
         self._sinks = set()

@@ -1,8 +1,8 @@
-"""Jobs that run on one thread, from the first to the last: those of an actor, whose objects may belong to a thread.
+"""Runs all jobs of an actor on one thread, because the actor's objects may be bound to a thread.
 
-The thread is lent by the pool, with the first job, and goes back when the lane is closed: one that runs what blocks, or
-waits for another lane, holds up nobody else. While it has nothing to do it reads for a moment where its last job came
-from, as threads of the pool do, so that a call which follows another costs no change of thread.
+The pool lends the thread with the first job, and gets it back when the lane is closed, so a lane that blocks or waits
+for another lane delays no other work. An idle lane briefly reads from its last job's session, like the pool's threads,
+so that the next call needs no thread switch.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from rpcdist.time_limits import POOL_LEAD_S
 
 
 class Lane:
-    """See the module. Any thread may call any method; none of them waits."""
+    """Runs jobs in order on one lent thread. Any thread may call any method; none of them waits."""
 
     def __init__(self, pool: ThreadPool) -> None:
         self._pool = pool
         self._jobs: deque[tuple[Callable[..., object], tuple[object, ...]]] = deque()
-        self._lock = threading.Lock()  # around the three below
+        self._lock = threading.Lock()  # guards the next three
         self._is_started = False
         self._is_parked = False
         self._is_closed = False
@@ -35,21 +35,21 @@ class Lane:
 
     @property
     def is_here(self) -> bool:
-        """Whether this is its thread."""
+        """Whether the caller runs on the lane's thread."""
         return get_ident() == self._thread
 
     @property
     def is_free(self) -> bool:
-        """Whether its thread runs nothing now: a job need not wait for others."""
+        """Whether the thread is idle, so that a job could run at once."""
         return not self._jobs and (self._is_parked or self._led is not None)
 
     def submit(self, function: Callable[..., object], *arguments: object) -> None:
-        """Has `function(*arguments)` called after the jobs before it; once the lane is closed, on any thread.
+        """Queues `function(*arguments)` after the earlier jobs; if the lane is closed, on any thread of the pool.
 
         Raises:
-            PoolExhausted: the pool can lend no thread. Otherwise as `ThreadPool.submit`.
+            PoolExhausted: the pool can lend no thread. See `ThreadPool.submit` for others.
         """
-        if self.is_here:  # it looks for jobs before it parks or ends
+        if self.is_here:  # this thread checks for jobs before it parks or ends
             self._jobs.append((function, arguments))
             return
         with self._lock:
@@ -69,7 +69,7 @@ class Lane:
             self._wake(is_parked)
 
     def close(self, last: Callable[[], object] | None = None) -> None:
-        """Lets the thread go after the jobs that it has, and `last`; without a thread, `last` runs here. Idempotent."""
+        """Returns the thread after its queued jobs and `last`; without a thread, runs `last` here. Idempotent."""
         with self._lock:
             has_thread = self._is_started and not self._is_closed
             if last is not None and has_thread:
@@ -104,7 +104,7 @@ class Lane:
 
     def _next(self) -> tuple[Callable[..., object], tuple[object, ...]] | None:
         while True:
-            if self._jobs:  # which nobody else takes
+            if self._jobs:  # only this thread takes them
                 return self._jobs.popleft()
             with self._lock:
                 if self._jobs:
@@ -115,7 +115,7 @@ class Lane:
             self._baton.acquire()
 
     def _answer(self, deferred: DeferredReply) -> None:
-        """Sends an answer, and reads the next job where the last one came from, unless there is one."""
+        """Sends an answer, and, if no job is queued, reads the next one from the same session."""
         if deferred.is_long or not self._has_nothing_to_do():
             self._pool.answer_now(deferred)
             return

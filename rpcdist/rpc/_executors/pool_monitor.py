@@ -1,6 +1,6 @@
-"""The thread that watches a worker pool while jobs wait in its queue, and sleeps otherwise.
+"""A thread that watches a worker pool while jobs are queued, and sleeps otherwise.
 
-The decision how many threads to start is pure: `threads_to_start`, and `LoadHistory` between two samples.
+`threads_to_start` and `LoadHistory` decide how many threads to start; both are pure.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from rpcdist.rpc._executors.blocking import new_baton
 from rpcdist.time_limits import POLL_S, POOL_STALL_S
 
 MAX_BURST: Final = 64
-BUSY_SHARE: Final = 0.2  # threads that used less processor time than this, together, only wait
-LINGER_TICKS: Final = 2  # it goes on sampling for so many ticks after the queue was empty: a burst wakes it once
+BUSY_SHARE: Final = 0.2  # if the threads together used less CPU time than this, they only wait
+LINGER_TICKS: Final = 2  # keep sampling this long after the queue is empty, so that a burst wakes the monitor once
 
 
 class PoolSample(NamedTuple):
     """A snapshot of the pool, with at least one job in its queue.
 
     Attributes:
-        at: when it was taken, in monotonic seconds.
-        oldest_at: when the oldest of the queued jobs was submitted, in monotonic seconds.
-        running: threads that run a job and have not said that they wait.
+        at: when the sample was taken, in monotonic seconds.
+        oldest_at: when the oldest queued job was submitted, in monotonic seconds.
+        running: threads that run a job and are not in `blocking()`.
         has_progress: whether a job has ended since the last sample.
     """
 
@@ -40,14 +40,14 @@ class PoolSample(NamedTuple):
 def threads_to_start(
     *, queued: int, oldest_s: float, running: int, stalled_s: float, burst: int, num_cores: int
 ) -> int:
-    """How many idle or new threads to set to work now (rule 3 of the pool).
+    """Returns how many idle or new threads to start now (rule 3 of the pool).
 
     Args:
         oldest_s: how long the oldest queued job has waited.
-        running: threads that run a job and have not said that they wait.
+        running: threads that run a job and are not in `blocking()`.
         stalled_s: seconds since a job ended or the monitor started a thread.
         burst: threads to start at a stall.
-        num_cores: threads that may run before the stall rule counts.
+        num_cores: threads that may run before the stall rule applies.
     """
     if queued == 0:
         return 0
@@ -64,14 +64,14 @@ class LoadHistory:
     """The state that the monitor keeps between two samples.
 
     Args:
-        cpu_s: the processor time that the pool's threads have used so far, in seconds; None where the system does not
-            tell. Asked for at stalls only, since it costs a system call per thread.
-        num_cores: threads that may run before the stall rule counts.
-        stall_limit_s: a pool at its cap in which no job ends for so long is exhausted.
+        cpu_s: returns the CPU time that the pool's threads have used, in seconds; None if the system cannot tell.
+            Called at stalls only, since it costs a system call per thread.
+        num_cores: threads that may run before the stall rule applies.
+        stall_limit_s: a pool at its cap is exhausted if no job ends for this long.
         now: monotonic seconds.
 
     Attributes:
-        last_progress: when a job ended last, as far as samples tell.
+        last_progress: the last sample that saw a job end, in monotonic seconds.
     """
 
     def __init__(
@@ -84,14 +84,14 @@ class LoadHistory:
         self.restart(now)
 
     def restart(self, now: float) -> None:
-        """Forgets what was before a pause in which no job waited."""
+        """Starts over after a pause without queued jobs."""
         self.last_progress = now
-        self._last_move = now  # a job ended, or threads were started
+        self._last_move = now  # when a job ended or threads were started
         self._burst = 1
         self._cpu_s = self._read_cpu_s() if self._read_cpu_s is not None else 0.0
 
     def num_to_start(self, sample: PoolSample) -> int:
-        """How many threads to start now; the caller is expected to start them."""
+        """Returns how many threads the caller must start now."""
         now = sample.at
         if sample.has_progress:
             self.last_progress = self._last_move = now
@@ -112,7 +112,7 @@ class LoadHistory:
         return wanted
 
     def _choose_burst(self, elapsed_s: float) -> None:
-        """Doubles the burst while the threads only wait. Busy ones get one at a time: each brings an OpenMP team."""
+        """Doubles the burst while the threads only wait; otherwise 1, because each thread brings an OpenMP team."""
         if self._read_cpu_s is None:
             return
         cpu_s = self._read_cpu_s()
@@ -121,23 +121,22 @@ class LoadHistory:
         self._cpu_s = cpu_s
 
     def is_exhausted(self, sample: PoolSample) -> bool:
-        """Whether the pool is at its cap and no job ends (rule 4 of the pool)."""
+        """Whether the pool is at its cap and no job ends (rule 5 of the pool)."""
         return sample.num_threads >= self._max_threads and sample.at - self.last_progress >= self._stall_limit_s
 
 
 class PoolMonitor:
-    """Any thread may wake it; the first wake starts its thread.
+    """Samples a pool on its own thread. Any thread may wake it; the first wake starts the thread.
 
     Args:
-        look: acts on the state of the pool; returns whether a job waits in its queue.
+        look: acts on the state of the pool; returns whether jobs are queued.
         must_stay: whether the monitor must stay awake: jobs or answers wait, or the pool is closing.
-        is_drained: whether the pool is closing, and neither jobs nor answers wait any more: the monitor ends.
-        restart: is called after a pause in which no job waited, with the time in monotonic seconds.
+        is_drained: whether the monitor must end: the pool is closing, and neither jobs nor answers wait.
+        restart: called after a pause without queued jobs, with the time in monotonic seconds.
 
     Attributes:
-        sleeping: how to wake it, as the only entry, while it sleeps; empty while it samples. The thread
-            that takes the entry out wakes it: exactly one, so no lock is needed. Callers may look at it before they
-            call `wake`.
+        sleeping: has the wake-up function as its only entry while the monitor sleeps; empty while it samples. Only the
+            thread that pops the entry wakes the monitor, so no lock is needed. Callers may check it before `wake`.
     """
 
     def __init__(
@@ -158,7 +157,7 @@ class PoolMonitor:
         self._is_started = False
 
     def wake(self) -> None:
-        """Has it look at the pool soon; does nothing while it is awake."""
+        """Makes the monitor sample the pool soon; does nothing if it is awake."""
         try:
             wake = self.sleeping.pop()
         except IndexError:
@@ -168,10 +167,10 @@ class PoolMonitor:
     def _start(self) -> None:
         try:
             self._thread.start()
-        except RuntimeError:  # the system's limit of threads; the next job tries again
+        except RuntimeError:  # the system's thread limit; the next job tries again
             self.sleeping.append(self._start)
         else:
-            self._is_started = True  # not before: `join` must not find a thread that has not begun
+            self._is_started = True  # only now: `join` must not find a thread that has not started
 
     def join(self, timeout_s: float) -> None:
         if self._is_started and self._thread is not threading.current_thread():
@@ -185,19 +184,18 @@ class PoolMonitor:
             if empty_ticks > LINGER_TICKS:
                 self._sleep(baton)
                 empty_ticks = 0
-            time.sleep(POLL_S)  # a sampling clock; nobody waits for this thread
+            time.sleep(POLL_S)  # a sampling clock; no thread waits for this one
 
     def _sleep(self, baton: LockType) -> None:
         wake = baton.release
         self.sleeping.append(wake)
-        # `submit` appends its job first and looks at `sleeping` then. Here the order is reversed, so one of the two
-        # sees what the other did.
+        # `submit` appends its job and then checks `sleeping`; here the order is reversed, so one sees the other.
         if not (self._must_stay() and self._withdraw(wake)):
             baton.acquire()
         self._restart(time.monotonic())
 
     def _withdraw(self, wake: Callable[[], object]) -> bool:
-        """Takes the entry back; False if another thread has it by now, and is about to call it."""
+        """Takes the entry back; False if another thread has taken it, and is about to call it."""
         try:
             self.sleeping.remove(wake)
         except ValueError:

@@ -1,25 +1,24 @@
-"""The worker pool: threads that run synchronous user functions, as many as it takes for no call to starve.
+"""The worker pool: runs synchronous user functions, and adds threads as needed so that no call starves.
 
 Rules:
- 1. `submit` never waits. A job handed to an idle thread costs one lock release (each parks on a lock of its own); while
-    a thread is running, a job is only appended to the queue, and that thread takes it when it gets there.
- 2. A thread that will wait and says so (`blocking()`: our own `Future.wait`) does not count as running from then on,
-    nor does one that copies a large answer.
- 3. Other waits of a job (`torch.futures.wait_all` waits in C++) cannot be seen from inside. A monitor samples while
-    jobs are queued, and `threads_to_start` decides: up to one thread a core when the oldest job has waited for 1 ms;
-    beyond that one more whenever no job has ended for 5 ms, in doubling bursts while the threads use no processor time.
- 4. A job may return a `DeferredReply`: the thread answers, and then reads from where the job came, for a moment. The
-    thread counts as blocked while it sleeps there. It runs calls that it reads, so a call costs no change of thread.
-    While more jobs wait, answers are held back for a moment and written together (`HeldAnswers`).
- 5. At the cap, with nothing ending for `stall_limit_s`, an error is logged that names the option, and the jobs that
-    have waited that long are handed to `on_exhausted`, so that their callers get an answer.
- 6. A thread may be lent for longer to work that must stay on one thread: an actor (`Lane`), or a generator that waits
-    for its consumer. It counts neither as running nor for the cap then, so others take its place; as many as the cap
-    may be lent at once.
- 7. No job is lost between a check and an append: a thread that parks, blocks or retires looks at the queue again.
-    The lists and sets are changed by single operations that are atomic in CPython, so there is no lock to contend for.
- 8. The jobs of each owner wait in a line of their own, in their order, and the lines take turns: no owner waits for all
-    that another one has left here.
+ 1. `submit` never waits. Handing a job to an idle thread costs one lock release (each parks on its own lock). If a
+    thread is running, the job is only queued, and that thread takes it when it gets there.
+ 2. A thread does not count as running inside `blocking()` (e.g. in `Future.wait`) or while it copies a large answer.
+ 3. The pool cannot see other waits of a job (`torch.futures.wait_all` waits in C++). So a monitor samples the pool
+ while
+    jobs are queued, and `threads_to_start` decides: up to one thread per core if the oldest job has waited for 1 ms;
+    beyond that, one more each time no job has ended for 5 ms, in doubling bursts while the threads use no CPU time.
+ 4. A job may return a `DeferredReply`. Its thread sends the answer and then briefly reads from the job's session; it
+    counts as blocked while it sleeps there. It runs the calls that it reads, so a call needs no thread switch.
+    While more jobs wait, answers are held back briefly and written together (`HeldAnswers`).
+ 5. If no job ends for `stall_limit_s` at the cap, the pool logs an error that names the option, and hands the jobs that
+    have waited that long to `on_exhausted`, so that their callers get an answer.
+ 6. A thread can be lent to work that must stay on one thread: an actor (`Lane`), or a generator that waits for its
+    consumer. A lent thread counts neither as running nor toward the cap, so another takes its place. The cap also
+    limits how many threads can be lent at once.
+ 7. No job is lost between a check and an append: a thread that parks, blocks or retires checks the queue again.
+    The lists and sets only change by single operations that are atomic in CPython, so there is no lock to contend for.
+ 8. Each owner has its own FIFO line of jobs, and the lines take turns, so one owner's backlog does not delay another.
 """
 
 from __future__ import annotations
@@ -57,22 +56,19 @@ MAX_EMPTY_LINES: Final = 256
 
 
 Job = tuple[Callable[..., object], tuple[object, ...], float]
-"""The function, its arguments, and the time of its submission (monotonic seconds)."""
+"""The function, its arguments, and when it was submitted (monotonic seconds)."""
 
 
 class JobLine(deque[Job]):
-    """Jobs that wait for a thread on behalf of one owner, in their order.
-
-    It can be a key: a line is equal to itself alone, whatever is in it.
-    """
+    """One owner's queued jobs, in order. Hashable: a line equals only itself."""
 
     __slots__ = ()
-    __hash__ = object.__hash__  # type: ignore[assignment]  # of C, as is `__eq__`: no other thread comes in between
+    __hash__ = object.__hash__  # type: ignore[assignment]  # in C, like `__eq__`: no thread switch inside
     __eq__ = object.__eq__
 
     @property
     def oldest_at(self) -> float | None:
-        """When the first job was submitted; None if there is none."""
+        """When the first job was submitted; None if the line is empty."""
         try:
             return self[0][2]
         except IndexError:
@@ -84,7 +80,7 @@ def _log_error(error: BaseException, function: Function) -> None:
 
 
 def _describe(function: Function, arguments: tuple[object, ...]) -> str:
-    return repr(function)  # not of the arguments, which may be large
+    return repr(function)  # the arguments may be large
 
 
 def _do_nothing() -> None:
@@ -92,23 +88,21 @@ def _do_nothing() -> None:
 
 
 class ThreadPool:
-    """Runs synchronous jobs in threads; see the rules above.
-
-    Each job runs in a `contextvars.Context` of its own.
+    """Runs synchronous jobs in threads, each in its own `contextvars.Context`; see the rules above.
 
     Args:
         name: the threads are called `name-N`.
         max_threads: the cap; users know it as the option `max_worker_threads`.
-        idle_s: a thread that had nothing to do for so long ends.
+        idle_s: a thread ends after being idle this long.
         stall_limit_s: rule 5.
         num_cores: rule 3; by default the number of cores that this process may use.
-        on_error: gets what a job raises, `SystemExit` included, on the job's thread; the thread goes on in any case.
-        on_exhausted: gets jobs that could not run (rule 5), on the monitor's thread; it must not block.
+        on_error: called on the job's thread with what the job raised, `SystemExit` included; the thread continues.
+        on_exhausted: called on the monitor's thread with jobs that could not run (rule 5); must not block.
         prepare: called on each thread when it starts.
-        cleanup: called after each job on its thread, to take away what a user function left behind there.
+        cleanup: called on the job's thread after each job, to undo what a user function left behind there.
         describe: names a job in messages.
-        keeps_one: whether the last thread stays, and `start` starts it: at its end, Python 3.12 starts no thread, and
-            `shutdown` may be called there.
+        keeps_one: whether `start` starts one thread that stays: Python 3.12 cannot start threads at interpreter exit,
+            when `shutdown` may be called.
     """
 
     def __init__(
@@ -143,18 +137,18 @@ class ThreadPool:
         self._lines: dict[Hashable, JobLine] = {}  # by owner: rule 8
         self._turns: OrderedDict[JobLine, None] = OrderedDict()  # the lines with jobs; the first has the next turn
         self._workers: set[WorkerThread] = set()
-        self._idle: list[WorkerThread] = []  # the one that parked last is woken first: its stack is warm, others retire
+        self._idle: list[WorkerThread] = []  # LIFO: the stack of the last one is warm, and the others can retire
         self._blocked: set[WorkerThread] = set()
         self._lent: set[WorkerThread] = set()  # rule 6
         self.num_reserved = 0
-        self._lending = threading.Lock()  # around `num_reserved`
+        self._lending = threading.Lock()  # guards `num_reserved`
         self._numbers = itertools.count()
         self._progress = False  # set after each job, cleared by the monitor
         self._refusal: Callable[[], Exception] | None = None
         self._stopping = False
         cpu_s = self._cpu_s if HAS_THREAD_CLOCK else None
         self._history = LoadHistory(cpu_s, self._num_cores, max_threads, stall_limit_s, time.monotonic())
-        self._reported_stall = -1.0  # `last_progress` of the stall that was logged: one line for each
+        self._reported_stall = -1.0  # `last_progress` of the last logged stall: each is logged once
         self._monitor = PoolMonitor(
             f"{name}-monitor",
             look=self._look,
@@ -168,14 +162,14 @@ class ThreadPool:
         register_at_exit(self.close)
 
     def start(self) -> None:
-        """Starts the thread that stays, if one does; the others are started for jobs."""
+        """Starts the thread that stays, if there is one; jobs start the others."""
         if self._keeps_one:
             self.start_one()
 
     # -- any thread ----------------------------------------------------------------------------------------------------
 
     def submit(self, function: Function, *arguments: object) -> None:
-        """Has `function(*arguments)` called on a thread of the pool; never waits.
+        """Queues `function(*arguments)` to run on a thread of the pool; never waits.
 
         Raises:
             NotInitialized: the pool is closed.
@@ -189,7 +183,7 @@ class ThreadPool:
         """Submits `(function, arguments)` pairs, in order, with one wake-up for all of them.
 
         Args:
-            owner: whose line they join (rule 8); None for that of this process.
+            owner: whose line they join (rule 8); None for this process.
         """
         if self._refusal is not None:
             raise self._refusal()
@@ -199,18 +193,18 @@ class ThreadPool:
         now = time.monotonic()
         for function, arguments in jobs:
             line.append((function, arguments, now))
-        if not line:  # none was given, or a thread has taken all
+        if not line:  # no jobs were given, or a thread has taken them all
             return
         self._turns[line] = None  # after the jobs: a thread that takes a turn and finds no job drops the turn
-        # One that is about to park looks at the queue again, so a running thread is enough.
+        # One running thread is enough: it checks the queue again before it parks.
         if len(self._workers) - len(self._idle) - len(self._blocked) <= 0:
             self.start_one()
-        elif self._monitor.sleeping and not hooks.reads_jobs:  # such a thread takes the job itself, at once
+        elif self._monitor.sleeping and not hooks.reads_jobs:  # otherwise this thread takes the job itself, at once
             self._monitor.wake()
 
     def _new_line(self, owner: Hashable) -> JobLine:
-        """A line for an owner. Empty lines go when there are many: a thread that has just found one of them gives it a
-        turn, and the turns keep it until its jobs have run.
+        """Adds a line for an owner, and drops the empty lines if there are many. If another thread is just adding jobs
+        to a dropped line, `_turns` keeps that line until its jobs have run.
         """
         if len(self._lines) >= MAX_EMPTY_LINES:
             for idle in [other for other, line in list(self._lines.items()) if not line]:
@@ -219,15 +213,15 @@ class ThreadPool:
 
     @property
     def has_queue(self) -> bool:
-        """Whether jobs wait for a thread."""
+        """Whether jobs are waiting for a thread."""
         return bool(self._turns)
 
     def _oldest_at(self) -> float | None:
-        """When the job that has waited longest was submitted; None if none waits."""
+        """When the oldest queued job was submitted; None if the queue is empty."""
         return min((at for line in list(self._turns) if (at := line.oldest_at) is not None), default=None)
 
     def facts(self) -> PoolFacts:
-        """The threads, and the queue; any thread."""
+        """Counts the threads and queued jobs; any thread."""
         threads, idle, blocked = len(self._workers), len(self._idle), len(self._blocked)
         running, queued = max(0, threads - idle - blocked), sum(map(len, list(self._turns)))
         oldest_at = self._oldest_at()
@@ -235,7 +229,7 @@ class ThreadPool:
         return PoolFacts(threads, idle, running, blocked, queued, len(self._lent), self.max_threads, oldest_s)
 
     def jobs(self) -> list[tuple[int, Function, tuple[object, ...]]]:
-        """The threads that run a job: their idents, the function and its arguments; any thread."""
+        """Lists (thread ident, function, arguments) of the running jobs; any thread."""
         found = [(worker.thread.ident, worker.job, worker.arguments) for worker in self._all_workers()]
         return [(ident, job, arguments) for ident, job, arguments in found if ident is not None and job is not None]
 
@@ -245,13 +239,13 @@ class ThreadPool:
         return f"<ThreadPool [{counts}]>"
 
     def close(self, timeout_s: float = CLOSE_LIMIT_S) -> list[str]:
-        """Takes no more jobs, lets those accepted end, and joins the threads; idempotent.
+        """Refuses new jobs, finishes the accepted ones, and joins the threads; idempotent.
 
         Args:
-            timeout_s: how long all of that may take, in seconds. Queued jobs that did not start by then never will.
+            timeout_s: limit for all of that, in seconds. Jobs still queued then are dropped.
 
         Returns:
-            What still runs or never ran, as text for humans; it is logged, too, with the places where threads hang.
+            Descriptions of the jobs that still run or never ran; they are also logged, with stack traces.
         """
         unregister_at_exit(self.close)
         if self._stopping:
@@ -275,11 +269,11 @@ class ThreadPool:
                 "the worker pool was closed after %.1f s, but %d jobs did not end and %d never ran:\n%s",
                 timeout_s, len(left), len(never_ran), self._stacks(),
             )  # fmt: skip
-        self._monitor.join(deadline.remaining_s() + THREAD_GRACE_S)  # it ends within a tick: the queue is empty now
+        self._monitor.join(deadline.remaining_s() + THREAD_GRACE_S)  # the queue is empty: it ends within a tick
         return left + never_ran
 
     def _join(self, worker: WorkerThread, deadline: Deadline) -> None:
-        """Waits for the end of a thread, which another thread may just be starting: that cannot be joined yet."""
+        """Waits until a thread ends; it may still be starting, and could not be joined then."""
         if worker.ended.acquire(timeout=min(deadline.remaining_s(), threading.TIMEOUT_MAX)):
             worker.ended.release()
             if worker.thread.ident is not None:
@@ -296,13 +290,13 @@ class ThreadPool:
         return True
 
     def start_one(self) -> bool:
-        """Sets one more thread to work: an idle one, or a new one; False at the cap, or where the system refuses."""
+        """Wakes an idle thread or starts a new one; False at the cap, or if the system refuses."""
         return self._wake_idle() or self._spawn()
 
     def _spawn(self) -> bool:
         worker = WorkerThread(self._work, f"{self.name}-{next(self._numbers)}")
-        # Added first and counted then: of two threads that spawn at once at the cap, both may give up, but the cap
-        # holds; the monitor makes good for a thread too few.
+        # Added first, then counted: if two threads spawn at once at the cap, both may fail, but the cap holds. The
+        # monitor starts the missing thread.
         self._workers.add(worker)
         if len(self._workers) > self.max_threads:
             self._workers.discard(worker)
@@ -317,8 +311,8 @@ class ThreadPool:
             if not self._is_start_failure_logged:
                 self._is_start_failure_logged = True
                 logger.exception(
-                    "the system refuses another thread (%d run here); jobs wait. Unless the process ends: raise its "
-                    "limit (`ulimit -u`), or lower the option max_worker_threads",
+                    "the system refused to start a worker thread (%d run); queued jobs wait. Unless the process is "
+                    "exiting, raise its thread limit (`ulimit -u`) or lower the option max_worker_threads",
                     len(self._workers),
                 )
             self._monitor.wake()
@@ -340,7 +334,7 @@ class ThreadPool:
                     turns[line] = None
                 del line
             except LookupError:
-                if turns:  # it was only the turn of a line whose last job another thread has taken
+                if turns:  # only this line was empty: another thread has taken its last job
                     continue
                 if held:
                     held.write()
@@ -348,9 +342,9 @@ class ThreadPool:
                     continue
                 return
             if turns and self._monitor.sleeping:
-                self._monitor.wake()  # more than one job came for the one thread that was woken
+                self._monitor.wake()  # more jobs arrived than threads were woken
             deferred = self._run(worker, function, arguments)
-            del function, arguments  # an idle thread must not keep values alive
+            del function, arguments  # an idle thread must not keep them alive
             if deferred is not None:
                 answer: Function = deferred.send
                 if deferred.is_long:
@@ -361,18 +355,17 @@ class ThreadPool:
                 elif not deferred.is_long:
                     held.hold(deferred.session, answer)
                 del deferred, answer
-            self._progress = True  # after the cleanup: a job counts as ended when its thread takes the next one
+            self._progress = True  # after the cleanup: a job has ended when its thread can take the next one
 
     def _run(self, worker: WorkerThread, function: Function, arguments: tuple[object, ...]) -> DeferredReply | None:
-        """Runs one job on its thread; returns the reply that it has left to the thread."""
+        """Runs one job; returns the reply that the thread must send, if any."""
         result: object = None
         worker.arguments = arguments
         worker.job = function
         try:
-            # A fresh context for each job: a deadline or an autograd context that one leaves set must not be seen by
-            # the next one on this thread.
+            # A fresh context: the next job must not see a deadline or autograd context that this one leaves set.
             result = self._new_context().run(function, *arguments)
-        except BaseException as error:  # `SystemExit` of a user function ends the job, not a thread of the pool
+        except BaseException as error:  # `SystemExit` in a user function ends the job, not the thread
             self.report(error, function)
         worker.arguments = ()
         del arguments
@@ -384,30 +377,30 @@ class ThreadPool:
     # -- lent threads --------------------------------------------------------------------------------------------------
 
     def reserve(self) -> None:
-        """Says that a thread will be `lent`; `give_back` must follow when it is not any more.
+        """Reserves a thread to be `lent`; `give_back` must follow.
 
         Raises:
-            PoolExhausted: as many are lent as the pool may have threads.
+            PoolExhausted: `max_threads` threads are reserved already.
         """
         with self._lending:
             if self.num_reserved >= self.max_threads:
                 raise PoolExhausted(
-                    f"{self.max_threads} threads are in use already: an actor keeps one for its lifetime, and the "
-                    "stream of a plain generator while it waits for its consumer. Raise the option "
-                    "max_worker_threads, or make the generators `async def`, which need no thread."
+                    f"all {self.max_threads} threads are in use: each actor keeps one for its lifetime, and each plain "
+                    "generator one while it waits for its consumer. Raise the option max_worker_threads, or use "
+                    "`async def` generators, which need no thread."
                 )
             self.num_reserved += 1
 
     def give_back(self) -> None:
-        """Ends what `reserve` began."""
+        """Undoes `reserve`."""
         with self._lending:
             self.num_reserved -= 1
 
     @contextlib.contextmanager
     def lent(self) -> Iterator[None]:
-        """While it lasts, the thread that runs this job does not belong to the pool (rule 6)."""
+        """Inside, the current thread does not belong to the pool (rule 6)."""
         worker = hooks.worker
-        if worker is None:  # a thread beside an exhausted pool
+        if worker is None:  # an extra thread beside an exhausted pool
             worker = hooks.worker = WorkerThread(self._work, threading.current_thread().name)
         assert not worker.is_lent
         self._held.write()
@@ -427,13 +420,13 @@ class ThreadPool:
             worker.is_lent = False
 
     def run_here(self, function: Function, arguments: tuple[object, ...]) -> DeferredReply | None:
-        """Runs a job on this thread, which is lent, as the pool does; returns the reply that it has left."""
+        """Runs a job on this lent thread like the pool does; returns the reply that the thread must send, if any."""
         worker = hooks.worker
-        assert worker is not None, "this is no thread of a pool"
+        assert worker is not None, "not on a pool thread"
         return self._run(worker, function, arguments)
 
     def answer_now(self, deferred: DeferredReply) -> None:
-        """Sends the reply that a job has left to its thread, on any thread."""
+        """Sends a deferred reply; any thread."""
         try:
             deferred.send()
         except BaseException as error:
@@ -443,7 +436,7 @@ class ThreadPool:
         return [*self._workers, *self._lent]
 
     def _answer_long(self, worker: WorkerThread, deferred: DeferredReply) -> None:
-        """Sends an answer that takes long: others read meanwhile, and run the jobs that come (rules 2 and 4)."""
+        """Sends a large answer; other threads meanwhile read and run the arriving jobs (rules 2 and 4)."""
         self._enter_blocking(worker)
         try:
             deferred.session.hold_back(deferred.send)
@@ -479,19 +472,19 @@ class ThreadPool:
             logger.error("the error hook of the worker pool failed: %s", traceback_of(why))
 
     def _park(self, worker: WorkerThread) -> bool:
-        """Waits for work; False means that this thread shall end."""
+        """Waits for work; False means that this thread must end."""
         self._idle.append(worker)
-        # A job that was submitted before the line above woke nobody, since this thread counted as running (rule 7).
+        # A job submitted before the line above woke no thread, because this one counted as running (rule 7).
         if (self._turns or self._stopping) and self._unpark(worker):
             return bool(self._turns) or not self._retire(worker)
         while not worker.baton.acquire(timeout=self._idle_s):
             if self._unpark(worker):
                 return not self._retire(worker)
-            # Somebody took this thread out of the list just now, and is about to release the baton.
+            # Another thread has just taken this one out of the list, and is about to release the baton.
         return bool(self._turns) or not self._stopping or not self._retire(worker)
 
     def _unpark(self, worker: WorkerThread) -> bool:
-        """Takes the worker out of the idle list, or returns False when another thread did and passes the baton."""
+        """Removes the worker from the idle list; False if another thread did, and will release the baton."""
         try:
             self._idle.remove(worker)
         except ValueError:
@@ -501,7 +494,7 @@ class ThreadPool:
     def _retire(self, worker: WorkerThread) -> bool:
         self._workers.discard(worker)
         is_kept = self._keeps_one and not self._workers and not self._stopping
-        if self._turns or is_kept:  # the job came while this thread still counted as running (rule 7)
+        if self._turns or is_kept:  # the job arrived while this thread still counted as running (rule 7)
             self._workers.add(worker)
             return False
         worker.ended.release()
@@ -513,7 +506,7 @@ class ThreadPool:
             return
         worker.blocked += 1
         self._blocked.add(worker)
-        # `submit` relied on this thread as long as it counted as running: jobs that came meanwhile need another one.
+        # `submit` relied on this thread while it counted as running, so its jobs need another one now.
         if self._turns and len(self._workers) - len(self._idle) - len(self._blocked) <= 0:
             self.start_one()
 
@@ -527,9 +520,7 @@ class ThreadPool:
     # -- for the monitor -----------------------------------------------------------------------------------------------
 
     def _look(self) -> bool:
-        """Writes the answers that wait behind a job that takes longer, and starts threads, or gives up jobs, for the
-        queue; returns whether a job waits there.
-        """
+        """Writes held-back answers; starts threads for queued jobs, or fails those jobs; returns whether jobs wait."""
         if self._held:
             self._held.write()
         facts, history = self.facts(), self._history
@@ -545,14 +536,14 @@ class ThreadPool:
             if self._reported_stall != history.last_progress:
                 self._reported_stall = history.last_progress
                 logger.error("%s\n%s", self._exhaustion(), self._stacks())
-            self._give_up_jobs()
+            self._fail_stalled_jobs()
         return True
 
     def _cpu_s(self) -> float:
         return sum(worker.cpu_s() for worker in list(self._workers))
 
-    def _give_up_jobs(self) -> None:
-        """Hands `on_exhausted` the jobs that have waited for `stall_limit_s`; without it they go on waiting."""
+    def _fail_stalled_jobs(self) -> None:
+        """Hands the jobs that have waited for `stall_limit_s` to `on_exhausted`; without it they keep waiting."""
         hook = self._on_exhausted
         if hook is None:
             return
@@ -569,12 +560,12 @@ class ThreadPool:
             if not line:
                 with contextlib.suppress(KeyError):
                     del self._turns[line]
-                if line:  # a job came in between
+                if line:  # a job arrived in between
                     self._turns[line] = None
 
     def _exhaustion(self) -> PoolExhausted:
         return PoolExhausted(
-            f"all {self.max_threads} worker threads wait, none has finished for {self._stall_limit_s:g} s, and "
+            f"all {self.max_threads} worker threads are busy, no call has ended for {self._stall_limit_s:g} s, and "
             f"{self.facts().queued} calls are queued. Raise the option max_worker_threads, or make the handlers "
             "`async def`, which need no thread while they wait."
         )
@@ -600,7 +591,7 @@ class ThreadPool:
         return "\n".join(parts)
 
     def after_fork_in_child(self) -> None:
-        """The threads stayed in the parent, and run the queued jobs there."""
+        """Forgets the threads and jobs: both stay in the parent."""
         forget_hooks()
         self._refusal = ForkedProcess
         self._stopping = True

@@ -1,19 +1,19 @@
-"""Saves and restores what torch keeps per thread, so that many coroutines can share one.
+"""Saves and restores torch's thread-local state, so that many coroutines can share a thread.
 
 torch keeps grad mode, inference mode, forward-mode grad, autocast, saved-tensor hooks and the stacks of function modes
 (`with torch.device(...)`) and dispatch modes in thread-local variables. On a thread that runs many coroutines,
-`with torch.no_grad(): await ...` would therefore switch grad off for all the others, and `__exit__` would restore
-whatever the others left. So each coroutine has a `StateSlot`, and every step runs between `swap_in` and `swap_out`.
+`with torch.no_grad(): await ...` would therefore disable grad for all the others, and `__exit__` would restore whatever
+the others left. So each coroutine has a `StateSlot`, and every step runs between `swap_in` and `swap_out`.
 
 [Note: one guard]
     `torch._C._InferenceMode(False)` sets grad mode, inference mode, forward-mode grad and the autograd dispatch keys to
-    their defaults, and its destructor restores the *absolute* state from before, however guards of several coroutines
-    interleave and on whichever thread it runs. So leaving is opening such a guard, and coming back is closing it.
-    The destructor also runs when the guard is collected as garbage, where it would install the old state on an
-    innocent thread: `StateSlot.__del__` therefore closes it inside another guard, which puts things right at once.
+    their defaults. Its destructor restores the previous *absolute* state, no matter how the guards of several
+    coroutines interleave or which thread it runs on. So `swap_out` opens such a guard, and `swap_in` closes it.
+    The garbage collector also runs the destructor, and would install the old state on an unrelated thread. So
+    `StateSlot.__del__` closes the guard inside another one, which restores that thread's state at once.
 
-Not covered, because torch has no way to take them apart: functorch levels (`await` inside a function under `vmap`), the
-profiler's state, and the current CUDA device and stream.
+Not covered, because torch cannot save it: functorch levels (`await` in a function under `vmap`), the profiler's state,
+and the current CUDA device and stream.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch.utils._device as torch_device
 
 T = TypeVar("T")
 
-_C: Final = cast(Any, torch._C)  # none of what is used here has stubs
+_C: Final = cast(Any, torch._C)  # these functions have no stubs
 _autograd: Final = _C._autograd
 
 _is_grad_enabled = torch.is_grad_enabled
@@ -51,7 +51,7 @@ def _new_guard() -> AbstractContextManager[object]:
 
 
 def is_default() -> bool:
-    """Whether this thread has torch's initial state, in about half a microsecond."""
+    """Whether this thread has torch's initial state; takes about half a microsecond."""
     return (
         _is_grad_enabled()
         and not _is_inference_mode_enabled()
@@ -66,16 +66,16 @@ def is_default() -> bool:
 
 
 def adopt_num_threads() -> None:
-    """Makes this thread, which is new, compute with the number of threads that `torch.set_num_threads` was told.
+    """Applies the value of `torch.set_num_threads` to this new thread.
 
-    OpenMP keeps that number per thread, and starts with the number of cores. torch sets it on a thread when it first
-    asks for it there, which most operators do not.
+    OpenMP keeps the value per thread, initially the number of cores. torch sets it on a thread when it first reads the
+    value there, which most operators do not.
     """
     torch.get_num_threads()
 
 
 def reset() -> None:
-    """Gives this thread torch's initial state back, whatever a user function left behind."""
+    """Resets this thread to torch's initial state."""
     if not is_default():
         slot = StateSlot()
         slot.swap_out()
@@ -83,7 +83,7 @@ def reset() -> None:
 
 
 class _Autocast:
-    """Autocast of one thread: per device type on or off and the data type, the cache, and how deep it is nested."""
+    """The autocast state of a thread: per device type whether it is on and its data type; the cache; the nesting."""
 
     __slots__ = ("cache", "devices", "nesting")
 
@@ -102,7 +102,7 @@ class _Autocast:
             torch.set_autocast_enabled(device, False)
             torch.set_autocast_dtype(device, _DEFAULT_DTYPES[device])
         torch.set_autocast_cache_enabled(True)
-        # The cache is shared by all: casts made in one coroutine's graph must not be found by another.
+        # All threads share the cache: one coroutine must not find casts made in the graph of another.
         torch.clear_autocast_cache()
         for _ in range(self.nesting):
             torch.autocast_decrement_nesting()
@@ -122,10 +122,10 @@ _DEFAULT_DTYPES: Final = {device: torch.get_autocast_dtype(device) for device in
 
 @dataclass(slots=True, eq=False, repr=False)
 class StateSlot:
-    """Where a coroutine's torch state is kept while it does not run.
+    """Holds a coroutine's torch state between its steps.
 
-    Empty means torch's initial state; nothing is then done at all, which is what makes the common case cheap. A slot
-    may go from thread to thread (a generator that is continued by pool threads), but serves one step at a time.
+    Empty means torch's initial state, which costs nothing to swap. A slot may move between threads (e.g. if pool
+    threads continue a generator), but serves one step at a time.
     """
 
     _guard: AbstractContextManager[object] | None = None
@@ -142,18 +142,18 @@ class StateSlot:
         return self._guard is None
 
     def swap_in(self) -> None:
-        """Installs the kept state on this thread, which must have torch's initial state."""
+        """Installs the saved state on this thread, which must have torch's initial state."""
         guard = self._guard
         if guard is None:
             return
-        # The guard was opened first and is closed last: it restores the dispatch keys of autocast and the modes, too.
+        # The guard was opened first and is closed last: it also restores the dispatch keys of autocast and the modes.
         self._push_stacks()
         self._guard = None
         guard.__exit__(None, None, None)
         self._clear()
 
     def swap_out(self) -> None:
-        """Keeps this thread's state and leaves torch's initial state in its place."""
+        """Saves this thread's state and resets the thread to torch's initial state."""
         if is_default():
             return
         self._guard = _new_guard()
@@ -169,7 +169,7 @@ class StateSlot:
         if _num_function_modes():
             self._device = torch_device.CURRENT_DEVICE
             torch_device.CURRENT_DEVICE = None
-            # The context of `torch.set_default_device` is stored here as well as on the stack.
+            # torch stores the context of `torch.set_default_device` here as well as on the stack.
             self._default_device = torch._GLOBAL_DEVICE_CONTEXT.__dict__.pop("device_context", None)
             while _num_function_modes():
                 self._function_modes.append(_C._pop_torch_function_stack())
@@ -193,7 +193,7 @@ class StateSlot:
             self._autocast.enter()
 
     def call(self, function: Callable[..., T], *arguments: object) -> T:
-        """Calls `function` with the kept state installed, and keeps the state that it leaves."""
+        """Calls `function` with the saved state installed, and saves the state that it leaves."""
         self.swap_in()
         try:
             return function(*arguments)
@@ -201,14 +201,14 @@ class StateSlot:
             self.swap_out()
 
     def copy_current(self) -> None:
-        """Fills this empty slot with a copy of this thread's state, which stays installed; tasks inherit it so."""
+        """Copies this thread's state, which stays installed, into this empty slot; so new tasks inherit the state."""
         if is_default():
             return
         grad, inference, forward_grad = _is_grad_enabled(), _is_inference_mode_enabled(), _is_forward_grad_enabled()
         original = StateSlot()
         original.swap_out()
         try:
-            # A guard can be closed once only, so the copy is made by building the same state again and leaving that.
+            # A guard can be closed only once, so build the same state a second time and swap that out.
             scaffold: AbstractContextManager[object] = _C._InferenceMode(inference)
             scaffold.__enter__()
             torch._C._set_grad_enabled(grad)
@@ -220,7 +220,7 @@ class StateSlot:
             original.swap_in()
 
     def forget(self) -> None:
-        """Drops the kept state without installing it anywhere."""
+        """Drops the saved state without installing it."""
         guard, self._guard = self._guard, None
         if guard is not None:
             here = _new_guard()
@@ -243,11 +243,11 @@ class StateSlot:
 
 
 class StatefulCoroutine(Coroutine[Any, Any, T]):
-    """A coroutine that takes its torch state with it: every step swaps it in and out.
+    """A coroutine with its own torch state, swapped in and out around every step.
 
     Args:
-        slot: where the state is kept between steps. Give several the same to let them share one state, e.g. those that
-            draw the items of one async generator.
+        slot: holds the state between steps. Coroutines can share one, e.g. those that draw the items of one async
+            generator.
     """
 
     __slots__ = ("__weakref__", "_coroutine", "slot")
@@ -258,12 +258,12 @@ class StatefulCoroutine(Coroutine[Any, Any, T]):
 
     @classmethod
     def of(cls, awaitable: Awaitable[T], slot: StateSlot | None = None) -> StatefulCoroutine[T]:
-        """The same for any awaitable, such as what `anext(generator)` returns."""
+        """Wraps any awaitable, such as `anext(generator)`."""
         return cls(awaitable if isinstance(awaitable, Coroutine) else _await(awaitable), slot)
 
     def send(self, value: Any, /) -> Any:
         slot = self.slot
-        if slot.is_empty:  # nothing to install, which is nearly always so
+        if slot.is_empty:  # nearly always
             try:
                 return self._coroutine.send(value)
             finally:
@@ -274,7 +274,7 @@ class StatefulCoroutine(Coroutine[Any, Any, T]):
         return self.slot.call(self._coroutine.throw, *arguments)
 
     def close(self) -> None:
-        self.slot.call(self._coroutine.close)  # its `with` blocks are left in the state that they know
+        self.slot.call(self._coroutine.close)  # so that its `with` blocks exit in their own state
 
     def __await__(self) -> Generator[Any, Any, T]:
         step, argument = self.send, None
@@ -293,7 +293,7 @@ class StatefulCoroutine(Coroutine[Any, Any, T]):
             return result
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._coroutine, name)  # cr_frame, cr_await, ...: for stack dumps and for repr of tasks
+        return getattr(self._coroutine, name)  # cr_frame, cr_await, ...: for stack dumps and the repr of tasks
 
     def __repr__(self) -> str:
         return repr(self._coroutine)

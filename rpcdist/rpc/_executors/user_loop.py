@@ -1,10 +1,10 @@
-"""The loop on which `async def` functions of the user run: one thread for any number of waiting handlers.
+"""The event loop for the user's `async def` functions: one thread for any number of waiting handlers.
 
 Rules:
- 1. Every step of every coroutine runs with its own torch state (torch_state.py), those of tasks that user code starts
-    included; between steps the thread has torch's initial state.
- 2. `on_done` is called exactly once for each submission, when the coroutine has ended, also if it never began, on this
-    loop's thread. (For what refuses to end, `close` calls it; then it may be another thread.)
+ 1. Every coroutine, including tasks that user code starts, has its own torch state (torch_state.py); between steps the
+    thread has torch's initial state.
+ 2. `on_done` is called exactly once per submission, on this loop's thread, when the coroutine has ended or will never
+    start. (For coroutines that do not end, `close` calls it, perhaps on another thread.)
  3. `SystemExit` and `KeyboardInterrupt` raised by user code are outcomes like others; they do not end the loop.
 """
 
@@ -35,16 +35,16 @@ logger = logging.getLogger(__name__)
 LoopKind = Literal["auto", "uvloop", "asyncio"]
 
 _WHAT: Final = "the event loop of user functions"
-CANCEL_ROUNDS: Final = 3  # `close` asks so often; a coroutine may catch a cancellation by mistake
+CANCEL_ROUNDS: Final = 3  # times that `close` cancels a coroutine, which may catch a cancellation by mistake
 
 
 Start = Callable[[], Awaitable[object]]
 OnDone = Callable[[object, BaseException | None], object]
-"""Gets the result, or None and the error."""
+"""Called with (result, None) or (None, error)."""
 
 
 class UserCall(Coroutine[Any, Any, None]):
-    """One submission: its handle for the submitter, and the coroutine of its task."""
+    """A submitted coroutine: the submitter's handle, and the coroutine that the task runs."""
 
     __slots__ = (
         "__weakref__",
@@ -77,7 +77,7 @@ class UserCall(Coroutine[Any, Any, None]):
         self.context = context
         self.name = name or getattr(start, "__qualname__", None) or type(start).__qualname__
         self._coroutine: StatefulCoroutine[object] | None = None
-        self._end_reason: BaseException | None = None  # why it was cancelled
+        self._end_reason: BaseException | None = None  # why the call was cancelled
         self._task: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._is_over = False
@@ -87,7 +87,7 @@ class UserCall(Coroutine[Any, Any, None]):
         self._host.post(self.end_soon)
 
     def done(self) -> bool:
-        """Whether `on_done` was called."""
+        """Whether the call has ended and `on_done` was called."""
         return self._is_over
 
     def __repr__(self) -> str:
@@ -97,28 +97,28 @@ class UserCall(Coroutine[Any, Any, None]):
     # -- everything below: on the loop's thread ------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Starts the task, or ends immediately if the deadline is over."""
+        """Starts the task, or ends the call if its deadline has passed."""
         loop = self._host.loop
         if self._is_over:
             return
         if self.deadline.is_finite:
             left_s = self.deadline.remaining_s()
             if left_s <= 0:
-                late = f"RPC ran for more than set timeout: it was over before {self.name} ran"
+                late = f"RPC ran for more than set timeout: the deadline passed before {self.name} started"
                 self.end(None, DeadlineExceeded(late))
                 return
             self._timer = loop.call_later(left_s, self._expire)
         context = Context() if self.context is None else self.context.copy()
         context.run(current_deadline.set, self.deadline)
-        # Not through the task factory: this object swaps the state itself.
+        # Not via the task factory: this object swaps the state itself.
         self._task = asyncio.Task(self, loop=loop, name=self.name, context=context)
 
     def _expire(self) -> None:
-        late = f"RPC ran for more than set timeout: {self.name} ran longer than its caller waits, and was cancelled"
+        late = f"RPC ran for more than set timeout: {self.name} was cancelled at its caller's deadline"
         self.end_soon(DeadlineExceeded(late))
 
     def end_soon(self, reason: BaseException | None = None) -> None:
-        """Cancels the coroutine; `on_done` gets `reason`. The first reason stays."""
+        """Cancels the coroutine; `on_done` gets the first `reason` given."""
         if self._is_over:
             return
         if self._end_reason is None:
@@ -136,15 +136,15 @@ class UserCall(Coroutine[Any, Any, None]):
         if self._timer is not None:
             self._timer.cancel()
         if error is not None and issubclass(type(error), asyncio.CancelledError):
-            error = self._end_reason or Cancelled(f"{self.name} raised asyncio.CancelledError itself")
+            error = self._end_reason or Cancelled(f"{self.name} raised asyncio.CancelledError without being cancelled")
         on_done = self._on_done
         self._on_done = self._start = self._coroutine = self._timer = None
-        self._host.forget(self)
+        self._host.calls.discard(self)
         try:
             if on_done is not None:
                 on_done(result, error)
         except BaseException:
-            logger.exception("the completion of %s failed", self.name)
+            logger.exception("completing the call of %s failed", self.name)
 
     def send(self, value: Any, /) -> Any:
         try:
@@ -167,10 +167,10 @@ class UserCall(Coroutine[Any, Any, None]):
         raise StopIteration
 
     def _conclude(self, outcome: BaseException) -> None:
-        if type(outcome) is StopIteration:  # a coroutine that raises one has a RuntimeError made of it
+        if type(outcome) is StopIteration:  # one raised inside a coroutine becomes a RuntimeError
             self.end(outcome.value, None)
             return
-        drop_first_frame(outcome)  # this module's explain nothing
+        drop_first_frame(outcome)  # it belongs to this module
         self.end(None, outcome)
 
     def close(self) -> None:
@@ -189,18 +189,18 @@ class UserCall(Coroutine[Any, Any, None]):
 async def _run(start: Start) -> object:
     awaitable = start()
     if not isinstance(awaitable, Awaitable):
-        raise TypeError(f"{start!r} returned {type(awaitable).__name__}, which cannot be awaited")
+        raise TypeError(f"{start!r} returned {type(awaitable).__name__}, which is not awaitable")
     return await awaitable
 
 
 class UserLoop:
-    """An event loop on a thread of its own for coroutines of the user; the first coroutine, or `start`, starts both.
+    """An event loop on its own thread for the user's coroutines; the first coroutine, or `start`, starts both.
 
     Args:
-        kind: "uvloop", "asyncio", or "auto" for uvloop where it is installed.
+        kind: "uvloop", "asyncio", or "auto" for uvloop if it is installed.
 
     Raises:
-        ConfigError: there is no such kind.
+        ConfigError: unknown kind.
     """
 
     def __init__(self, kind: LoopKind = "auto", name: str = "rpcdist-user-loop") -> None:
@@ -213,7 +213,7 @@ class UserLoop:
         self._thread: threading.Thread | None = None
         self._inbox: deque[Callable[[], object]] = deque()
         self._is_scheduled = False
-        self._calls: set[UserCall] = set()
+        self.calls: set[UserCall] = set()
         self._refusal: Callable[[], Exception] | None = None
         self._stopping = False
         self._num_tasks_made = 0
@@ -221,20 +221,20 @@ class UserLoop:
         fork.register(self)
 
     def start(self) -> None:
-        """Lets coroutines come until `close`; on Python 3.12 the loop runs from now on, for a `shutdown` at the end."""
+        """Has `close` run at exit; Python 3.12 cannot start threads then, and so starts the loop now."""
         register_at_exit(self.close)
         if STARTS_NO_THREAD:
             self._run_new_loop()
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The loop, which runs from now on.
+        """The event loop; the first use starts it.
 
         Raises:
-            NotInitialized: it is closed, and never ran.
+            NotInitialized: closed before it ever ran.
             ForkedProcess: the process is a forked child.
-            ConfigError: uvloop was asked for, and is not installed.
-            TransportError: no descriptor or thread is left for it.
+            ConfigError: "uvloop" was requested but is not installed.
+            TransportError: no descriptor or thread is left for the loop.
         """
         return self._loop or self._run_new_loop()
 
@@ -258,7 +258,7 @@ class UserLoop:
 
     @property
     def ident(self) -> int | None:
-        """Of its thread; None before the first coroutine."""
+        """The ident of the loop's thread; None before the loop starts."""
         return self._thread.ident if self._thread is not None else None
 
     def on_thread(self) -> bool:
@@ -266,7 +266,7 @@ class UserLoop:
         return threading.get_ident() == self.ident
 
     def __len__(self) -> int:
-        return len(self._calls)
+        return len(self.calls)
 
     def submit(
         self,
@@ -276,14 +276,14 @@ class UserLoop:
         context: Context | None = None,
         name: str | None = None,
     ) -> UserCall:
-        """Runs what `start()` returns; any thread, never waits.
+        """Runs the awaitable that `start()` returns; any thread, never waits.
 
         Args:
-            start: called on the loop with no argument, usually a coroutine function.
-            on_done: rule 2; gets (result, None) or (None, error). It must not block.
-            deadline: at it the coroutine is cancelled, and `on_done` gets `DeadlineExceeded`; it is `current_deadline`
-                meanwhile.
-            context: a copy of it is what the coroutine runs in; None is an empty one.
+            start: called on the loop without arguments, usually a coroutine function.
+            on_done: rule 2; must not block.
+            deadline: cancels the coroutine, so that `on_done` gets `DeadlineExceeded`; the coroutine sees it as
+                `current_deadline`.
+            context: the coroutine runs in a copy; None for an empty one.
             name: name of the coroutine in messages; by default that of `start`.
 
         Raises:
@@ -296,7 +296,7 @@ class UserLoop:
         if self._loop is None:
             self._run_new_loop()
         call = UserCall(self, start, on_done, deadline, context, name)
-        self._calls.add(call)
+        self.calls.add(call)
         self._had_calls = True
         self.post(call.begin)
         return call
@@ -306,17 +306,13 @@ class UserLoop:
         self._inbox.append(action)
         self._schedule()
 
-    def forget(self, call: UserCall) -> None:
-        """The call has ended."""
-        self._calls.discard(call)
-
     def _schedule(self) -> None:
-        # The loop clears the flag before it reads the inbox, so what was appended before the flag was seen set is read.
+        # The loop clears the flag before it reads the inbox, so it also reads what was appended while the flag was set.
         if not self._is_scheduled:
             self._is_scheduled = True
             try:
                 self.loop.call_soon_threadsafe(self._read_inbox)
-            except RuntimeError:  # the loop is closed: `close` has answered, or answers, everything
+            except RuntimeError:  # the loop is closed, and `close` ends all calls
                 if self._thread is None or not self._thread.is_alive():
                     self._read_leftovers()
 
@@ -337,8 +333,8 @@ class UserLoop:
             while not self._stopping:
                 try:
                     loop.run_forever()
-                except (SystemExit, KeyboardInterrupt) as error:  # of a task that user code started (rule 3)
-                    logger.error("a task of user code ended; the loop goes on:\n%s", traceback_of(error))
+                except (SystemExit, KeyboardInterrupt) as error:  # from a task that user code started (rule 3)
+                    logger.error("a task in user code raised this; the loop continues:\n%s", traceback_of(error))
             loop.run_until_complete(self._close_generators(loop))
         finally:
             loop.close()
@@ -348,16 +344,16 @@ class UserLoop:
             async with asyncio.timeout(CLOSE_STEP_LIMIT_S):
                 await loop.shutdown_asyncgens()
         except TimeoutError:
-            logger.error("an async generator did not end within %.1f s of being closed", CLOSE_STEP_LIMIT_S)
+            logger.error("an async generator did not close within %.1f s", CLOSE_STEP_LIMIT_S)
 
     def close(self, timeout_s: float = CLOSE_LIMIT_S) -> list[str]:
-        """Takes no more coroutines, cancels what is left, and joins the thread; idempotent.
+        """Refuses new coroutines, cancels the running ones, and joins the thread; idempotent.
 
         Args:
-            timeout_s: how long that may take, in seconds.
+            timeout_s: limit for all of that, in seconds.
 
         Returns:
-            What refused to end, as text for humans; it is logged, too. Its submitters got `Cancelled`.
+            Descriptions of the coroutines that did not end; they are also logged. Their submitters got `Cancelled`.
         """
         unregister_at_exit(self.close)
         with self._starting:
@@ -378,23 +374,23 @@ class UserLoop:
         return stubborn
 
     def _read_leftovers(self) -> None:
-        for call in list(self._calls):
+        for call in list(self.calls):
             call.end(None, Cancelled(f"the loop was closed before {call.name} ended"))
 
     async def _shut_down(self, deadline: Deadline, stubborn: list[str]) -> None:
         me = asyncio.current_task()
         self._read_inbox()
-        # Not if this is the only one: asyncio looks through the tasks of all loops, those of a thousand agents perhaps.
+        # Skipped if this is the only task: asyncio searches the tasks of all loops, perhaps those of a thousand agents.
         tasks = asyncio.all_tasks() - {me} if self._had_calls or self._num_tasks_made > 1 else set()
         for left in range(CANCEL_ROUNDS, 0, -1):
-            for call in list(self._calls):
-                call.end_soon(Cancelled(f"{call.name} was cancelled because its worker shuts down"))
+            for call in list(self.calls):
+                call.end_soon(Cancelled(f"{call.name} was cancelled because its worker is shutting down"))
             for task in tasks:
                 task.cancel()
             if tasks:
                 _, tasks = await asyncio.wait(tasks, timeout=deadline.remaining_s() / left)
         stubborn.extend(f"{task.get_name()} at {_where(task)}" for task in tasks)
-        for call in list(self._calls):
+        for call in list(self.calls):
             call.end(None, Cancelled(f"{call.name} did not end when it was cancelled"))
         self._stopping = True
         self.loop.stop()
@@ -405,7 +401,7 @@ class UserLoop:
         coroutine: Coroutine[Any, Any, T] | Generator[Any, None, T],
         **options: Any,
     ) -> asyncio.Task[T]:
-        """Makes tasks that user code starts, which begin with a copy of the torch state of their creator (rule 1)."""
+        """Makes a task for user code that starts with a copy of its creator's torch state (rule 1)."""
         self._num_tasks_made += 1
         if not isinstance(coroutine, (StatefulCoroutine, Generator)):
             coroutine = StatefulCoroutine(coroutine)
@@ -417,10 +413,10 @@ class UserLoop:
         return "".join(traceback.format_stack(frame, 12)) if frame is not None else ""
 
     def after_fork_in_child(self) -> None:
-        """The thread stayed in the parent, and so did all that runs on it."""
+        """Forgets the thread and its calls: both stay in the parent."""
         self._refusal = ForkedProcess
         self._starting = threading.Lock()  # another thread of the parent may have held it
-        self._calls = set()
+        self.calls = set()
         self._inbox = deque()
         unregister_at_exit(self.close)
 
@@ -431,7 +427,7 @@ def _log_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) ->
 
 
 def _where(task: asyncio.Task[Any]) -> str:
-    """The innermost line that a task waits at."""
+    """Returns the innermost line at which a task waits."""
     place = "an unknown place"
     awaited: Any = task.get_coro()
     while (frame := getattr(awaited, "cr_frame", None)) is not None:
@@ -439,7 +435,7 @@ def _where(task: asyncio.Task[Any]) -> str:
         awaited = getattr(awaited, "cr_await", None)
         inner = getattr(awaited, "cr_frame", None)
         if inner is not None and inner.f_code.co_filename == asyncio.tasks.__file__:
-            break  # in asyncio.sleep or the like: the line of the user that calls it says more
+            break  # in asyncio.sleep or the like: the user's line that calls it says more
     return place
 
 
@@ -450,7 +446,7 @@ def _new_loop(kind: LoopKind) -> asyncio.AbstractEventLoop:
             import uvloop
         except ImportError as error:
             if kind == "uvloop":
-                raise ConfigError("uvloop is not installed; `pip install uvloop`, or use 'asyncio'") from error
+                raise ConfigError("uvloop is not installed; run `pip install uvloop`, or use 'asyncio'") from error
         else:
             loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
             return loop

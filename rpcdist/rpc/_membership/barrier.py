@@ -1,8 +1,8 @@
-"""Barrier and all_gather among workers: calls to one of them, the first by name, as in torch.
+"""Barrier and all_gather among workers: calls to the first participant by name, as in torch.
 
 That worker is the host of the gathering. Its handlers are coroutines that wait for the others, so a barrier of any size
-holds no thread. A participant that dies ends the gathering for everybody, with its name. The cost of an arrival does
-not depend on the number of participants: above `MAX_NAMED` the host alone sends the names, and the others a digest.
+blocks no thread. If a participant dies, the gathering fails for all, with its name. The cost of an arrival does not
+depend on the number of participants: above `MAX_NAMED`, only the host sends the names, and the others send a digest.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from rpcdist.time_limits import ANSWER_LIMIT_S
 
 CONTRIBUTE = "rpcdist.rpc._membership.gatherings:contribute"
 MISSING = "rpcdist.rpc._membership.gatherings:missing"
-MAX_LAST_CAME = 64  # rounds that were given up; the workers that gave up ask for the missing at once
-MAX_NAMED = 32  # participants of a gathering to which each of them names all
-MAX_NAMELESS = 16  # rounds of one worker whose names the host has not sent
+MAX_LAST_CAME = 64  # timed-out rounds that are kept; the workers that timed out ask for the missing at once
+MAX_NAMED = 32  # up to this number of participants, each of them sends all names
+MAX_NAMELESS = 16  # limit on one worker's rounds for which the host has not sent the names
 
 Group = Sequence[str] | str
 """The participants: their names in order, or the digest of the names if there are many."""
@@ -44,9 +44,9 @@ class _GatherRound:
     """One round at its host. Lives on the user loop.
 
     Attributes:
-        names: the participants; None until the host itself has come.
-        objects: those of the workers that have come and still wait.
-        came: the workers that have come, those that have given up included.
+        names: the participants; None until the host itself has arrived.
+        objects: those of the workers that have arrived and still wait.
+        came: the workers that have arrived, including those that have stopped waiting.
     """
 
     def __init__(self, key: Group) -> None:
@@ -70,13 +70,13 @@ class _GatherRound:
 
 
 class Gatherings:
-    """Both sides of it; one per agent. Workers take part on threads that block; rounds live on their host's user loop.
+    """Both sides of gatherings; one per agent. Workers take part on threads that block; rounds live on the host's loop.
 
     Rounds have no numbers: a contribution goes to the oldest open round of its names in which its worker does not take
-    part. So a worker that gave up may try again, and a replacement, which knows nothing of earlier rounds, fits in.
+    part. So a worker that timed out may try again, and a replacement, which does not know earlier rounds, fits in.
 
     Args:
-        watch: connects to a worker, and returns an error if it is lost already.
+        watch: connects to a worker, and returns an error if it is already lost.
         is_static: whether the members are the same from beginning to end.
     """
 
@@ -91,7 +91,8 @@ class Gatherings:
         self._rounds: dict[Group, list[_GatherRound]] = {}
         self._last_came: dict[Group, set[str]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
-        # The last participants, also in order, and as others than the host name them: most gatherings have the same.
+        # The last participants, as a set, in order, and in the form for others than the host: most gatherings have the
+        # same.
         self._last: tuple[frozenset[str], list[str], Group] = (frozenset(), [], [])
 
     # ------------------------------------------------------------ taking part
@@ -100,23 +101,23 @@ class Gatherings:
         """Exchanges one object per worker; blocks.
 
         Args:
-            obj: what the others get from here.
-            names: the participants; None for all workers, or, where workers come and go, for all present ones. Every
-                participant must pass the same set, this worker included, and call in the same order.
+            obj: the object that the others get from this worker.
+            names: the participants; None for all workers, or, if workers join and leave, for all present ones. Every
+                participant, including this worker, must pass the same set, and call in the same order.
             timeout_s: limit in seconds; infinity waits as long as the missing workers live.
 
         Returns:
             The objects by worker name.
 
         Raises:
-            RuntimeError: the time is over; the text names the missing workers.
+            RuntimeError: the time limit expired; the text names the missing workers.
             WorkerLost: a participant died.
         """
         chosen, result = self._gather(obj, names, timeout_s, True)
         return {name: result[name] for name in chosen}
 
     def barrier(self, names: Iterable[str] | None, timeout_s: float) -> None:
-        """Waits until all have come; as `all_gather`, without objects."""
+        """Waits until all have arrived; like `all_gather`, without objects."""
         self._gather(None, names, timeout_s, False)
 
     def _gather(
@@ -130,7 +131,7 @@ class Gatherings:
             last = self._last = everybody, in_order, names_for(in_order)
         _, chosen, short = last
         if me not in everybody:
-            raise ConfigError(f"worker {me!r} is not expected in a gathering of {chosen}; add it to the names")
+            raise ConfigError(f"worker {me!r} is not among the names of this gathering, {chosen}; add it to them")
         leader = self._directory.resolve(chosen[0])
         limit = 0 if timeout_s == float("inf") else timeout_s
         group = chosen if me == chosen[0] else short
@@ -155,30 +156,30 @@ class Gatherings:
         try:
             missing = names_in(self._caller.gather(self._directory.resolve(leader), MISSING, (names,), ANSWER_LIMIT_S))
         except RpcdistError as exc:
-            return f"Worker {leader!r}, where the others gather, did not say who is missing: {exc}"
+            return f"Worker {leader!r}, which hosts the gathering, did not report the missing workers: {exc}"
         return f"These workers did not arrive at {leader!r} in time: {missing}"
 
     # ------------------------------------------------------------ the host
 
     def facts(self) -> list[GatheringFacts]:
-        """The rounds that are open; any thread."""
+        """The open rounds; any thread."""
         open_rounds = [round_ for rounds in list(self._rounds.values()) for round_ in list(rounds)]
         return [
             GatheringFacts("barrier", tuple(sorted(round_.came)), tuple(round_.missing())) for round_ in open_rounds
         ]
 
     def give_up(self) -> None:
-        """Ends the rounds that still wait, since this worker leaves; any thread."""
+        """Fails the open rounds, since this worker leaves; any thread."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._give_up)
 
     def _give_up(self) -> None:
         for round_ in [round_ for rounds in self._rounds.values() for round_ in rounds]:
-            left = f"worker {self._me.name!r}, which hosted this gathering, shuts down"
+            left = f"worker {self._me.name!r}, which hosts this gathering, is shutting down"
             round_.fail(RpcdistError(f"{left}; these workers had not arrived: {round_.missing()}"))
 
     def on_lost(self, identity: Identity, exc: WorkerLost) -> None:
-        """A worker is declared dead: the rounds that wait for it fail. On the I/O loop."""
+        """Fails the rounds that wait for a worker that was declared dead. On the I/O loop."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._fail_rounds, identity.name, exc)
 
@@ -189,9 +190,9 @@ class Gatherings:
                     round_.fail(exc)
 
     async def contribute(self, group: Group, name: str, obj: Any) -> dict[str, Any]:
-        """Adds the object of one worker, and returns all when all are there.
+        """Adds the object of one worker, and returns all objects when all are there.
 
-        Cancellation (the worker's deadline is over, or it is gone) takes the object out again.
+        Cancellation (the worker's deadline is over, or it is gone) removes the object again.
         """
         self._loop = asyncio.get_running_loop()
         round_ = self._join(group, name, obj)
@@ -232,7 +233,7 @@ class Gatherings:
         return round_
 
     def _check_nameless(self, name: str) -> None:
-        """Limits the rounds that one worker may open by a digest, which it may have invented."""
+        """Limits the rounds that one worker may open with a digest, which it may have invented."""
         rounds = [round_ for rounds in self._rounds.values() for round_ in rounds]
         if sum(round_.names is None and name in round_.objects for round_ in rounds) >= MAX_NAMELESS:
             raise CallRefused(
@@ -242,7 +243,7 @@ class Gatherings:
 
     def _withdraw(self, round_: _GatherRound, name: str) -> None:
         round_.objects.pop(name, None)
-        self._last_came[round_.key] = round_.came  # the worker that gave up asks for it next
+        self._last_came[round_.key] = round_.came  # the worker that timed out asks for it next
         if len(self._last_came) > MAX_LAST_CAME:
             del self._last_came[next(iter(self._last_came))]
         if not round_.objects:
@@ -264,7 +265,7 @@ class Gatherings:
                 round_.fail(lost)
 
     def missing(self, names: Sequence[str]) -> list[str]:
-        """The workers that have not joined the open round of these names, or the one given up last."""
+        """The workers that have not joined the open round of these names, or the last round that timed out."""
         key = names_for(sorted(names))
         key = key if isinstance(key, str) else tuple(key)
         rounds = self._rounds.get(key)

@@ -1,7 +1,7 @@
 """The membership service: as the coordinator serves it, and as every worker reaches it.
 
-When the coordinator is lost, each worker looks for the next one and announces itself to it (`CoordinatorSearch`). Calls
-between the remaining workers go on meanwhile. The next coordinator takes them back, and sends the members.
+When the coordinator is lost, each worker looks for its successor and announces itself to it (`CoordinatorSearch`).
+Calls between the remaining workers continue meanwhile. The successor takes the workers back, and sends the members.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ def serve_membership(network: Network, me: Identity, peer_timeout_s: float) -> M
     """Starts the service in this process; blocks.
 
     Args:
-        me: this worker, which answers for itself.
-        peer_timeout_s: how long a member may take to show that it is alive.
+        me: this worker, which is always alive.
+        peer_timeout_s: limit on the time in which a member must show that it is alive.
     """
 
     async def answers(member: Member) -> bool:
-        """Whether a member is alive; it is dead by the rules by which every worker judges its peers."""
+        """Whether a member is alive, by the rule that every worker applies to its peers (`ReachLimit`)."""
         if member.identity == me:
             return True
         limit = ReachLimit(peer_timeout_s)
@@ -73,7 +73,7 @@ def serve_membership(network: Network, me: Identity, peer_timeout_s: float) -> M
                 link = await network.connect(
                     member.address, PROBE_ROLE, limit.attempt_s, expected=member.identity, retry=False
                 )
-            except (AuthenticationFailed, ValueError):  # somebody else listens there now, or that is no address at all
+            except (AuthenticationFailed, ValueError):  # another process listens there now, or it is not an address
                 return False
             except TransportError as exc:
                 if limit.is_over(exc):
@@ -94,8 +94,8 @@ class Coordinator:
     """The membership service as this worker reaches it: in this process, or over the network.
 
     Args:
-        rank: that of the worker that serves it.
-        mark_left: tells the store, where the service is served here, that this worker has left as the last one.
+        rank: the rank of the worker that serves it.
+        mark_left: records in the store, if the service is served here, that this worker has left as the last one.
     """
 
     _network: Network
@@ -106,26 +106,26 @@ class Coordinator:
     mark_left: Callable[[], object] = lambda: None
 
     def on_lost(self, identity: Identity, error: WorkerLost) -> None:
-        """A worker is declared dead: if the service is here, its place is free. On the I/O loop."""
+        """Frees the place of a worker that was declared dead, if the service is here. On the I/O loop."""
         if self.service is not None:
             self.service.lost(identity, error.reason)
 
     def on_found(self, identity: Identity) -> None:
-        """A worker lives; if the service is here and had it declared lost, it is in the job again. On the I/O loop."""
+        """Restores a worker that lives, if the service is here and had declared it lost. On the I/O loop."""
         if self.service is not None:
             self.service.found(identity)
 
     def join(
         self, me: Member, world_size: int | None, timeout_s: float, connect_s: float | None = None
     ) -> membership_pb2.JoinReply:
-        """Asks to be taken in, and waits for the others; blocks.
+        """Asks to join, and waits for the other workers; blocks.
 
         Args:
-            world_size: None where workers come and go.
+            world_size: None if workers join and leave.
             connect_s: a shorter limit for reaching the coordinator.
 
         Raises:
-            ConnectFailed: nobody answered in time.
+            ConnectFailed: no process answered in time.
         """
         connect_s = timeout_s if connect_s is None else connect_s
         request = join_request(me, world_size, timeout_s)
@@ -138,7 +138,7 @@ class Coordinator:
         return self._network.run(noticed(joining, INIT_NOTICE_S, partial(self._log_missing, world_size)), limit_s)
 
     async def _log_missing(self, world_size: int | None) -> None:
-        """Logs which ranks have not joined yet."""
+        """Logs the ranks that have not joined yet."""
         waits = f"init_rpc of {self._me.name!r} (rank {self._me.id}) still waits after {INIT_NOTICE_S:g} s"
         try:
             members = (await self.members_async()).members
@@ -150,21 +150,23 @@ class Coordinator:
         if missing:
             silent = self._network.strangers.silent if self.service is not None else 0
             token = (
-                f". {silent} connections ended in TLS: do the missing workers have another job token?" if silent else ""
+                f". {silent} connections failed in TLS; check that the missing workers have the same job token"
+                if silent
+                else ""
             )
             logger.warning(
                 "%s for rank %s of %d; those in the job so far: %s%s",
                 waits, listed(missing), world_size, listed(there.values()), token,
             )  # fmt: skip
         else:
-            logger.warning("%s for the workers of the job to hear of it: %s", waits, listed(there.values()))
+            logger.warning("%s for these workers of the job to be notified of it: %s", waits, listed(there.values()))
 
     def members(self, limit_s: float | None = None) -> Roster:
         """The current members of the job; blocks."""
         return self._network.run(self.members_async(), 2 * ANSWER_GRACE_S if limit_s is None else limit_s)
 
     async def members_async(self) -> Roster:
-        """As `members`, on the I/O loop. Cancellation leaves nothing behind."""
+        """Like `members`, on the I/O loop. Cancellation leaves nothing behind."""
         request = membership_pb2.MembersRequest()
         if self.service is not None:
             reply = await self.service.members(self._me, request)
@@ -182,20 +184,20 @@ class Coordinator:
         limit_s: float,
         on_answer: Callable[[], object],
     ) -> tuple[Identity, membership_pb2.JoinReply | None]:
-        """Tells the process at an address, if it is another coordinator than the one before, that this worker lives.
+        """Announces this worker to the process at an address, if it is another coordinator than the previous one.
 
         Args:
-            world_size: None where workers come and go.
+            world_size: None if workers join and leave.
             roster: the members of the job, as this worker knows them.
-            before: the coordinator that there was.
-            limit_s: how long the coordinator may wait for others that were there.
-            on_answer: called when another coordinator is there, before it has decided.
+            before: the previous coordinator.
+            limit_s: limit on the coordinator's wait for other returning workers.
+            on_answer: called when there is another coordinator, before it has decided.
 
         Returns:
-            The process that answered, and the verdict; no verdict if this is no other coordinator.
+            The process that answered, and its verdict; no verdict if it is not another coordinator.
 
         Raises:
-            TransportError, DeadlineExceeded: nobody answered, or not in time.
+            TransportError, DeadlineExceeded: no process answered, or not in time.
         """
         link = await self._network.connect(address, "membership", ANSWER_GRACE_S, retry=False)
         try:
@@ -213,7 +215,7 @@ class Coordinator:
         return peer, reply
 
     def leave(self) -> None:
-        """Says goodbye; blocks."""
+        """Tells the coordinator that this worker leaves; blocks."""
         request = membership_pb2.LeaveRequest(identity=identity_to_proto(self._me))
         if self.service is not None:
             self._network.run(self.service.leave(self._me, request), ANSWER_GRACE_S)
@@ -240,18 +242,19 @@ class Coordinator:
 
 
 class CoordinatorSearch:
-    """One per agent, on the I/O loop; at the coordinator itself it does nothing.
+    """Looks for the successor of a lost coordinator. One per agent, on the I/O loop; it does nothing at the
+    coordinator.
 
-    It makes attempts, with pauses between them. A call to the lost coordinator cuts the pause short, and waits for the
-    next attempt: the next coordinator may be there already.
+    It makes attempts, with pauses between them. A call to the lost coordinator ends the pause, and waits for the next
+    attempt, since the successor may be there already.
 
     Args:
         submit: runs functions that block on a thread of their own.
-        look_up: blocks, bounded, and returns where the next coordinator is.
-        world_size: None where workers come and go.
-        recovery_s: how long a coordinator waits for others that were there.
-        orphan_timeout_s: how long the next coordinator is looked for; then this worker is an orphan.
-        on_orphaned: is called then, with the reason, and with None when a coordinator has taken this worker back.
+        look_up: returns the address of the next coordinator; blocks, bounded.
+        world_size: None if workers join and leave.
+        recovery_s: how long a coordinator waits for returning workers.
+        orphan_timeout_s: how long this worker looks for the next coordinator; then it is an orphan.
+        on_orphaned: called with the reason when it is an orphan, and with None when a coordinator has taken it back.
     """
 
     def __init__(
@@ -287,7 +290,7 @@ class CoordinatorSearch:
         self._missed_news = False
         self._check_handle: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
-        self._wanted = asyncio.Event()  # a call waits for an attempt
+        self._wanted = asyncio.Event()  # set while a call waits for an attempt
         self._changed = asyncio.Event()
         self._num_begun = 0  # attempts
         self._num_ended = 0
@@ -299,7 +302,7 @@ class CoordinatorSearch:
         return self._task is not None and not self._task.done()
 
     def begin_watching(self) -> None:
-        """Makes sure that the coordinator's death is noticed. It connects to all workers, unless it dies before."""
+        """Ensures that the coordinator's death is noticed. It usually connects to all workers, unless it dies first."""
         if self._coordinator.service is None:
             self._check_handle = self._io.loop.call_later(self._recovery_s, self._check)
 
@@ -308,7 +311,7 @@ class CoordinatorSearch:
             self._router.watch(self._directory.coordinator, "the membership of the job")
 
     def on_lost(self, identity: Identity, error: WorkerLost) -> None:
-        """A worker is declared lost."""
+        """Starts the search if the lost worker is the coordinator."""
         if identity.id != self._directory.coordinator:
             return
         self._look()
@@ -316,7 +319,7 @@ class CoordinatorSearch:
             self._orphan_handle = self._io.loop.call_later(self._orphan_timeout_s, self._declare_orphaned, error)
 
     def _declare_orphaned(self, error: WorkerLost) -> None:
-        """No coordinator has taken this worker back in time."""
+        """Called when no coordinator has taken this worker back in time."""
         if self._directory.is_living(self._directory.coordinator):  # it was only silent
             self._orphan_handle = None
             return
@@ -332,10 +335,10 @@ class CoordinatorSearch:
             self._on_orphaned(None)
 
     def is_coordinator(self, identity: Identity) -> bool:
-        """Whether a worker that speaks as the coordinator is the one whose list has this worker in it.
+        """Whether a worker that speaks as the coordinator is the one whose list has this worker.
 
-        Another one is looked for: it may have taken this worker back a moment ago, or started before its predecessor's
-        end was noticed here; it sends the members when this worker announces itself.
+        If it is another one, the search starts: it may have taken this worker back a moment ago, or started before its
+        predecessor's end was noticed here. It sends the members when this worker announces itself.
         """
         if identity == self._joined:
             return True
@@ -345,7 +348,7 @@ class CoordinatorSearch:
         return False
 
     def on_probe(self, identity: Identity) -> None:
-        """Somebody asked whether this worker lives; the next coordinator, if it waits for this worker to come."""
+        """Called when a process, perhaps the next coordinator, has asked whether this worker lives."""
         is_another = identity.id == self._directory.coordinator and identity != self._joined
         if is_another and not self._directory.was_replaced(identity):
             self._hurry()
@@ -355,20 +358,20 @@ class CoordinatorSearch:
             self._task = self._io.spawn(self._run(), "rpcdist look for the coordinator")
 
     def _hurry(self) -> None:
-        """Has an attempt made now."""
+        """Starts an attempt now."""
         self._wanted.set()
         self._look()
 
     def _on_answer(self) -> None:
-        """Another coordinator is there; it may still have to wait for others before it takes this worker back."""
+        """Records that there is another coordinator, which may wait for others before it takes this worker back."""
         self._is_answered = True
         self._changed.set()
 
     async def attempt(self, deadline: Deadline) -> bool:
-        """Waits until the coordinator is found, or one attempt that begins now or later has failed.
+        """Waits until the coordinator is found, or until one attempt that begins now or later has failed.
 
-        Without an answer it waits for `QUICK_ANSWER_LIMIT_S` at most; but once another coordinator has answered, it
-        waits until that one has taken this worker back, at most until the deadline.
+        Without an answer it waits at most `QUICK_ANSWER_LIMIT_S`; once another coordinator has answered, it waits until
+        that one has taken this worker back, at most until the deadline.
 
         Returns:
             Whether it was found.
@@ -406,7 +409,7 @@ class CoordinatorSearch:
             is_over = False
             try:
                 is_over = await self._attempt(await self._address())
-            except RpcdistError as exc:  # nobody is there yet, or it has just ended
+            except RpcdistError as exc:  # no coordinator is there yet, or it has just ended
                 logger.debug("%s has not found the coordinator: %s", self._directory.me.name, exc)
             finally:
                 self._is_answered = False
@@ -429,31 +432,31 @@ class CoordinatorSearch:
             )
 
     async def _address(self) -> str:
-        """Where the next coordinator is; asked again at each attempt, since it may come up at another address."""
+        """The address of the next coordinator, looked up at each attempt, since it may start at another address."""
         look_up = self._look_up
         found: Future[str] = Future()
 
         def ask() -> None:
             try:
                 found._complete(look_up())
-            except Exception as exc:  # stores of others may raise anything, and the search waits for this answer
+            except Exception as exc:  # other stores may raise anything, and the search waits for this answer
                 found._fail(exc if isinstance(exc, RpcdistError) else DistStoreError(f"the store failed: {exc!r}"))
 
         self._submit(ask)
         return await found
 
     async def _attempt(self, address: str) -> bool:
-        """Whether there is nothing more to look for."""
+        """Makes an attempt; returns whether the search is over."""
         directory = self._directory
         roster = directory.roster()
         me = directory.member(directory.me.id)
-        limit_s = 3 * self._recovery_s  # it decides after twice that time at most
+        limit_s = 3 * self._recovery_s  # the coordinator decides after twice that time at most
         peer, reply = await self._coordinator.announce(
             address, me, self._world_size, roster, self._joined, limit_s, self._on_answer
         )
         if reply is None:
             rank = directory.coordinator
-            if peer.id == rank:  # it was only silent: the detectors take note of it
+            if peer.id == rank:  # it was only silent; reconnecting updates the detectors
                 self._router.revive(rank)
             lives = directory.is_living(rank) and directory.member(rank).identity == peer
             if lives:
@@ -464,7 +467,7 @@ class CoordinatorSearch:
         try:
             directory.update(members_of(reply, directory.me, address, 0.0))
         except RpcdistError as exc:
-            if peer != self._refused_by:  # each call to the lost one asks again
+            if peer != self._refused_by:  # each call to the lost coordinator starts another attempt
                 logger.error(
                     "%s found another coordinator, which refused it: %s. It continues with the workers that it "
                     "knows; end it if it belongs to an earlier job",

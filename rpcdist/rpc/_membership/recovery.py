@@ -1,13 +1,14 @@
-"""The workers for which a coordinator that took the place of another one still waits, and the questions to them.
+"""The workers for which a coordinator that replaced another one still waits, and the probes of them.
 
-`Recovery` decides, and is pure; `SurvivorQuestions` asks. The rules of the list itself are in `roster.py`.
+`Recovery` decides, and is pure; `SurvivorQuestions` sends the probes. The rules of the list itself are in `roster.py`.
 
  1. The expected workers are those that the returned workers name. Each names the list that it knew, which may be wrong.
- 2. After a while the coordinator asks each missing worker, at every address that was named, whether it lives. That
-    worker may not have noticed the loss of the coordinator yet; the question tells it.
- 3. The recovery ends when all have come; or when the time is over and each missing one has answered, or cannot answer.
- 4. A worker that has answered stays in the job, even before it announces itself. Only a worker that has neither come
-    nor answered is lost.
+ 2. After a while the coordinator probes each missing worker, at every address that was named. The worker may not have
+    noticed the loss of the previous coordinator yet; the probe shows it.
+ 3. The recovery ends when all have returned; or when the time is over and each missing worker has answered the probe,
+    or failed to.
+ 4. A worker that has answered stays in the job, even before it announces itself. Only a worker that has neither
+    returned nor answered is lost.
 """
 
 from __future__ import annotations
@@ -23,32 +24,32 @@ from rpcdist.ids import Identity
 from rpcdist.rpc._peers.directory import COORDINATOR, Member
 
 MAX_NAMED = 1000
-"""The most members that one worker may name: this process connects to each. Others are taken back when they come."""
+"""Limit on the members that one worker may name: this process connects to each. Others return on their own."""
 
 
 class Recovery:
-    """From the first worker that was in the list of the coordinator before, until all have come or had their time.
+    """The state of a recovery, from the first returned worker until all have returned or the time is over.
 
     Args:
-        coordinator: the rank of this coordinator, and of the one before.
+        coordinator: the rank of this coordinator, and of the previous one.
 
     Attributes:
-        is_time_over: only answers are still waited for.
+        is_time_over: whether the recovery waits only for answers.
     """
 
     def __init__(self, coordinator: int = COORDINATOR) -> None:
         self.is_time_over = False
         self._coordinator = coordinator
-        self._num_asked: dict[Identity, int] = {}  # of the members that each returned worker has named
+        self._num_asked: dict[Identity, int] = {}  # by returned worker: probed members among those that it has named
         self._named: dict[
             Identity, dict[Member, list[Identity]]
         ] = {}  # the missing, at each address, and the workers that named them
         self._asked: set[Member] = set()
         self._silent: set[Member] = set()
-        self._living: dict[Identity, Member] = {}  # those that have answered, and where
+        self._living: dict[Identity, Member] = {}  # those that have answered, with the address
 
     def expect(self, speaker: Identity, known: Iterable[Member]) -> None:
-        """A returned worker names, once, the members that it knew."""
+        """Adds the members that a returned worker knew; only once for each worker."""
         if speaker in self._num_asked:
             return
         self._num_asked[speaker] = 0
@@ -57,12 +58,12 @@ class Recovery:
                 self._named.setdefault(member.identity, {}).setdefault(member, []).append(speaker)
 
     def forget(self, identity: Identity) -> bool:
-        """A worker belongs to another job. Returns whether no other worker of the world before is known."""
+        """Forgets a worker that belongs to another job. Returns whether no other worker is expected."""
         self._named.pop(identity, None)
         return not self._named
 
     def missing(self, present: Iterable[Identity]) -> list[Identity]:
-        """The workers that have not come, and whose place is free, by rank."""
+        """The workers that have not returned, and whose place is free, by rank."""
         taken = {identity.id for identity in present}
         return sorted((identity for identity in self._named if identity.id not in taken), key=lambda one: one.id)
 
@@ -72,9 +73,9 @@ class Recovery:
         return not self.missing(present) and any(identity.id == self._coordinator for identity in present)
 
     def next_to_ask(self, present: Iterable[Identity]) -> Member | None:
-        """One of the missing that has not been asked, at one of its addresses.
+        """One of the missing that was not probed yet, with one of its addresses.
 
-        The workers that named them take turns: a long list of addresses, as a liar may send, delays no other list.
+        The workers that named them take turns, so that a long list of addresses, perhaps false ones, delays no other.
         """
         found = [
             (min(self._num_asked[speaker] for speaker in speakers), member, speakers)
@@ -91,7 +92,7 @@ class Recovery:
         return member
 
     def on_answer(self, member: Member, lives: bool) -> None:
-        """One that was asked has answered, or not in time."""
+        """Records whether a probed worker has answered in time."""
         if lives:
             self._living[member.identity] = member
         else:
@@ -105,26 +106,26 @@ class Recovery:
         )
 
     def survivors(self, present: Iterable[Identity]) -> Sequence[Member]:
-        """Those of the missing that live."""
+        """The missing workers that live."""
         return [self._living[identity] for identity in self.missing(present) if identity in self._living]
 
     def departures(self, present: Iterable[Identity]) -> Mapping[Identity, str]:
-        """The lost workers, and why, for the workers that have come."""
+        """The lost workers, with reasons, for the workers that have returned."""
         there = set(present)
-        reason = "the coordinator was lost, and this worker neither came to the next one nor answered it"
+        reason = "the coordinator was lost, and this worker neither joined the next one nor answered it"
         return {identity: reason for identity in self._named if identity not in there}
 
 
 MIN_AT_ONCE: Final = 16
 
 Probe = Callable[[Member], Awaitable[bool]]
-"""Asks a worker whether it is alive, in the incarnation that is known."""
+"""Asks a worker whether it is alive, in the known incarnation."""
 
 
 def max_at_once() -> int:
-    """The number of concurrent questions of this process, each of which takes a descriptor: a quarter of all.
+    """Limit on the concurrent probes of this process, each of which takes a descriptor: a quarter of all.
 
-    A question where nothing answers lasts for the peer timeout, and those that wait behind it may come too late: many.
+    A probe without an answer lasts for the peer timeout, and those that wait behind it may come too late, so many run.
     """
     num_descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if num_descriptors == resource.RLIM_INFINITY:
@@ -133,10 +134,10 @@ def max_at_once() -> int:
 
 
 class SurvivorQuestions:
-    """Asks the missing workers of a recovery, from `begin` until `stop`. I/O loop only.
+    """Probes the missing workers of a recovery, from `begin` until `stop`. I/O loop only.
 
     Args:
-        on_answer: is called after each answer.
+        on_answer: called after each answer.
     """
 
     def __init__(
@@ -159,7 +160,7 @@ class SurvivorQuestions:
         self.ask_more()
 
     def ask_more(self) -> None:
-        """Asks the missing workers that became known since; does nothing before `begin`."""
+        """Probes the missing workers that became known since; does nothing before `begin`."""
         while self._asks and len(self._asking) < self._max_at_once:
             member = self._recovery.next_to_ask(self._present())
             if member is None:

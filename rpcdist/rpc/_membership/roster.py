@@ -1,29 +1,30 @@
-"""The list of workers, and the plan for telling them its changes: pure bookkeeping, without clock, socket or waiting.
+"""The list of workers, and the plan for sending its changes: pure bookkeeping, without clock, socket or waiting.
 
-A world is *static* (every worker says the same size, ranks 0 to size - 1) or *dynamic* (size 0: workers come and go).
-The first worker decides. Rules:
+A world is *static* (every worker gives the same size; ranks 0 to size - 1) or *dynamic* (size 0: workers join and
+leave). The first worker decides. Rules:
 
  1. Names and ranks are unique among living workers.
- 2. A static world *forms* when everybody is there. While it forms, two workers that contradict each other (name, rank,
-    size, kind) *break* it: it is unknown which of them is right, so all, later ones included, get the same answer.
- 3. A static world that has formed takes only replacements: the name and rank of a worker that was lost or has left.
-    Other workers are refused, and the members do not notice.
- 4. An incarnation that was declared lost comes back only by being found alive while its place is still free.
- 5. A worker that stops waiting before the world has formed counts as one that never came.
+ 2. A static world *forms* when all workers have joined. Before that, two workers that contradict each other (name,
+    rank, size, kind) *break* it: since it is unknown which of them is right, all workers, later ones too, get the same
+    answer.
+ 3. A static world that has formed accepts only replacements: the name and rank of a worker that was lost or has left.
+    Other workers are refused, without effect on the members.
+ 4. An incarnation that was declared lost returns only if it is found alive while its place is still free.
+ 5. A worker that stops waiting before the world has formed counts as one that never joined.
  6. When the last worker is gone, the next one decides again.
  7. `version` grows with every change of the list of workers. `since(v)` returns the changes since version v, which turn
     a list of any version from v on into the current one.
- 8. A coordinator that took the place of another one takes back the workers of that one's list, each when it announces
-    itself or answers. When all have, or their time is over, the world has formed, even if workers are missing. Their
-    places are free for workers of any name then, since the names of the missing may be unknown.
+ 8. A coordinator that replaced another one takes back the workers of that one's list, each when it announces itself or
+    answers. When all have, or the time is over, the world has formed, even if workers are missing. Their places are
+    then free for workers of any name, since the names of the missing may be unknown.
 
-Members hear of changes by these rules (`roster_news.py` sends):
+Members are notified of changes by these rules (`roster_news.py` sends them):
 
  1. A member knows a version: that of the answer to its joining, or the one that it has confirmed. Nothing else counts.
- 2. One difference is under way to a member at a time, from the version that it knows. Changes that come meanwhile go
-    with the next one, merged.
+ 2. At any time one difference is on its way to a member, from the version that it knows. Later changes are merged into
+    the next difference.
  3. A member that joins gets its list with the answer, and no difference before.
- 4. A confirmation says what the member knows, even if that is less than was thought: then the next difference begins
+ 4. A confirmation states what the member knows, even if that is less than expected: then the next difference begins
     there. So every member ends with the current list, once the changes end and its messages arrive.
 """
 
@@ -39,15 +40,15 @@ from rpcdist.rpc._peers.directory import Member, Roster
 
 Outcome = JoinReply.Outcome
 MAX_DEPARTURES = 4096
-MAX_WORLD_SIZE = 1 << 20  # of a world that has not formed, the missing ranks are listed
-"""Of those that are remembered for differences; a worker that knows none of them gets the whole list."""
+"""Limit on the departures that are kept for differences; a worker that knows none of them gets the whole list."""
+MAX_WORLD_SIZE = 1 << 20  # bounds the list of missing ranks of a world that has not formed
 
 _OTHER_JOB = "; if they belong to two jobs, give each job its own address (MASTER_PORT)"
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The answer to a worker that wants to join: the fault and its remedy, and the missing ranks."""
+    """The answer to a worker that wants to join: what is wrong, what to do, and the missing ranks."""
 
     outcome: JoinReply.Outcome
     detail: str = ""
@@ -69,7 +70,7 @@ class MembershipTable:
 
     Attributes:
         world_size: None before the first worker, 0 for a dynamic world.
-        formed: a static world is complete; once true, it stays so until the last worker is gone.
+        formed: whether a static world is complete; once true, it stays so until the last worker is gone.
         broken: the contradiction that ended a static world before it formed.
         version: grows with every change.
     """
@@ -81,17 +82,17 @@ class MembershipTable:
         self.version = 0
         self._living: dict[str, Member] = {}  # in the order in which they came
         self._by_rank: dict[int, Member] = {}
-        self._came: dict[str, int] = {}  # the version with which each of them did
-        self._gone: dict[Identity, tuple[int, str]] = {}  # when and why the latest ones went, in that order
+        self._came: dict[str, int] = {}  # the version with which each of them joined
+        self._gone: dict[Identity, tuple[int, str]] = {}  # version and reason of the latest departures, in order
         self._whole_before = 0  # versions before this one are too old for a difference
         self._sorted: tuple[Member, ...] | None = None
         self._places: set[str | int] = set()  # names and ranks that a worker has had in this world
         self._vacant: dict[str, Identity] = {}  # places of a formed static world that a replacement may take
         self._lost: dict[int, Member] = {}  # by incarnation
         self._was_restored = False
-        self._gave_up: set[int] = set()  # ranks that came, but are gone before the world has formed
+        self._gave_up: set[int] = set()  # ranks that joined, but stopped waiting before the world formed
         self._known: dict[Identity, int] = {}  # the version that each member knows
-        self._under_way: dict[Identity, int] = {}  # up to which version
+        self._under_way: dict[Identity, int] = {}  # the version of the difference on its way to each member
         self._joining: set[Identity] = set()
 
     def __repr__(self) -> str:
@@ -115,11 +116,12 @@ class MembershipTable:
         return member is not None and member.identity == identity
 
     def had_place(self, identity: Identity) -> bool:
-        """Whether another worker has had this name or rank, as far as this world goes back."""
+        """Whether another worker has had this name or rank since this world began."""
         return identity.name in self._places or identity.id in self._places
 
     def since(self, version: int) -> Roster:
-        """The changes since a version, merged: the workers that came and are there, and those that are gone (rule 7).
+        """The changes since a version, merged: the workers that joined and are present, and those that are gone (rule
+        7).
 
         For a version of 0, or one that is too old, it is the whole list.
         """
@@ -140,15 +142,15 @@ class MembershipTable:
     # ------------------------------------------------------------ the versions that members know
 
     def joins(self, identity: Identity) -> None:
-        """A worker has asked to be taken in, and waits for the answer (rule 3 of the news)."""
+        """Records that a worker has asked to join, and waits for the answer (rule 3 of the news)."""
         self._joining.add(identity)
 
     def has_joined(self, identity: Identity) -> None:
-        """It has been answered."""
+        """Records that it was answered."""
         self._joining.discard(identity)
 
     def heard(self, identity: Identity, version: int) -> bool:
-        """A member knows a version (rule 4). False if it is no member, or claims one that there has not been."""
+        """Records that a member knows a version (rule 4). False if it is no member, or there is no such version."""
         if identity not in self or version > self.version:
             return False
         self._known[identity] = version
@@ -156,11 +158,11 @@ class MembershipTable:
         return True
 
     def unaware_of(self, version: int) -> set[Identity]:
-        """Members that have been answered, and do not know this version yet."""
+        """Members that were answered, and do not know this version yet."""
         return {identity for identity, known in self._known.items() if known < version} - self._joining
 
     def due(self) -> list[tuple[Identity, int]]:
-        """The members to tell of changes now, and from which version on; they count as told."""
+        """The members that must be notified now, each with the version that it knows; records that they are."""
         found = []
         for member in self.members:
             identity = member.identity
@@ -170,23 +172,23 @@ class MembershipTable:
                 found.append((identity, known))
         return found
 
-    # ------------------------------------------------------------ workers that come and go
+    # ------------------------------------------------------------ workers that join and leave
 
     @property
     def missing(self) -> list[int]:
-        """The ranks of a static world that are not there; before it has formed: that have never been."""
+        """The ranks of a static world that are absent; before it has formed, those that have never joined."""
         present = self._by_rank.keys() | self._gave_up
         return [rank for rank in range(self.world_size or 0) if rank not in present]
 
     @property
     def timed_out(self) -> Verdict:
-        """The answer to a worker that has waited too long; ask for it before the worker is withdrawn."""
+        """The answer to a worker that has waited too long; call this before the worker is withdrawn."""
         gone = ", ".join(map(str, sorted(self._gave_up)))
-        detail = f"joined, but did not wait until the end: rank {gone}" if gone else ""
+        detail = f"joined, but stopped waiting: rank {gone}" if gone else ""
         return Verdict(Outcome.TIMED_OUT, detail, tuple(self.missing))
 
     def join(self, member: Member, world_size: int) -> Verdict:
-        """A worker wants to join; accepted ones are in the list afterwards. The same worker may ask again.
+        """Decides whether a worker may join; if so, it is in the list afterwards. The same worker may ask again.
 
         Args:
             member: the worker; its id is its rank.
@@ -197,7 +199,7 @@ class MembershipTable:
         """
         check_worker_name(member.identity.name)
         if world_size < 0:
-            raise ConfigError(f"world_size is {world_size}; give the number of workers, or None if they come and go")
+            raise ConfigError(f"world_size is {world_size}; give the number of workers, or None if they join and leave")
         if self.broken is not None:
             return self.broken
         verdict = self._own_contradiction(member, world_size)
@@ -214,10 +216,10 @@ class MembershipTable:
         return _OK
 
     def take_back(self, member: Member, world_size: int, version: int) -> Verdict:
-        """A worker of the list of the coordinator before this one announces itself (rule 8).
+        """Takes back a worker of the previous coordinator's list that announces itself (rule 8).
 
         Args:
-            version: of the list that it knows; that of this list goes on from there.
+            version: the version of the list that it knows, from which this list's versions continue.
 
         Raises:
             ConfigError: the name is malformed, or the world size negative.
@@ -225,7 +227,7 @@ class MembershipTable:
         check_worker_name(member.identity.name)
         if self.broken is not None:
             return self.broken
-        self.found(member.identity)  # where this coordinator had given it up before it came
+        self.found(member.identity)  # if this coordinator had declared it lost before
         verdict = self._own_contradiction(member, world_size)
         if not verdict.ok:
             return verdict
@@ -233,24 +235,24 @@ class MembershipTable:
             self.version = max(self.version, version)
             return verdict
         contradiction = self._contradiction(member, world_size)
-        if contradiction is not None:  # no newcomer did anything wrong, so the world does not break
+        if contradiction is not None:  # no newcomer is wrong, so the world does not break
             return contradiction
         self.version = max(self.version, version)
         self._accept(member, world_size)
         return _OK
 
     def dismiss(self, identity: Identity, reason: str = "") -> None:
-        """A worker that was taken back belongs to an earlier job: it goes, and its place is free for any worker."""
+        """Removes a returned worker that belongs to an earlier job, and frees its place for any worker."""
         if self.lost(identity, reason):
             self._vacant.pop(identity.name, None)
             self.formed = False
 
     def end_restoring(self) -> None:
-        """All workers of the list before have come back, or their time is over (rule 8)."""
+        """Ends the recovery: all workers of the previous list have returned, or their time is over (rule 8)."""
         self.formed = self._was_restored = bool(self.world_size)
 
     def withdraw(self, identity: Identity) -> bool:
-        """A worker no longer waits for the world to form (rule 5). False if it is not waiting."""
+        """Records that a worker no longer waits for the world to form (rule 5). False if it is not waiting."""
         if self.formed or not self.world_size or not self._remove(identity):
             return False
         if self._living:
@@ -258,19 +260,19 @@ class MembershipTable:
         return True
 
     def leave(self, identity: Identity) -> bool:
-        """A worker says good-bye. False if this incarnation is not in the list."""
+        """Removes a worker that leaves. False if this incarnation is not in the list."""
         return self._remove(identity)
 
     def lost(self, identity: Identity, reason: str = "") -> bool:
-        """An incarnation was declared dead (rule 4). False if it is not in the list, for instance replaced already."""
+        """Removes an incarnation that was declared dead (rule 4). False if it is not listed, for instance replaced."""
         member = self._living.get(identity.name)
         if member is None or not self._remove(identity, reason):
             return False
-        self._lost[identity.incarnation] = member  # one that has left may come back in the same process
+        self._lost[identity.incarnation] = member  # unlike one that left, which may return in the same process
         return True
 
     def found(self, identity: Identity) -> bool:
-        """An incarnation that was declared lost lives after all (rule 4). False if its place is taken."""
+        """Restores an incarnation that was declared lost, but lives (rule 4). False if its place is taken."""
         member = self._lost.get(identity.incarnation)
         if member is None or member.identity != identity or self.world_size is None:
             return False
@@ -281,7 +283,7 @@ class MembershipTable:
         return True
 
     def _own_contradiction(self, member: Member, world_size: int) -> Verdict:
-        """A fault of this worker alone; the others go on."""
+        """Something wrong with this worker alone, which does not affect the others."""
         identity = member.identity
         if identity.incarnation in self._lost:
             return Verdict(
@@ -298,7 +300,7 @@ class MembershipTable:
         return _OK
 
     def _known_again(self, member: Member, world_size: int) -> bool:
-        """The same incarnation asks again, because its connection broke while it waited."""
+        """Whether the same incarnation asks again, because its connection broke while it waited."""
         known = self._living.get(member.identity.name)
         if known is None or known.identity != member.identity or world_size != self.world_size:
             return False
@@ -337,17 +339,17 @@ class MembershipTable:
             )
         return Verdict(
             Outcome.WORLD_SIZE_DIFFERS,
-            f"the world sizes differ: {member} was started with world_size={world_size}, and world_size="
-            f"{self.world_size} by {there}; give all of them the same (WORLD_SIZE)",
+            f"the world sizes differ: {member} was started with world_size={world_size}, but {there} with world_size="
+            f"{self.world_size}; give all of them the same one (WORLD_SIZE)",
         )
 
     def _full(self, member: Member) -> Verdict:
         vacant = ", ".join(f"{place.name!r} (rank {place.id})" for place in self._vacant.values()) or "none"
         return Verdict(
             Outcome.WORLD_FULL,
-            f"the world of {self.world_size} workers is complete, and {member} is not the replacement of a worker that "
-            f"was lost (places to take over, by the same name and rank: {vacant}); start the job with a larger "
-            "world_size, or with world_size=None for workers that come and go",
+            f"the world of {self.world_size} workers is complete, and {member} does not replace a worker that was lost "
+            f"(places to take over, with the same name and rank: {vacant}); start the job with a larger world_size, or "
+            "with world_size=None if workers join and leave",
         )
 
     def _accept(self, member: Member, world_size: int) -> None:
@@ -359,7 +361,7 @@ class MembershipTable:
             self.formed = True
 
     def _enter(self, member: Member) -> None:
-        """Puts a worker into the list, or another address of it, as the one that came last."""
+        """Adds a worker to the list, or its new address, as the latest one."""
         name, rank, _ = member.identity
         self._living.pop(name, None)
         self._living[name] = self._by_rank[rank] = member

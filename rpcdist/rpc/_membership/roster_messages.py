@@ -1,4 +1,4 @@
-"""The messages of the membership: requests of workers, and the coordinator's answers taken apart."""
+"""The messages of the membership: requests of workers, and the answers of the coordinator."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ def _piece(member: Member) -> bytes:
 
 
 def members_to_bytes(members: Iterable[Member]) -> bytes:
-    """A `MemberList`: protobuf's lists are joined by joining their bytes, and each worker is encoded once."""
+    """A `MemberList`: protobuf's lists are joined by joining their bytes, so that each worker is encoded only once."""
     return b"".join(map(_piece, members))
 
 
 @lru_cache(maxsize=8)
 def members_from_bytes(encoded: bytes) -> tuple[Member, ...]:
-    """The same back; the workers of one process, which get the same list, share it.
+    """The inverse of `members_to_bytes`. Workers of one process, which get the same list, share the result.
 
     Raises:
-        ProtocolViolation: these bytes are no list.
+        ProtocolViolation: these bytes are not such a list.
     """
     try:
         return tuple(map(member_from_proto, pb.MemberList.FromString(encoded).members))
@@ -54,7 +54,7 @@ def members_from_bytes(encoded: bytes) -> tuple[Member, ...]:
 
 
 def news_message(roster: Roster) -> pb.MembershipMessage:
-    """The message by which the coordinator tells a member what has changed."""
+    """The message with which the coordinator sends changes to a member."""
     return pb.MembershipMessage(
         version=roster.version,
         base=roster.base,
@@ -64,13 +64,13 @@ def news_message(roster: Roster) -> pb.MembershipMessage:
 
 
 def news_of(message: pb.MembershipMessage) -> Roster:
-    """The same back."""
+    """The inverse of `news_message`."""
     members, departures = members_from_bytes(message.members), departures_from_proto(message.departures)
     return Roster(message.version, members, departures, message.base)
 
 
 def join_request(me: Member, world_size: int | None, timeout_s: float) -> pb.JoinRequest:
-    """The request of a worker that joins; `world_size` is None where workers come and go."""
+    """The request of a worker that joins; `world_size` is None if workers join and leave."""
     timeout_ms = round(min(max(timeout_s, 0.0), PARKED_LIMIT_S) * 1000)
     return pb.JoinRequest(member=member_to_proto(me), world_size=world_size or 0, timeout_ms=timeout_ms)
 
@@ -81,10 +81,10 @@ def return_request(
     """The request of a worker whose coordinator was lost, to the process that took the coordinator's place.
 
     Args:
-        world_size: as for `join_request`.
-        timeout_s: how long it waits for the other members.
+        world_size: see `join_request`.
+        timeout_s: limit on the wait for the other members.
         roster: the members, as it knows them.
-        attempt: the start of the job's processes that it belongs to.
+        attempt: the start of the job's processes to which it belongs.
     """
     request = join_request(me, world_size, timeout_s)
     request.known_version = roster.version
@@ -102,7 +102,7 @@ def departures_from_proto(departures: Iterable[pb.Departure]) -> dict[Identity, 
 
 
 def members_of(reply: pb.JoinReply, me: Identity, coordinator: str, waited_s: float) -> Roster:
-    """Takes the coordinator's answer apart.
+    """Reads the coordinator's answer.
 
     Args:
         reply: the answer to `Join` or `Members`.
@@ -115,7 +115,7 @@ def members_of(reply: pb.JoinReply, me: Identity, coordinator: str, waited_s: fl
     Raises:
         DuplicateName: two workers have the same name or rank.
         WorldMismatch: the workers disagree about the size or kind of the world, or it is complete without this one.
-        RendezvousError: not everybody came in time, or this process was declared lost.
+        RendezvousError: not all workers came in time, or this process was declared lost.
     """
     members = members_from_bytes(reply.members)
     outcome = reply.outcome
@@ -134,9 +134,9 @@ def members_of(reply: pb.JoinReply, me: Identity, coordinator: str, waited_s: fl
 def _timed_out(reply: pb.JoinReply, me: Identity, members: Sequence[Member], waited_s: float) -> str:
     if not reply.missing:
         return reply.detail or f"the world was not complete after {waited_s:.1f} s"
-    others = listed(member.identity.name for member in members if member.identity != me) or "nobody"
+    others = listed(member.identity.name for member in members if member.identity != me) or "no others"
     return (
-        f"after {waited_s:.1f} s, these ranks have not come: {listed(reply.missing)} (waiting with it: {others}"
+        f"after {waited_s:.1f} s, these ranks have not joined: {listed(reply.missing)} (also waiting: {others}"
         f"{'; ' + reply.detail if reply.detail else ''}). Check that they were started, with the same MASTER_ADDR, "
-        "MASTER_PORT and WORLD_SIZE, and look at their logs"
+        "MASTER_PORT and WORLD_SIZE, and see their logs"
     )

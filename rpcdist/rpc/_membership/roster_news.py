@@ -1,7 +1,7 @@
-"""The news of workers that join and leave: the coordinator tells each member, and the members confirm.
+"""News of workers that join and leave: the coordinator sends it to each member, and the members confirm it.
 
 The messages are control messages: numbered, sent again over a new connection, applied once, in order. `MembershipWatch`
-calls functions of the user when a worker comes or goes, and logs a line about each.
+calls the user's functions when a worker joins, leaves or is lost, and logs a line about each.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ logger = logging.getLogger(__name__)
 
 
 class MembershipNews:
-    """Both ends of it; one per agent, on the I/O loop.
+    """Both ends of the news; one per agent, on the I/O loop.
 
     Args:
-        service: the list of workers, if it is here: then this worker tells the others.
+        service: the service, if it is in this process, which then sends the news to the others.
         watch: connects to a worker, so that its death is noticed.
-        is_coordinator: whether a worker is the coordinator whose list has this worker in it.
+        is_coordinator: whether a worker is the coordinator whose list has this worker.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class MembershipNews:
         self._telling: asyncio.TimerHandle | None = None
 
     async def begin_telling(self) -> None:
-        """The coordinator begins to tell the others, and to watch them.
+        """Starts sending news to the others, and watching them, at the coordinator.
 
         Workers may have joined since it took its own place. It knows them when this has returned.
         """
@@ -70,9 +70,9 @@ class MembershipNews:
                     self._watch(member.identity.id, "the membership of the job")
 
     def _on_change(self, is_urgent: bool) -> None:
-        """The list has changed: this worker is told immediately, and the others soon."""
+        """Called when the list has changed: updates this worker immediately, and sends news to the others soon."""
         me, service = self._directory.me, self._service
-        assert service is not None  # it is the one that calls this
+        assert service is not None  # it calls this
         news = service.table.since(self._directory.version)
         self._directory.update(news)
         service.note_known(me, news.version)
@@ -82,7 +82,7 @@ class MembershipNews:
         self._tell_soon(is_urgent)
 
     def _tell_soon(self, is_urgent: bool) -> None:
-        """Tells the others at once; in a large world, after a pause in which other changes may come to go with it."""
+        """Sends news at once; in a large world after a pause, in which further changes are merged."""
         assert self._service is not None
         num_members = len(self._service.table)
         pause_s = 0.0 if is_urgent else NEWS_PAUSE_S * max(num_members - NEWS_AT_ONCE, 0) / 1000
@@ -107,7 +107,7 @@ class MembershipNews:
             self._send(identity.id, message)
 
     def on_message(self, sender: Identity, message: pb.MembershipMessage, buffers: Sequence[ReceiveBuffer]) -> None:
-        """The coordinator sends changes, or a member confirms a version."""
+        """Handles changes from the coordinator, or a member's confirmation of a version."""
         if (service := self._service) is not None:
             service.note_known(sender, message.version)
             if message.version < service.table.version:
@@ -141,7 +141,7 @@ class MembershipChange:
     Attributes:
         kind: "joined", "left" (by `shutdown`), or "lost" (it died, or does not answer, or was replaced).
         worker: its name and rank.
-        role: as its `RpcOptions` say.
+        role: its role, from its `RpcOptions`.
         reason: why it was declared lost; else empty.
     """
 
@@ -155,11 +155,11 @@ Callback = Callable[[MembershipChange], object]
 
 
 class MembershipWatch:
-    """One per agent. Functions are added on any thread; they are called one at a time, in the order of the changes, by
-    a thread of the pool, so they may block and call other workers.
+    """Calls functions of the user at changes; one per agent. Functions are added on any thread; a pool thread calls
+    them one at a time, in the order of the changes, so they may block and call other workers.
 
     Args:
-        lifetime: of the agent; losses are not told once all workers leave.
+        lifetime: the agent's; losses are not reported once all workers leave.
     """
 
     def __init__(self, submit: Callable[[Callable[[], None]], object], lifetime: Lifetime) -> None:
@@ -169,10 +169,10 @@ class MembershipWatch:
         self._callbacks: dict[object, Callback] = {}
         self._changes: deque[MembershipChange] = deque()
         self._is_running = False
-        self._lost: set[str] = set()  # the names of those in the log
+        self._lost: set[str] = set()  # the names of lost workers that were logged
 
     def add(self, callback: Callback) -> Callable[[], None]:
-        """Has a function called at each change, until the function that is returned is called."""
+        """Registers a function to be called at each change; returns a function that removes it."""
         key = object()
         with self._lock:
             self._callbacks[key] = callback
@@ -184,10 +184,10 @@ class MembershipWatch:
         return remove
 
     def all_leave(self, losses: Mapping[str, str]) -> None:
-        """All workers leave by agreement: connections that end are not reported any more.
+        """Stops reporting connections that end, since all workers leave by agreement.
 
         Args:
-            losses: the workers lost before, by name, and why. The agreement may arrive before the event, and this
+            losses: the workers lost before, by name, with reasons. The agreement may arrive before the event, and this
                 worker may have joined after the loss.
         """
         with self._lock:
@@ -197,7 +197,7 @@ class MembershipWatch:
             logger.warning("worker %r is lost: %s", name, reason)
 
     def on_member(self, event: MemberEvent) -> None:
-        """A worker came or went; on the I/O loop."""
+        """Reports that a worker joined, left or was lost; on the I/O loop."""
         who = event.member.identity
         is_lost = event.kind == "lost"
         with self._lock:

@@ -1,6 +1,6 @@
 """The coordinator's service `Membership`.
 
-The rules are in `roster.py`; this file only waits. The whole service runs on the I/O loop.
+The rules are in `roster.py`; this file waits for their outcome. The whole service runs on the I/O loop.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from rpcdist.transport.identities import identity_from_proto
 logger = logging.getLogger(__name__)
 
 Outcome = pb.JoinReply.Outcome
-NEWS_AT_ONCE = 64  # up to so many members, all hear of every change at once; in larger worlds, of several together
-MAX_VERSION = 1 << 60  # a peer may claim any; the next ones must fit into 64 bits
+NEWS_AT_ONCE = 64  # up to this number of members, each change is sent at once; in larger worlds, several together
+MAX_VERSION = 1 << 60  # a peer may claim any version; later ones must fit into 64 bits
 
 
 async def _is_alive(member: Member) -> bool:
@@ -36,17 +36,17 @@ class MembershipService:
 
     Args:
         probe: asks a member whether it lives: one whose name or rank a newcomer has, and, after the loss of another
-            coordinator, one that does not come back. Only a member that does not answer is declared lost.
-        attempt: the start of the job's processes that this one belongs to.
-        recovery_s: how long the members of the coordinator before have to come back, in seconds, once the first has;
+            coordinator, one that does not return. Only a member that does not answer is declared lost.
+        attempt: the start of the job's processes to which this one belongs.
+        recovery_s: how long the members of the previous coordinator have to return, in seconds, once the first has;
             members that live then stay in the job in any case. In a static world, the new list is not complete before
             half of that has passed since the start of the service: if the whole job was restarted, its new processes
-            come in that time, and take precedence.
+            join in that time, and take precedence.
 
     Attributes:
         table: the list of workers; read it, and change it through this service.
-        changed: the list has changed; whether that is urgent, as a loss or a replacement is.
-        is_closed: nobody is taken in any more; workers that come look again who coordinates.
+        changed: published when the list has changed, with whether that is urgent, as a loss or a replacement is.
+        is_closed: whether no more workers are admitted; workers that try to join look for the coordinator again.
     """
 
     def __init__(
@@ -62,15 +62,15 @@ class MembershipService:
         self._started = time.monotonic()
         self._recovery: Recovery | None = None
         self._has_recovered = False
-        self._absent: Mapping[Identity, str] = {}  # the workers that had not come back when the recovery ended
-        self._came_back: set[Identity] = set()  # while it lasts
-        self._questions: SurvivorQuestions | None = None  # to those that have not come back
+        self._absent: Mapping[Identity, str] = {}  # the workers that had not returned when the recovery ended
+        self._came_back: set[Identity] = set()  # during the recovery
+        self._questions: SurvivorQuestions | None = None  # to those that have not returned
         self._waiting: set[asyncio.Future[Verdict]] = set()
         self._latest: dict[Identity, asyncio.Future[Verdict]] = {}
-        self._encoded = (-1, b"")  # the list, and its version
+        self._encoded = (-1, b"")  # the version of the list, and the list
         self._unaware: list[tuple[int, set[Identity], asyncio.Event]] = []
-        self._answered: set[int] = set()  # incarnations that were told of the broken world
-        self._changed = asyncio.Event()  # the list of workers did, or the answered ones
+        self._answered: set[int] = set()  # incarnations that were notified of the broken world
+        self._changed = asyncio.Event()  # set when the list of workers, or `_answered`, has changed
         self._announces = False
 
     def __repr__(self) -> str:
@@ -79,22 +79,22 @@ class MembershipService:
     async def join(self, peer: Identity, request: pb.JoinRequest) -> pb.JoinReply:
         """Registers a worker and waits until the world is complete.
 
-        Where others are at work already, it also waits until they have heard of the newcomer, so that their next calls
-        reach it, for `ANSWER_LIMIT_S` at most. In a world of more than `NEWS_AT_ONCE` members it waits only if the
-        newcomer takes the place of another process: calls to a new name ask the coordinator.
+        If others are at work already, it also waits until they know the newcomer, so that their next calls reach it,
+        but at most `ANSWER_LIMIT_S`. In a world of more than `NEWS_AT_ONCE` members it waits only if the newcomer takes
+        the place of another process: calls to a new name ask the coordinator.
 
         Args:
             peer: the proven caller.
             request: `timeout_ms` bounds the wait; 0 does not wait.
 
         Returns:
-            The verdict, and the workers; TIMED_OUT with the missing ranks when the time is over.
+            The verdict, and the workers; TIMED_OUT with the missing ranks if the time limit has expired.
 
         Raises:
             CallRefused: the caller names another worker.
             ConfigError: the name or the world size is malformed.
 
-        Cancellation (the caller's connection has ended) takes the worker out again, unless the world has formed.
+        Cancellation (the caller's connection has ended) removes the worker again, unless the world has formed.
         """
         identity = identity_from_proto(request.member.identity)
         if identity != peer:
@@ -112,13 +112,13 @@ class MembershipService:
                 self.note_known(identity, reply.version)
         finally:
             self.table.has_joined(identity)
-        if reply.outcome != Outcome.OK:  # not before: the coordinator ends when everybody has been answered
+        if reply.outcome != Outcome.OK:  # not before: the coordinator ends when all processes have been answered
             self._answered.add(identity.incarnation)
             self._changed.set()
         return reply
 
     async def _until_known(self, version: int) -> None:
-        """Waits until every member has heard of this version of the list, except those that are joining."""
+        """Waits until every member knows this version of the list, except those that are joining."""
         if not self._announces or not (unaware := self.table.unaware_of(version)):
             return
         waits = version, unaware, asyncio.Event()
@@ -133,13 +133,13 @@ class MembershipService:
             self._unaware.remove(waits)
 
     def announce_to(self, listener: Callable[[bool], object], me: Identity) -> None:
-        """From now on a listener tells the members of every change, as the table says, and what they have heard."""
+        """Registers a listener that notifies the members of every change, and reports the versions that they know."""
         self.changed.listen(listener)
         self._announces = True
         self.note_known(me, self.table.version)
 
     def note_known(self, identity: Identity, version: int) -> None:
-        """A member knows this version of the list."""
+        """Records that a member knows this version of the list."""
         if self.table.heard(identity, version):
             self._is_aware(identity, version)
 
@@ -164,8 +164,8 @@ class MembershipService:
             old = member.identity
             same_place = newcomer.name == old.name or newcomer.id == old.id
             if same_place and newcomer.incarnation != old.incarnation and not await self._probe(member):
-                self.lost(old, "it did not answer when another process came for its place")
-                found = True  # also where its loss was noticed otherwise meanwhile
+                self.lost(old, "it did not answer when another process claimed its place")
+                found = True  # even if its loss was noticed in another way meanwhile
         return found
 
     async def _join(self, identity: Identity, request: pb.JoinRequest) -> pb.JoinReply:
@@ -182,7 +182,7 @@ class MembershipService:
             if self.table.version != version:
                 self._has_changed(is_urgent=is_urgent)
             self._review_recovery()
-            # In a dynamic world the coordinator itself does not wait: it need not know that it is not the first one.
+            # In a dynamic world the coordinator itself does not wait: it need not know whether it is the first one.
             recovers = self._recovery is not None and (request.world_size > 0 or identity.id != self._rank)
             if recovers or (request.world_size and not self.table.formed):
                 verdict = await self._formed(identity, min(request.timeout_ms / 1000, PARKED_LIMIT_S))
@@ -200,13 +200,13 @@ class MembershipService:
         return self._has_recovered or self._recovery is not None
 
     def _take_back(self, member: Member, request: pb.JoinRequest) -> Verdict:
-        """A worker that was in the job before this coordinator announces itself."""
+        """Takes back a worker that was in the job before this coordinator started, and announces itself."""
         if request.known_version > MAX_VERSION:
-            raise CallRefused(f"{member} knows version {request.known_version} of the list of workers, which cannot be")
+            raise CallRefused(f"{member} sent version {request.known_version} of the list of workers, which is invalid")
         if request.attempt != self._attempt:
             return Verdict(
                 Outcome.INCARNATION_GONE,
-                f"it belongs to start {request.attempt!r} of the job, and the coordinator now to {self._attempt!r}",
+                f"it belongs to start {request.attempt!r} of the job, but the coordinator to start {self._attempt!r}",
             )
         was_there = member.identity in self.table
         verdict = self.table.take_back(member, request.world_size, request.known_version)
@@ -214,7 +214,7 @@ class MembershipService:
             return verdict
         logger.warning("%s was in this job before this coordinator started, and is taken back", member)
         if self._has_recovered:
-            return verdict  # it comes after the end of the recovery
+            return verdict  # it returned after the end of the recovery
         recovery = self._recovery or self._begin_recovery()
         recovery.expect(member.identity, map(member_from_proto, request.known))
         self._came_back.add(member.identity)
@@ -262,7 +262,7 @@ class MembershipService:
                     waits.set_result(Verdict(Outcome.INCARNATION_GONE, reason))
 
     def _review_recovery(self) -> None:
-        """Ends the recovery when all have come and, in a static world, new processes have had the time to come."""
+        """Ends the recovery when all have returned and, in a static world, new processes have had time to join."""
         recovery = self._recovery
         if recovery is None:
             return
@@ -298,10 +298,10 @@ class MembershipService:
             self._questions = None
 
     def _keep(self, survivors: Sequence[Member]) -> None:
-        """Takes back the workers that live and have not announced themselves yet; they hear of changes meanwhile."""
+        """Takes back the workers that live and have not announced themselves yet; they are notified of changes."""
         world_size = self.table.world_size
         if world_size is None:
-            return  # no member is left that could be told of them
+            return  # no member is left that could be notified of them
         for member in survivors:
             if self.table.take_back(member, world_size, self.table.version).ok:
                 logger.warning("%s was in this job before this coordinator started, lives, and stays in it", member)
@@ -311,7 +311,7 @@ class MembershipService:
     # ------------------------------------------------------------ workers that leave
 
     async def leave(self, peer: Identity, request: pb.LeaveRequest) -> pb.LeaveReply:
-        """Takes a worker out of the list; unknown ones are ignored, so it may be repeated.
+        """Removes a worker from the list; unknown workers are ignored, so it may be repeated.
 
         Raises:
             CallRefused: the caller is not the process that joined as this worker.
@@ -319,7 +319,7 @@ class MembershipService:
         identity = identity_from_proto(request.identity)
         if identity != peer:
             raise CallRefused(
-                f"{peer.name!r} cannot take worker {identity.name!r} out of the job: only its own process may"
+                f"{peer.name!r} cannot remove worker {identity.name!r} from the job: only its own process may"
             )
         if self.table.leave(identity):
             self._has_changed(identity, is_urgent=False)
@@ -333,7 +333,7 @@ class MembershipService:
         """
         if self._recovery is not None:
             raise CallRefused(
-                "the list of workers is being rebuilt after the loss of the coordinator; ask again later "
+                "the list of workers is being rebuilt after the loss of the coordinator; try again later "
                 f"({self._recovery})"
             )
         reply = self._reply(Verdict(Outcome.OK))
@@ -348,33 +348,33 @@ class MembershipService:
         return True
 
     def found(self, identity: Identity) -> None:
-        """A worker shows that it lives; if it was declared lost, and its place is free, it is in the list again."""
+        """Restores a worker that lives, if it was declared lost and its place is free."""
         if self.table.found(identity):
             self.table.heard(identity, 0)
             self._has_changed()
 
     def others(self, me: Identity) -> list[Member]:
-        """The members except one worker."""
+        """All members except one."""
         return [member for member in self.table.members if member.identity != me]
 
     async def alone(self, me: Identity, timeout_s: float) -> bool:
-        """Waits until all other workers have left or are lost, and then admits no more workers.
+        """Waits until all other workers have left or are lost; from then on no more workers are admitted.
 
         Returns:
-            False when the time was over before; then workers may still join.
+            False if the time limit expired first; then workers may still join.
         """
         self.is_closed = await self._until(lambda: len(self.table) <= (me in self.table), timeout_s)
         return self.is_closed
 
     async def all_answered(self, timeout_s: float) -> bool:
-        """Waits until as many processes as the world's size were told that it broke; False when the time is over.
+        """Waits until as many processes as the world's size know that it is broken; False on timeout.
 
-        The coordinator waits here before it ends, so that workers that come a moment later learn the reason, too.
+        The coordinator waits here before it ends, so that workers that join a moment later get the reason, too.
         """
         return await self._until(lambda: len(self._answered) >= (self.table.world_size or 1), timeout_s)
 
     async def _until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
-        """Waits until the list of workers, or the processes that were told that the world broke, meet a condition."""
+        """Waits until a condition holds, which is checked when the list of workers or `_answered` changes."""
         try:
             async with asyncio.timeout(None if timeout_s == float("inf") else timeout_s):
                 while not condition():
@@ -394,7 +394,7 @@ class MembershipService:
         except TimeoutError:
             if self.table.broken is not None:
                 return self.table.broken
-            if self.table.formed:  # between the end of the time and this line: the others count on this worker
+            if self.table.formed:  # between the timeout and this line: the others count on this worker
                 return Verdict(Outcome.OK)
             verdict = self.table.timed_out
             self._stop_waiting(identity, decided)
@@ -408,7 +408,7 @@ class MembershipService:
                 del self._latest[identity]
 
     def _stop_waiting(self, identity: Identity, decided: asyncio.Future[Verdict]) -> None:
-        """Rule 5 of the table; but a worker that asked a second time still waits there."""
+        """Applies rule 5 of the table, unless the worker has asked a second time, and still waits there."""
         if self._latest.get(identity) is decided and self.table.withdraw(identity):
             self._has_changed(identity)
 

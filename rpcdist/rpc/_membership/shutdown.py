@@ -4,10 +4,10 @@ A graceful shutdown of a static world proceeds in rounds, which the living worke
 every living worker reports once whether it had work since its last report; the round ends when all have reported. All
 leave after a round in which no worker had any. The wait has no limit by default, since a parameter server calls
 `shutdown` at once and its trainers hours later. The rounds do not wait for a lost worker; they wait for its replacement
-from the moment when it joins. When the leader is lost, the next worker leads: a worker that is asked and knows of a
-living one of lower rank points to that one, so all agree as soon as their detectors do.
+once that has joined. When the leader is lost, the next worker leads. If a worker is asked to lead, but knows a living
+worker of lower rank, it points to that one, so all agree as soon as their detectors do.
 
-`StopRequests` is for a worker that serves until it is told to stop: by a signal, by another worker, or by the end of
+`StopRequests` is for a worker that serves until it is asked to stop: by a signal, by another worker, or by the end of
 its agent.
 """
 
@@ -61,11 +61,11 @@ DEPART = "rpcdist.rpc._membership.shutdown:depart"
 NOT_ARRIVED = "rpcdist.rpc._membership.shutdown:not_arrived"
 
 ENDED = "ended"
-"""First part of an answer: the round has ended. Then come whether a worker had work, and the losses (name: reason)."""
+"""First part of an answer: the round has ended. Then whether any worker had work, and the losses (name: reason)."""
 POINTS = "points"
-"""First part of an answer: another worker leads. Then comes its rank."""
+"""First part of an answer: another worker leads. Then its rank."""
 LEAVES = "leaves"
-"""First part of an answer: the leader leaves before the others. Then come the names of the missing workers."""
+"""First part of an answer: the leader leaves before the others. Then the names of the missing workers."""
 
 Answer = list[Any]
 
@@ -75,7 +75,7 @@ class _DepartureRound:
 
     def __init__(self) -> None:
         self.had_work: dict[str, bool] = {}
-        self.came: set[str] = set()  # the workers that have given up included
+        self.came: set[str] = set()  # including the workers that have timed out
         self.ended = asyncio.Event()
         self.answer: Answer = []
 
@@ -85,7 +85,7 @@ class _DepartureRound:
 
 
 class ShutdownRounds:
-    """The rounds that this worker leads; one per agent. Lives on the user loop, except where a method says otherwise.
+    """The rounds that this worker leads; one per agent. Lives on the user loop, unless a method says otherwise.
 
     Args:
         watch: connects to a worker, so that its death is noticed.
@@ -100,19 +100,19 @@ class ShutdownRounds:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def on_member(self, event: MemberEvent) -> None:
-        """A worker came or went; on the I/O loop."""
+        """Reviews the rounds after a worker joined, left or was lost; on the I/O loop."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._review, True)
 
     def facts(self) -> list[GatheringFacts]:
-        """The rounds that are open; any thread."""
+        """The open rounds; any thread."""
         return [
             GatheringFacts("shutdown", tuple(sorted(round_.came)), tuple(self._absent(round_)))
             for round_ in list(self._rounds)
         ]
 
     def give_up(self) -> None:
-        """Ends the rounds that still wait, since this worker leaves; any thread."""
+        """Ends the open rounds, since this worker leaves; any thread."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._give_up)
 
@@ -124,7 +124,7 @@ class ShutdownRounds:
     async def depart(self, name: str, had_work: bool) -> Answer:
         """Adds the report of one worker to the oldest round that lacks it, and waits for the round's end.
 
-        Cancellation (the worker's deadline is over, or it is gone) takes that out again.
+        Cancellation (the worker's deadline is over, or it is gone) removes the report again.
         """
         self._loop = asyncio.get_running_loop()
         if (superior := self._superior()) is not None:
@@ -147,18 +147,18 @@ class ShutdownRounds:
         except asyncio.CancelledError:
             if not round_.ended.is_set():
                 round_.had_work.pop(name, None)
-                self._last_missing = self._absent(round_)  # the worker that gave up asks for it next
+                self._last_missing = self._absent(round_)  # the worker that timed out asks for it next
                 self._review()
             raise
         return round_.answer
 
     def _superior(self) -> int | None:
-        """The rank of a living worker that leads before this one."""
+        """The rank of a living worker that should lead instead of this one."""
         leader = self._directory.leader()
         return leader.id if leader.id < self._directory.me.id else None
 
     def _review(self, watches: bool = False) -> None:
-        """Ends the rounds that are complete. With `watches`, connects to the workers that are waited for."""
+        """Ends the rounds that are complete. With `watches`, connects to the workers that have not reported."""
         superior = self._superior()
         open_rounds, self._rounds = self._rounds, []
         for round_ in open_rounds:
@@ -170,7 +170,7 @@ class ShutdownRounds:
                 self._rounds.append(round_)
         if self._rounds and watches:
             self._watched_at = time.monotonic()
-            # Suspects included: if one lives after all, two workers would lead, and wait for each other.
+            # Including suspects: if one lives after all, two workers would lead, and wait for each other.
             living = [member.identity for member in self._directory.living()]
             for identity in [*living, *self._directory.suspected()]:
                 if identity != self._directory.me:
@@ -197,19 +197,19 @@ class ShutdownRounds:
         return await self.depart(name, bool(had_work))
 
     async def _not_arrived(self) -> list[str]:
-        """The living workers that have not joined the open round, or the one given up last."""
+        """The living workers that have not joined the open round, or the last round that timed out."""
         return self._absent(self._rounds[0]) if self._rounds else self._last_missing
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Leaving:
-    """One per agent; its methods block.
+    """Takes a worker out of the job. One per agent; its methods block.
 
     Attributes:
         is_static: whether the members are the same from beginning to end.
-        lifetime: when it is over, another thread has closed RPC, and no leader is asked any more.
+        lifetime: once it has ended, another thread has closed RPC, and no leader is asked any more.
         silence_out_of_reach: see `Router.silence_out_of_reach`.
-        explain: says what calls wait for here, with their stacks.
+        explain: describes what calls wait for here, with their stacks.
     """
 
     network: Network
@@ -238,15 +238,15 @@ class Leaving:
         """Waits for outstanding work, here and (in a static world) everywhere.
 
         Args:
-            timeout_s: limit of the whole, in seconds; infinity waits as long as the others live.
-            delete_references: gives back the references that this worker holds, in a static world, when all
-                leave; by default `RRefShell.delete_all_user_and_unforked_owner_rrefs`.
+            timeout_s: limit on the whole wait, in seconds; infinity waits as long as the others live.
+            delete_references: returns the references that this worker holds, in a static world, when all leave; by
+                default `RRefShell.delete_all_user_and_unforked_owner_rrefs`.
 
         Returns:
-            The workers that are lost and were not waited for, and why, by name.
+            The lost workers, which were not waited for, by name, with reasons.
 
         Raises:
-            DeadlineExceeded: the time is over; the text names the missing workers or calls.
+            DeadlineExceeded: the time limit expired; the text names the missing workers or calls.
             WorkerLost: see `_take_part`.
         """
         deadline = Deadline.after(timeout_s)
@@ -255,7 +255,7 @@ class Leaving:
             self._leave_elastic(deadline)
             return self.directory.losses()
         self._take_part(True, deadline)
-        # All workers have called shutdown: the remaining references and streams are not needed any more.
+        # All workers have called shutdown, so the remaining references and streams are no longer needed.
         if delete_references is not None:
             delete_references()
         else:
@@ -265,14 +265,14 @@ class Leaving:
             self._wait_idle(deadline, all_are_leaving=True)
             made = self.caller.calls.num_work
             had_work, seen = made != seen, made
-            # All must be idle for a whole round: a call may make others on any worker.
+            # All must be idle for a whole round, since a call may make others on any worker.
             had_work, losses = self._take_part(had_work, deadline)
             if not had_work:
                 self.watch.all_leave(losses)
                 return losses
 
     def _leave_elastic(self, deadline: Deadline) -> None:
-        """Waits, at the coordinator, until the others have left: they find each other through it."""
+        """Waits, at the coordinator, until the others have left, since they find each other through it."""
         limit_s = min(RREF_DELETION_LIMIT_S, deadline.remaining_s())
         self.rrefs.delete_all_user_and_unforked_owner_rrefs(limit_s, others=False)
         service = self.coordinator.service
@@ -284,7 +284,7 @@ class Leaving:
         self.coordinator.mark_left()
 
     def _wait_idle(self, deadline: Deadline, all_are_leaving: bool = False) -> None:
-        """Waits for calls and handlers of this worker. While all are leaving, also for the streams that it reads."""
+        """Waits for calls and handlers of this worker; while all are leaving, also for the streams that it reads."""
         calls, active_calls = self.caller.calls, self.active_calls
         began = reported = time.monotonic()
         while True:
@@ -297,7 +297,7 @@ class Leaving:
                 self.streams.close_unread(IDLE_LIMIT_S)
             for unwanted in active_calls.abandon(began, SLOW_WORK_LIMIT_S):
                 logger.error(
-                    "shutdown of %s gives up %s: its caller waits no longer, and it has not ended for %.0f s",
+                    "shutdown of %s abandons %s: its caller waits no longer, and it has not ended for %.0f s",
                     self._me.name, unwanted, SLOW_WORK_LIMIT_S,
                 )  # fmt: skip
             left = [repr(call) for call in calls][:5] + active_calls.describe()[:5] + self.streams.describe()[:5]
@@ -312,12 +312,12 @@ class Leaving:
 
         Returns:
             Whether a worker had work, or the round was restarted under another leader; and the lost workers, which were
-            not waited for, and why, by name.
+            not waited for, by name, with reasons.
 
         Raises:
-            DeadlineExceeded: the time is over; the text names the missing workers.
-            WorkerLost: another worker leads, and lives, and cannot be reached. Its round waits for this worker, and one
-                that this worker led would wait for those that the other one leads.
+            DeadlineExceeded: the time limit expired; the text names the missing workers.
+            WorkerLost: another worker leads, and lives, but cannot be reached. Its round waits for this worker, and a
+                round that this worker led would wait for the workers of the other one.
             RpcdistError: another thread has closed RPC in this process.
         """
         me = self.directory.me
@@ -339,7 +339,7 @@ class Leaving:
             except RpcdistError as exc:
                 if self.lifetime.is_closed:
                     raise
-                # Also if the leader just closes. The next iteration asks the next leader.
+                # Also if the leader is just closing. The next iteration asks the next leader.
                 level = logging.DEBUG
                 if time.monotonic() - reported >= LOG_PERIOD_S:
                     level, reported = logging.WARNING, time.monotonic()
@@ -373,19 +373,19 @@ class Leaving:
             try:
                 missing = names_in(self.caller.gather(leader, NOT_ARRIVED, (), ANSWER_LIMIT_S))
             except RpcdistError as exc:
-                return DeadlineExceeded(f"{text}, and its leader {name!r} did not say who is missing: {exc}")
+                return DeadlineExceeded(f"{text}, and its leader {name!r} did not report the missing workers: {exc}")
         return DeadlineExceeded(f"{text}; these workers have not called it: {missing}")
 
     def send_last_replies(self, together: bool) -> None:
-        """Lets pending replies reach the others, and answers the workers that wait here for others.
+        """Sends pending replies, and answers the workers that wait here for others.
 
         Args:
-            together: all the others leave at this moment, too.
+            together: whether all other workers also leave now.
         """
         self.gatherings.give_up()
         self.rounds.give_up()
         self.active_calls.wait_gathered(CONNECTION_CLOSE_LIMIT_S)
-        # The leader of the last round still sends replies, which the end of its sessions would drop: it leaves last.
+        # The leader of the last round still sends replies, which the end of its sessions would drop, so it leaves last.
         is_last = together and self.led_last
         flush = self.connections.flush(CONNECTION_CLOSE_LIMIT_S, wait_for_others=is_last)
         try:
@@ -394,29 +394,29 @@ class Leaving:
             logger.debug("the last replies were not flushed", exc_info=True)
 
     def say_goodbye(self) -> None:
-        """Tells the coordinator, where workers come and go, that this one leaves."""
+        """Notifies the coordinator that this worker leaves, if workers join and leave."""
         if self.is_static:
             return
         try:
             self.coordinator.leave()
         except RpcdistError as exc:
-            logger.debug("the coordinator could not be told that this worker leaves: %s", exc)
+            logger.debug("the coordinator could not be notified that this worker leaves: %s", exc)
 
 
-# Allow-lists of users have these names, which a peer calls; no module has them.
+# Users name these functions in allow-lists, and peers call them; no module defines them.
 STOP = "rpcdist.rpc._membership.serving:stop"
 PING = "rpcdist.rpc._membership.serving:ping"
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopRequests:
-    """One per agent; any thread may use it.
+    """Requests to stop; one per agent; any thread may use it.
 
-    A request to stop that comes before `wait` counts: the next `wait` returns at once.
+    A request that comes before `wait` counts: the next `wait` returns at once.
     """
 
     def __init__(self) -> None:
-        # Its `put` may interrupt its own `get`, so a signal handler may call it.
+        # `put` is reentrant, so a signal handler may call it during a `get`.
         self._requests: SimpleQueue[str | None] = SimpleQueue()
         self._lost: CoordinatorLost | None = None
 
@@ -427,10 +427,10 @@ class StopRequests:
     def orphaned(self, error: CoordinatorLost | None) -> None:
         """Ends every `wait` with this error, until it is called with None because a coordinator is there again."""
         self._lost = error
-        self._requests.put(None)  # has `wait` look
+        self._requests.put(None)  # wakes `wait`
 
     def wait(self, timeout_s: float | None) -> str | None:
-        """Waits for a request to stop, and returns why it was made; None when the time is over.
+        """Waits for a request to stop, and returns its reason; None on timeout.
 
         Raises:
             CoordinatorLost: see `orphaned`.
@@ -459,7 +459,7 @@ class StopRequests:
 
         def restore() -> None:
             for number, handler in before.items():
-                if handler is not None:  # None: it was not set by Python, and cannot be set again
+                if handler is not None:  # None: it was not set by Python, and cannot be restored
                     signal.signal(number, handler)
 
         def on_signal(number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""All connections of this worker, in both directions: those that others open, the leases that they renew, their end.
+"""All connections of this worker, in both directions: sessions that peers open, their leases, and their end.
 
 A lease is the time for which a worker counts as alive for the remote references that it holds.
 """
@@ -24,10 +24,10 @@ logger = logging.getLogger(__name__)
 
 
 class Connections:
-    """One per agent, on the I/O loop. It takes the sessions that other workers open to this one (`SessionHandler`).
+    """The connections of one agent, on the I/O loop. It handles the sessions that other workers open to this one.
 
-    A worker calls on a session that it has opened itself, and is answered there. So what arrives here are the calls of
-    others, and their control messages; this worker's own go through the `Router`.
+    A worker sends calls on a session that it has opened itself, and gets the replies there. So the sessions here bring
+    the calls and control messages of others; this worker's own go through the `Router`.
 
     Attributes:
         taken: the open sessions that others have opened.
@@ -42,7 +42,7 @@ class Connections:
         control: ControlReceiver,
     ) -> None:
         self.taken: set[Session] = set()
-        self.on_messages = demultiplexer.on_messages  # not a method of ours: every message would pass through it
+        self.on_messages = demultiplexer.on_messages  # not through a method here: every message would pass through it
         self.allocate = demultiplexer.allocate
         self.borrow = demultiplexer.borrow
         self.shares_payloads = demultiplexer.shares_payloads
@@ -54,9 +54,9 @@ class Connections:
         events.replaced.listen(self._close_sessions_of)
 
     def refusal(self, identity: Identity) -> str | None:
-        """Why a worker may not connect, or None.
+        """The reason to refuse a worker, or None.
 
-        Peers are known by their ranks, and what proves them (the handshake, a certificate of their own) names workers.
+        Peers are identified by their ranks, but their proofs (the handshake, a certificate) name workers.
         """
         holder = self._directory.holder_of(identity.id)
         if identity.id < 0 or holder not in (None, identity.name):
@@ -64,8 +64,8 @@ class Connections:
         if not self._directory.was_replaced(identity):
             return None
         return (
-            f"worker {identity.name!r} was declared lost while it did not answer, and {REPLACED}; this process is "
-            "out of the job. End it with rpc.shutdown(graceful=False)"
+            f"worker {identity.name!r} was declared lost while it did not answer, and {REPLACED}; this process is no "
+            "longer in the job. End it with rpc.shutdown(graceful=False)"
         )
 
     def on_opened(self, session: Session) -> None:
@@ -73,7 +73,7 @@ class Connections:
         self._events.opened.publish(session)
 
     def on_closed(self, session: Session, reason: str) -> None:
-        """The worker may come back; its lease says until when."""
+        """Publishes the end of a session. The worker may come back; its lease decides until when."""
         self.taken.discard(session)
         self._events.broken.publish(session, reason)
 
@@ -83,11 +83,11 @@ class Connections:
                 session.close(REPLACED)
 
     def sessions(self) -> list[Session]:
-        """The open ones, in both directions."""
+        """The open sessions, in both directions."""
         return [*self._router.sessions(), *self.taken]
 
     async def flush(self, timeout_s: float, wait_for_others: bool) -> None:
-        """Waits until what was queued is written, and perhaps until the others have left, for they wait for it."""
+        """Waits until queued messages are written, and, with `wait_for_others`, until the others have left."""
         self._control.acknowledge()
         try:
             async with asyncio.timeout(timeout_s):
@@ -98,7 +98,7 @@ class Connections:
             logger.debug("not everything was written within %s s", timeout_s)
 
     def close(self, reason: str) -> None:
-        """Ends all of them immediately."""
+        """Ends all connections immediately."""
         self._router.close(reason)
         for session in list(self.taken):
             session.close(reason)
@@ -108,10 +108,10 @@ PROBE_ROLE = "probe"
 
 
 class ProbeTaker(NullHandler):
-    """Takes the sessions of processes that only ask whether this worker lives (`SessionHandler`); one per agent.
+    """Handles sessions of processes that only ask whether this worker lives (`SessionHandler`); one per agent.
 
     Args:
-        on_probe: gets the identity of the process that asks.
+        on_probe: called with the identity of the process that asks.
     """
 
     def __init__(self, on_probe: Callable[[Identity], object]) -> None:
@@ -122,19 +122,19 @@ class ProbeTaker(NullHandler):
         self._on_probe(session.peer)
 
     def announced_by(self, peer: Identity) -> AnnouncedBytes:
-        """A probe announces nothing."""
+        """A limit of 0, since a probe announces no buffers."""
         return AnnouncedBytes(limit_bytes=0)
 
 
 class LeaseWatch:
-    """The last sign of life of every process that has ever been connected; one per agent, on the I/O loop.
+    """Records the last sign of life of every process that was ever connected; one per agent, on the I/O loop.
 
-    A worker gets a lease when it is first heard of, or declared lost: also one that was never connected may hold
-    references.
+    A worker gets a lease when it is first heard from, or declared lost, since a worker that was never connected may
+    hold references, too.
 
     Args:
         peer_timeout_s: silence after which a worker is declared lost; leases are longer.
-        sessions: the open ones, in both directions.
+        sessions: the open sessions, in both directions.
     """
 
     def __init__(self, peer_timeout_s: float, sessions: Callable[[], Iterable[Session]], events: PeerEvents) -> None:
@@ -151,13 +151,13 @@ class LeaseWatch:
         events.lost.listen(lambda identity, error: self.seen(identity))
 
     def look(self, now: float) -> None:
-        """To be called often; `now` is a time of the monotonic clock. Renews as often as idle peers send something."""
+        """Call this often; `now` is in monotonic seconds. It renews leases as often as idle peers send heartbeats."""
         if now >= self._next_look:
             self._next_look = now + self._pause_s
             self.renew(now)
 
     def renew(self, now: float) -> None:
-        """Renews the leases of connected workers, and ends those that are over. Its cost grows with the connections."""
+        """Renews the leases of connected workers, and ends expired ones. Its cost grows with the connections."""
         sessions = list(self._sessions())
         for session in sessions:
             self.seen(session.peer, session.last_received)
@@ -172,17 +172,17 @@ class LeaseWatch:
         for identity in ended:
             logger.info("the lease of worker %s ended", identity.name)
             self._ended.publish(identity)
-        # Where this process was held up, the session may go on: nothing else would say that the worker lives.
+        # After a delay of this process, the session may still be open, and nothing else shows that the worker lives.
         for identity in self._over.intersection(session.peer for session in sessions).difference(ended):
             self._over.discard(identity)
             self._found.publish(identity)
 
     def seen(self, identity: Identity, at: float | None = None) -> None:
-        """Renews the lease of a process that may have no session; `at` is when it showed that it lives, if not now."""
+        """Renews the lease of a process that may have no session; `at` is the time of its sign of life."""
         at = time.monotonic() if at is None else at
         if at > self._seen.get(identity, float("-inf")):
             self._seen[identity] = at
 
     def forget(self, identity: Identity) -> None:
-        """Its lease is over, and nobody will ask whether it comes back."""
+        """Forgets a process whose lease is over, and whose return will not matter."""
         self._over.discard(identity)

@@ -1,7 +1,7 @@
 """Reliable delivery of control messages between two incarnations: numbered, acknowledged, sent again, applied once.
 
-The outbox and the inbox are pure bookkeeping; the receiver applies messages, and acknowledges them together. User calls
-never go this way: they are never retried.
+The outbox and the inbox are pure bookkeeping; the receiver applies messages, and acknowledges several together. User
+calls are not sent in this way, since they are never retried.
 
 Invariants:
     1. Messages are applied in the order in which they were numbered, each once.
@@ -36,7 +36,7 @@ _KINDS: Mapping[type, str] = {
 
 
 def kind_of(body: ControlBody) -> str:
-    """The name of the field of a message that carries such a body."""
+    """The name of the message field for such a body."""
     return _KINDS[type(body)]
 
 
@@ -73,8 +73,8 @@ class ControlOutbox:
 class ControlInbox:
     """The receiver's side of one peer incarnation. Not thread-safe.
 
-    The first message may have any number. This process has acknowledged those before it, and has forgotten the sender
-    since: it was told that the sender had left the job, and yet the sender was only silent.
+    The first message may have any number. This process has acknowledged those before it, and then forgotten the sender,
+    because it was notified that the sender had left the job, although the sender was only silent.
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class ControlInbox:
         self._is_new = True
 
     def accept(self, seq: int) -> bool:
-        """True if the message of this number is the next to be applied; False for one that was applied before.
+        """Whether the message of this number must be applied next; False if it was applied before.
 
         Raises:
             ProtocolViolation: messages before it are missing, which a channel that keeps order cannot cause.
@@ -98,12 +98,12 @@ class ControlInbox:
 
 
 Apply = Callable[[Identity, Any, Sequence[ReceiveBuffer]], object]
-"""Takes the sender, the body of the message, and its large buffers."""
+"""Called with the sender, the body of the message, and its large buffers."""
 
 
 @dataclass(slots=True, eq=False)
 class ControlReceiver:
-    """One per agent; on the I/O loop, except for messages of a worker to itself."""
+    """Applies control messages; one per agent. On the I/O loop, except for messages of a worker to itself."""
 
     _io: IoLoop
     _lifetime: Lifetime
@@ -116,7 +116,7 @@ class ControlReceiver:
         self._apply[kind] = apply
 
     def apply(self, kind: str, sender: Identity, body: Message, buffers: Sequence[ReceiveBuffer] = ()) -> None:
-        """Hands a body on at once, whether it was applied before or not."""
+        """Applies a body at once, even if it was applied before."""
         self._apply[kind](sender, body, buffers)
 
     def on_message(
@@ -124,7 +124,7 @@ class ControlReceiver:
     ) -> None:
         """Applies a message, unless it is numbered and was applied before: its acknowledgement may have been lost."""
         kind = message.WhichOneof("body")
-        assert kind is not None  # the demultiplexer looked at it
+        assert kind is not None  # the demultiplexer has read it
         if not message.control_seq:
             self._apply[kind](session.peer, getattr(message, kind), buffers)
             return
@@ -137,16 +137,16 @@ class ControlReceiver:
         self._to_acknowledge[session] = inbox.applied
 
     def forget(self, sender: Identity) -> None:
-        """A process is out of the job for good, and sends no message again."""
+        """Forgets a process that is permanently out of the job, and sends no message again."""
         self._inboxes.pop((sender.id, sender.incarnation), None)
 
     def on_lease_ended(self, sender: Identity, is_member: bool) -> None:
-        """A process was silent for long. A worker may be found again, and go on with its numbers."""
+        """Forgets a process that was silent for long, unless it is a member, which may return and go on."""
         if not is_member:
             self.forget(sender)
 
     def on_member(self, event: MemberEvent) -> None:
-        """A worker came or went. One that was lost may be found again, and go on with its numbers."""
+        """Forgets a worker that has left. A lost one may be found again, and continue its numbers."""
         if event.kind == "left":
             self.forget(event.member.identity)
 
@@ -159,10 +159,10 @@ class ControlReceiver:
     def service_method(
         self, kind: str, reply: Callable[[], Message], seen: Callable[[Identity], object]
     ) -> Callable[[Identity, Any], Awaitable[Message]]:
-        """The method `Deliver` of a service: the same handler as for sessions, which repeats do no harm to.
+        """The method `Deliver` of a service, with the same handler as for sessions, in which repeats are harmless.
 
         Args:
-            seen: renews the lease of the sender, which may have no session: its references here end with the lease.
+            seen: renews the lease of the sender, which may have no session: its references here end with its lease.
         """
 
         async def deliver(peer: Identity, body: Message) -> Message:

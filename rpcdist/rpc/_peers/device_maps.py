@@ -1,7 +1,7 @@
-"""Where tensors go that a device map names: there by the caller's map, and back by the same one.
+"""Device maps: where tensors go by the caller's map, and where they come back by the same map.
 
-Each worker says with the first message of a session which map it has for the worker at the other end. Its calls come by
-that session, and their results go by it. A call may bring a map of its own, which takes the place of that.
+Each worker sends its map for the peer in the first message of a session that it opens. Its calls use that session, and
+their results return on it. A call may bring a map of its own, which replaces that map.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ logger = logging.getLogger(__name__)
 DeviceMap = Mapping[torch.device, torch.device]
 
 MAX_ENTRIES: Final = 1024
-"""Of a map that a peer sends: no host has that many devices."""
+"""Limit on the entries of a map that a peer sends: no host has that many devices."""
 
 _CPU: Final = torch.device("cpu")
 
 
 @dataclass(slots=True, eq=False)
 class DeviceMaps:
-    """One per agent.
+    """The device maps of one agent.
 
     Args:
-        maps: by worker name, where tensors of this worker's devices go there.
+        maps: by worker name, the device there for tensors on each device of this worker.
     """
 
     _me: str
     _maps: Mapping[str, DeviceMap]
     _name_of: Callable[[int], str]
-    _back: dict[AnySession, DeviceMap] = field(default_factory=dict)  # inverse maps of others, by their sessions
-    _told: set[AnySession] = field(default_factory=set)  # the sessions on which a map has come
+    _back: dict[AnySession, DeviceMap] = field(default_factory=dict)  # inverse maps of peers, by session
+    _told: set[AnySession] = field(default_factory=set)  # the sessions on which a map has arrived
 
     def find(self, to: int, session: AnySession | None, of_call: DeviceMap | None = None) -> MapDevice | None:
-        """The map for what goes to a worker; None without one.
+        """The map for values sent to a worker; None if there is none.
 
         Args:
-            session: for the result of a call, the one by which the call came.
+            session: for the result of a call, the session on which the call came.
             of_call: the map of the call alone, or its inverse for the result.
         """
         if of_call is not None:
@@ -62,14 +62,14 @@ class DeviceMaps:
         there = self._maps.get(name)
         if there is None:
             return None
-        if session is not None:  # a result: tensors of the CPU stay there, unless the caller's map says otherwise
+        if session is not None:  # a result: tensors on the CPU stay there, unless the caller's map has the CPU
             there = {here: at for here, at in there.items() if here != _CPU}
         return partial(_look_up, there, *_explanation(self._me, name))
 
-    # ------------------------------------------------------------ what workers say to one another, on the I/O loop
+    # ------------------------------------------------------------ messages between workers, on the I/O loop
 
     def introduction(self, to: Identity) -> rpc_pb2.Message | None:
-        """The first message of a session with a worker; None if there is nothing to be said."""
+        """The first message of a session with a worker; None if there is no map for it."""
         there = self._maps.get(to.name)
         if not there:
             return None
@@ -78,23 +78,23 @@ class DeviceMaps:
     def on_message(
         self, session: AnySession, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
     ) -> None:
-        """A worker introduces itself."""
+        """Records the map of a peer."""
         if session in self._told:
             raise ProtocolViolation("a second device map arrived on one session")
         self._told.add(session)
         try:
             self._back[session] = inverse_of(message.device_map)
-        except CallRefused as exc:  # of a torch that knows other devices
+        except CallRefused as exc:  # its torch knows other devices
             logger.warning("the device map of %s cannot be read here: %s", session.peer.name, exc)
 
     def forget(self, session: Any, reason: str) -> None:
-        """A session has ended."""
+        """Forgets a session that has ended."""
         self._back.pop(session, None)
         self._told.discard(session)
 
 
 def check_own_devices(me: str, target: str, device_map: DeviceMap) -> None:
-    """Raises `ValueError` where a map names a device of this worker that is not there."""
+    """Raises `ValueError` if a map names a device that this worker does not have."""
     for device in device_map:
         if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
             raise ValueError(
@@ -104,16 +104,15 @@ def check_own_devices(me: str, target: str, device_map: DeviceMap) -> None:
 
 
 def device_map_to_pb(device_map: DeviceMap) -> rpc_pb2.DeviceMap:
-    """The message that says what a map says."""
+    """The message for a map."""
     return rpc_pb2.DeviceMap(here=map(str, device_map), there=map(str, device_map.values()))
 
 
 def inverse_of(message: rpc_pb2.DeviceMap) -> DeviceMap:
-    """The map of a peer, the other way round: for what goes back. Raises `CallRefused` if it cannot be read here."""
+    """The inverse of a peer's map, for values sent back. Raises `CallRefused` if it cannot be read here."""
     if not len(message.here) == len(message.there) <= MAX_ENTRIES:
         raise CallRefused(
-            f"a device map arrived with {len(message.here)} devices for {len(message.there)}; at most {MAX_ENTRIES} "
-            "are allowed"
+            f"a device map of {len(message.here)} devices for {len(message.there)} arrived; the limit is {MAX_ENTRIES}"
         )
     try:
         return {torch.device(at): torch.device(here) for here, at in zip(message.here, message.there, strict=True)}
@@ -122,7 +121,7 @@ def inverse_of(message: rpc_pb2.DeviceMap) -> DeviceMap:
 
 
 def _explanation(whose: str, to: str) -> tuple[str, str]:
-    return f"{whose!r} for {to!r}", f"there, options.set_device_map({to!r}, {{...}}) adds it"
+    return f"{whose!r} for {to!r}", f"add it in that worker with options.set_device_map({to!r}, {{...}})"
 
 
 def _look_up(device_map: DeviceMap, whose: str, advice: str, device: torch.device) -> torch.device:

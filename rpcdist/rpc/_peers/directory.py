@@ -1,6 +1,6 @@
 """The members of the job as this worker knows them, and the events of workers and connections.
 
-Members are those that the coordinator lists, without those that this worker itself has declared lost.
+Members are the workers that the coordinator lists, except those that this worker itself has declared lost.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from rpcdist.transport.session import Session
 logger = logging.getLogger(__name__)
 
 COORDINATOR: Final = 0
-"""The rank of the worker that keeps the list of members; see `Directory.coordinator`."""
+"""The rank of the worker that keeps the list of members, by default; see `Directory.coordinator`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A worker, where it listens (host:port), and what it is for, in the words of the program."""
+    """A worker, the address at which it listens (host:port), and its role, as the program describes it."""
 
     identity: Identity
     address: str
@@ -43,9 +43,9 @@ class Roster(NamedTuple):
 
     Attributes:
         version: grows with every change of the list.
-        members: the members; in a difference, those that have come since the version `base`.
+        members: the members; in a difference, those that have joined since the version `base`.
         departures: the members that are gone, and why each was declared lost; an empty text if it has left.
-        base: the version that this is a difference from; 0 for the whole list.
+        base: the version to which this is a difference; 0 for the whole list.
     """
 
     version: int
@@ -55,10 +55,10 @@ class Roster(NamedTuple):
 
 
 class MemberEvent(NamedTuple):
-    """A worker came or went.
+    """A worker joined, left or was lost.
 
     Attributes:
-        kind: "lost" if it died, or was replaced by another process; "left" if it said good-bye.
+        kind: "lost" if it died, or was replaced by another process; "left" if it has shut down.
         reason: why it was declared lost; else empty.
     """
 
@@ -71,17 +71,17 @@ class Directory:
     """The members of the job. Any thread may use it.
 
     The coordinator sends every change. This worker asks it only when an unknown worker turns up, or a known one cannot
-    be reached: never, in a job in which no worker comes or goes.
+    be reached: never, in a job in which no worker joins or leaves.
 
     A worker *lives* while the coordinator lists it and this worker's own detector has not declared it lost.
 
     Args:
-        ask: asks the coordinator for the members, and waits; bounded, by a limit of its own for None.
+        ask: asks the coordinator for the members, and waits at most the given time; by default for its own limit.
         ask_async: the same on the I/O loop.
         on_replaced: called on the I/O loop when another process has taken the place of a member.
-        on_event: called on the I/O loop when a worker came or went.
+        on_event: called on the I/O loop when a worker joined, left or was lost.
         coordinator: the rank of the worker that keeps the list: 0, unless rank 0 had left before, and another worker
-            was the first one to come then.
+            was the first one to join afterwards.
     """
 
     def __init__(
@@ -107,34 +107,34 @@ class Directory:
         self._replaced: set[Identity] = set()  # one entry for each process that was replaced during ours
         self._suspected: dict[Identity, str] = {}  # listed by the coordinator, but declared lost here
         self._leader: Identity | None = None  # if it is known
-        self._losses: dict[int, tuple[str, str]] = {}  # name and reason of the lost ones whose places are free
-        # Without events: these workers were there at the start. In a large world this is the cost of its `init_rpc`.
+        self._losses: dict[int, tuple[str, str]] = {}  # name and reason of the lost workers whose places are free
+        # Without events, since these workers were there at the start. In a large world this is the cost of `init_rpc`.
         self.version = roster.version
         self._by_id: dict[int, Member] = {member.identity.id: member for member in roster.members}
         self._by_name: dict[str, int] = {member.identity.name: id for id, member in self._by_id.items()}
         self._present = set(self._by_id)
-        # The living ones are changed under the lock; readers copy them in one step, and need none.
+        # The living members are changed under the lock; readers copy them in one step, and need no lock.
         self._living = dict(self._by_id)
 
     def __repr__(self) -> str:
         return f"<Directory of {self.me.name} [{len(self._living)} of {len(self._by_id)} workers live]>"
 
-    # ------------------------------------------------------------ what the coordinator says
+    # ------------------------------------------------------------ news from the coordinator
 
     def update(self, roster: Roster) -> None:
-        """Takes over what the coordinator says, unless something newer is known.
+        """Applies a list of the coordinator, unless a newer one is known.
 
         Workers that left stay known, so that errors can name them. A difference from a version that is not known here
-        yet changes nothing: the coordinator is asked for the list.
+        yet changes nothing; this worker then asks the coordinator for the list.
         """
         if roster.base > self.version:
             self.refresh_soon()
             return
         replaced, events = self._take(roster)
         if replaced or events:
-            self._io.call_soon(self._tell, replaced, events)
+            self._io.call_soon(self._publish, replaced, events)
 
-    def _tell(self, replaced: list[Identity], events: list[MemberEvent]) -> None:
+    def _publish(self, replaced: list[Identity], events: list[MemberEvent]) -> None:
         for identity in replaced:
             self._on_replaced(identity)
         for event in events:
@@ -169,7 +169,7 @@ class Directory:
         return identity.id in self._present and self._by_id[identity.id].identity == identity
 
     def on_lost(self, identity: Identity, error: WorkerLost) -> None:
-        """This worker's own detector has declared a worker lost."""
+        """Records that this worker's own detector has declared a worker lost."""
         with self._lock:
             self._suspected[identity] = error.reason
             events = self._recount({identity.id}, {})
@@ -177,7 +177,7 @@ class Directory:
             self._on_event(event)
 
     def on_found(self, identity: Identity) -> None:
-        """A worker that was declared lost here shows that it lives. On the I/O loop."""
+        """Records that a worker that was declared lost here lives. On the I/O loop."""
         with self._lock:
             if self._suspected.pop(identity, None) is None:
                 self._changed.notify_all()
@@ -192,7 +192,7 @@ class Directory:
         own = self._by_id.get(self.me.id)
         if self.me.id in ids and own is not None and own.identity == self.me:
             listed[self.me.id] = own  # this worker lives, even if the coordinator declared it lost
-        if self._suspected:  # a verdict concerns one process: it ends with the process's place
+        if self._suspected:  # a suspicion concerns one process: it ends when the process has lost its place
             for suspect in [one for one in self._suspected if one.id in ids]:
                 if suspect.id not in listed or listed[suspect.id].identity != suspect:
                     del self._suspected[suspect]
@@ -229,18 +229,18 @@ class Directory:
             return Roster(self.version, [member for _, member in sorted(self._living.items())])
 
     def refresh(self, limit_s: float | None = None) -> None:
-        """Asks the coordinator; blocks, bounded; `limit_s` may be shorter than the time that it usually has."""
+        """Asks the coordinator for the members; blocks, for `limit_s` at most if it is given."""
         self.update(self._ask(limit_s))
 
     def refresh_soon(self) -> None:
-        """Asks the coordinator in the background; any thread."""
+        """Asks the coordinator for the members in the background; any thread."""
         self._io.call_soon(self._spawn_refresh)
 
     def _spawn_refresh(self) -> None:
         self._io.spawn(self.refresh_async(), "rpcdist ask for the members")
 
     async def refresh_async(self) -> None:
-        """Asks the coordinator, on the I/O loop. A missing answer is only logged."""
+        """Asks the coordinator for the members, on the I/O loop. If the answer is missing, only logs that."""
         try:
             self.update(await self._ask_async())
         except RpcdistError as exc:
@@ -252,7 +252,7 @@ class Directory:
         return known is None or known.identity != identity
 
     def was_replaced(self, identity: Identity) -> bool:
-        """Whether another process has taken the place of this one, which may not know it yet."""
+        """Whether another process has taken the place of this one, which may not have noticed yet."""
         return identity in self._replaced
 
     def was_worker(self, id: int, incarnation: int) -> bool:
@@ -270,8 +270,8 @@ class Directory:
     def resolve(self, to: object) -> int:
         """The id of a destination: a name, a rank, or a `WorkerInfo`.
 
-        Asks the coordinator about a name that is unknown here, and waits; on an event loop's thread, which must not be
-        held up, it asks for the next time.
+        Asks the coordinator about a name that is unknown here, and waits; on an event loop's thread, which must not
+        block, it asks in the background, for the next call.
 
         Raises:
             UnknownWorker: no worker of that name or rank is in the job.
@@ -295,7 +295,7 @@ class Directory:
             return to.id if to.id in self._by_id else None
         if isinstance(to, int) and not isinstance(to, bool):
             return to if to in self._by_id else None
-        raise ConfigError(f"the destination is a worker's name, rank or WorkerInfo, but got {to!r}")
+        raise ConfigError(f"the destination must be a worker's name, rank or WorkerInfo, but it is {to!r}")
 
     def _unknown(self, wanted: str) -> UnknownWorker:
         return UnknownWorker(f"name:{self.me.name},rank:{self.me.id}", wanted, sorted(self._by_name))
@@ -304,24 +304,24 @@ class Directory:
         return worker_id in self._by_id
 
     def member(self, worker_id: int) -> Member:
-        """Raises `UnknownWorker`."""
+        """The member with this id; raises `UnknownWorker`."""
         member = self._by_id.get(worker_id)
         if member is None:
             raise self._unknown(str(worker_id))
         return member
 
     def name_of(self, worker_id: int) -> str:
-        """A text with the id for a worker that is unknown."""
+        """The name of a worker; a text with the id if it is unknown."""
         member = self._by_id.get(worker_id)
         return member.identity.name if member is not None else f"worker {worker_id}"
 
     def incarnation_of(self, worker_id: int) -> int:
-        """Of the process that has this id now; 0 if none is known."""
+        """The incarnation of the process that has this id now; 0 if none is known."""
         member = self._by_id.get(worker_id)
         return member.identity.incarnation if member is not None else 0
 
     def living_incarnation(self, name: str) -> int:
-        """Of the worker of this name, if it lives; else 0."""
+        """The incarnation of the worker of this name, if it lives; else 0."""
         worker_id = self._by_name.get(name)
         member = None if worker_id is None else self._living.get(worker_id)
         return 0 if member is None or member.identity.name != name else member.identity.incarnation
@@ -341,7 +341,7 @@ class Directory:
         return [member for _, member in sorted(self._living.items())]
 
     def known(self) -> list[Member]:
-        """All members, those that have left or died included, by id."""
+        """All members, including those that have left or died, by id."""
         with self._lock:
             return [member for _, member in sorted(self._by_id.items())]
 
@@ -367,7 +367,7 @@ class Directory:
         """Waits until a worker of this name is in the job and lives; blocks.
 
         Raises:
-            DeadlineExceeded: the time is over.
+            DeadlineExceeded: the time limit expired.
         """
         waited_s = deadline.remaining_s()
 
@@ -379,14 +379,15 @@ class Directory:
                 if deadline.expired():
                     there = ", ".join(sorted(member.identity.name for member in self._living.values()))
                     raise DeadlineExceeded(
-                        f"worker {name!r} did not join within {waited_s:.3g} s; these are there: {there}. Check that "
-                        "it was started under this name, with the same MASTER_ADDR and MASTER_PORT, and look at its log"
+                        f"worker {name!r} did not join within {waited_s:.3g} s; the job has these workers: {there}. "
+                        "Check that it was started under this name, with the same MASTER_ADDR and MASTER_PORT, and see "
+                        "its log"
                     )
                 self._changed.wait(min(longest_sleep_s(), deadline.remaining_s()))
         return WorkerInfo(member.identity.name, member.identity.id)
 
     def wait_while(self, condition: Callable[[], bool], deadline: Deadline) -> None:
-        """Waits as long as something holds, which is asked again whenever a worker is lost or found; blocks."""
+        """Waits while a condition holds, which is checked again whenever a worker is lost or found; blocks."""
         with self._changed:
             while condition() and not deadline.expired():
                 self._changed.wait(min(longest_sleep_s(), deadline.remaining_s()))
@@ -395,7 +396,7 @@ class Directory:
         return WorkerInfo(self.name_of(worker_id), worker_id)
 
     def infos(self, present: bool = False) -> list[WorkerInfo]:
-        """All members, by id; those that have left or died only without `present`."""
+        """All members, by id; with `present`, without those that have left or died."""
         with self._lock:
             members = [member for id, member in sorted(self._by_id.items()) if not present or id in self._present]
         return [WorkerInfo(member.identity.name, member.identity.id) for member in members]
@@ -411,30 +412,30 @@ class Event(Generic[P]):
         self._listeners: list[Callable[P, object]] = []
 
     def listen(self, listener: Callable[P, object]) -> None:
-        """Has a function called at each event, after those that listen already."""
+        """Registers a function to be called at each event, after those registered before."""
         self._listeners.append(listener)
 
     def publish(self, *args: P.args, **kwargs: P.kwargs) -> None:
-        """Calls the listeners, in the order in which they were added; a fault of one is logged."""
+        """Calls the listeners, in the order of their registration; an exception of one is logged."""
         for listener in self._listeners:
             try:
                 listener(*args, **kwargs)
-            except Exception:  # others wait for the event
+            except Exception:  # the others still need the event
                 logger.exception("%r could not handle an event", listener)
 
 
 class PeerEvents:
-    """One per agent. Events are published on the I/O loop, so listeners must be short and run no user code.
+    """The events of one agent. They are published on the I/O loop, so listeners must be short and run no user code.
 
     Attributes:
         opened: a worker has opened a session to this one.
-        broken: a session has ended for this reason, opened here or there. Messages on it may be lost, and questions
-            stay unanswered. The worker may be alive.
-        lost: a worker is declared dead. It may come at any time after `broken`, or without it.
-        lease_ended: nothing was heard of a worker for the length of a lease.
+        broken: a session has ended for this reason, in either direction. Messages on it may be lost, and requests stay
+            unanswered. The worker may be alive.
+        lost: a worker was declared dead. It may come at any time after `broken`, or without it.
+        lease_ended: nothing was heard from a worker for the length of a lease.
         replaced: another process has taken the place of this one.
         found: a worker that was declared lost lives: there is a connection with it again.
-        member: a worker came or went, by what the coordinator says or this worker's own detector.
+        member: a worker joined, left or was lost, by the coordinator's list or this worker's own detector.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
-"""The transport as the RPC layer sees it: sessions, protocols of what makes them, and what takes their messages.
+"""The transport as the RPC layer sees it: sessions, the protocols of the objects that open them, and message handlers.
 
-`rpcdist.transport` implements the protocols with sockets (`Node`, `Link`). Tests implement them in memory, which is how
+`rpcdist.transport` implements the protocols with sockets (`Node`, `Link`). Tests implement them in memory, so that
 several workers can live in one process without a network; sessions and the I/O loop are the same there.
 """
 
@@ -35,10 +35,10 @@ ReplyT = TypeVar("ReplyT", bound=Message)
 
 
 class Loopback:
-    """The session of a worker with itself. Values are copied as on the way to any other worker.
+    """The session of a worker with itself. Values are copied, as on the way to other workers.
 
     Args:
-        deliver: takes the messages, on the thread that sends.
+        deliver: handles the messages, on the sending thread.
     """
 
     closed_reason = None
@@ -58,12 +58,13 @@ class Loopback:
 
     def send(self, message: WireMessage, buffers: Sequence[LargeBuffer] = ()) -> int:
         copies: list[ReceiveBuffer] = [buffer.copy() for buffer in buffers]
-        # Ctrl-C would become the failure of the call: what serves calls answers with all that is raised there.
+        # Ctrl-C would become the failure of the call: the callee's side answers with any exception that is raised
+        # there.
         self._shield.run(lambda: self._deliver(self, [(message, copies)]))
         return 0
 
     def flush(self) -> None:
-        """Nothing waits."""
+        """Does nothing, since no message waits."""
 
     def hold_back(self, send: Callable[[], object]) -> None:
         send()
@@ -72,7 +73,7 @@ class Loopback:
         return False
 
     def abort_transfer(self, number: int, reason: str) -> None:
-        """Nothing is in flight: `send` copies immediately."""
+        """Does nothing, since `send` copies immediately."""
 
     def transfer_progress(self, number: int) -> tuple[int, int] | None:
         return None
@@ -89,30 +90,30 @@ class Loopback:
         return False
 
     def lead_with(self, other: object) -> None:
-        """There is nothing to read."""
+        """Does nothing, since there is nothing to read."""
 
     def ring(self) -> None:
-        """Nobody leads: there is nothing to read."""
+        """Does nothing, since no thread leads."""
 
 
 AnySession = Session | Loopback
-"""Where messages to one worker go: its session, or that of a worker with itself."""
+"""The session for messages to one worker, or the loopback."""
 
 
 PoolJob = tuple[Callable[..., object], tuple[object, ...]]
-"""A function and its arguments, to be called by a thread of the pool."""
+"""A function and its arguments, which a pool thread will call."""
 
 Handler = Callable[[AnySession, Any, list[ReceiveBuffer], list[PoolJob]], object]
-"""Takes the session, the message (of the kind that it is registered for), its large buffers, and the list to which it
-adds what the pool shall do."""
+"""Called with the session, the message (of the kind for which it is registered), its large buffers, and the list to
+which it adds work for the pool."""
 
 
 class Lifetime:
-    """Set once, by the agent; read by any thread.
+    """The state of an agent's life; set once, by the agent; read by any thread.
 
     Attributes:
-        is_closed: nothing is sent and nothing that arrives is handled any more.
-        all_leave: all workers leave by agreement, so connections end, and nobody is lost by that.
+        is_closed: whether messages are neither sent nor handled any more.
+        all_leave: whether all workers leave by agreement, so that the end of connections does not mean a loss.
     """
 
     __slots__ = ("all_leave", "is_closed")
@@ -122,7 +123,7 @@ class Lifetime:
 
 
 def line_of(session: AnySession, is_nested: bool) -> Hashable:
-    """The line of the pool that a call joins: another call may wait for a nested one, which passes the others."""
+    """The line of the pool that a call joins. Nested calls have their own line, since other calls wait for them."""
     return (session.account, "nested") if is_nested else session.account
 
 
@@ -136,7 +137,7 @@ class Connection(Protocol):
     async def unary(
         self, service: str, method: str, request: Message, reply_type: type[ReplyT], timeout_s: float | None
     ) -> ReplyT:
-        """One call of a service method of the peer."""
+        """Calls a service method of the peer."""
 
     async def close(self, timeout_s: float = CONNECTION_CLOSE_LIMIT_S) -> None:
         """Ends the session and the connection; idempotent; bounded."""
@@ -153,28 +154,28 @@ class Network(Protocol):
 
     @property
     def address(self) -> str | None:
-        """Where it is served (host:port), or None."""
+        """The address at which it serves (host:port), or None."""
 
     @property
     def strangers(self) -> Strangers:
-        """The connections that it has refused, or not finished with."""
+        """The connections that it has refused, or has not finished with."""
 
     @property
     def io(self) -> IoLoop:
-        """Where it runs."""
+        """The I/O loop on which it runs."""
 
     @property
     def records(self) -> Records:
         """Signs and verifies the records that processes of the job exchange through a store."""
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
-        """Runs a coroutine on the I/O loop and waits for it; any other thread."""
+        """Runs a coroutine on the I/O loop and waits for it; on any other thread."""
 
     def serve(self, host: str, port: int) -> str:
-        """Starts to serve, where it does not yet, and returns the address; blocks. Port 0 takes a free one."""
+        """Starts to serve, unless it does already; returns the address; blocks. Port 0 chooses a free one."""
 
     def expect_role(self, role: str) -> None:
-        """Says that `handle_role` will follow: peers that connect before are kept waiting instead of being refused."""
+        """Announces a later `handle_role`: until then, peers that connect wait and are not refused."""
 
     def add_service(
         self, descriptor: ServiceDescriptor, methods: Mapping[str, Callable[[Identity, Any], Awaitable[Message]]]
@@ -184,7 +185,7 @@ class Network(Protocol):
     def handle_role(
         self, role: str, handler: SessionHandler | None, refuse: Callable[[Identity], str | None] | None = None
     ) -> None:
-        """Registers the taker of the sessions that peers open for a role, and refuses some peers; None ends that."""
+        """Sets the handler of the sessions that peers open for a role, and refuses some peers; None removes it."""
 
     async def connect(
         self,
@@ -198,11 +199,11 @@ class Network(Protocol):
         """Connects to another process; on the I/O loop."""
 
     def release(self) -> None:
-        """Gives back this user's share of it; blocks, bounded."""
+        """Returns this user's share of it; blocks, bounded."""
 
 
 class SendObserver(Protocol):
-    """Hears how a message went: which session took it, or that the worker was lost before one could."""
+    """Notified of how a message was sent: on which session, or that the worker was lost before it could be sent."""
 
     @property
     def ended(self) -> bool:
@@ -210,26 +211,26 @@ class SendObserver(Protocol):
 
     @property
     def kept_until(self) -> Deadline | None:
-        """How long it may wait for the process that takes the place of a lost one; None if it is for that one only."""
+        """How long it may wait for the successor of a lost process; None if it is for the lost one only."""
 
     def on_sent(self, session: AnySession, transfer: int) -> None:
-        """It was given to this session, as this transfer (0 for none)."""
+        """Called when it was passed to this session, as this transfer (0 for none)."""
 
     def on_not_sent(self, silence_s: float, reason: str, is_lost: bool = True) -> None:
-        """The worker was declared lost before that; or else this process could not send it, for the reason given."""
+        """Called if the worker was lost before that; or, without `is_lost`, if this process could not send it."""
 
 
 class Demultiplexer:
-    """Takes the messages of all sessions of this worker, whichever side opened them, and provides their memory; one per
-    agent. Handlers run on the I/O loop, or on the thread that sends where a worker calls itself.
+    """Handles the messages of all sessions of this worker, in both directions, and provides their memory; one per
+    agent. Handlers run on the I/O loop, or on the sending thread if a worker calls itself.
 
-    Those of messages that are not `is_for_loop` also run on threads that wait for a reply, or for work, and read there.
+    Handlers of messages that are not `is_for_loop` also run on threads that wait for a reply, or for work, and read.
 
     The sessions of one worker share a limit of announced bytes. A process with the token may give itself any name, so
     all processes that are not (yet) members share one limit, and inventing names gains nothing.
 
     Args:
-        submit_many: gives jobs to the pool, and says whose line they join there; see `ThreadPool.submit_many`.
+        submit_many: submits jobs to the pool, in a given line; see `ThreadPool.submit_many`.
         holder_of: the name of the worker that lives at a rank, or None.
     """
 
@@ -246,12 +247,12 @@ class Demultiplexer:
         self._lifetime = lifetime
         self._handlers: dict[str | type | None, Handler] = {}
         self.shares_payloads = options.share_payloads
-        # A peer that may not send pickles is trusted with values only, and must not change them while they are used.
+        # A peer that may not send pickles is trusted with values only, and must not change them during their use.
         self.borrow = ReceiveBuffer.borrowed if options.allow_pickle else CopiedBuffer
         self._limit_bytes = options.max_incoming_bytes
         self._holder_of = holder_of
         self._lock = threading.Lock()
-        self._announced: dict[str | None, AnnouncedBytes] = {}  # one entry for each member that ever was
+        self._announced: dict[str | None, AnnouncedBytes] = {}  # one entry for each worker that was ever a member
 
     def announced_by(self, peer: Identity) -> AnnouncedBytes:
         """See `SessionHandler`; any thread."""
@@ -264,10 +265,10 @@ class Demultiplexer:
         self._handlers[kind] = handler
 
     def on_messages(self, session: AnySession, messages: list[tuple[WireMessage, list[ReceiveBuffer]]]) -> None:
-        """Messages arrived on a session. Their jobs go to the pool together, with one wake-up for all.
+        """Handles messages of a session. Their jobs go to the pool together, with one wake-up for all.
 
-        Calls join the line of the peer, and parts of backward passes that of its nested calls. The jobs of answers are
-        work of this worker.
+        Calls join the line of the peer, and parts of backward passes the line of its nested calls. The jobs of replies
+        are this worker's own work.
         """
         if self._lifetime.is_closed:
             return
@@ -286,7 +287,7 @@ class Demultiplexer:
                     handler(session, message, buffers, passes)
                 else:
                     handler(session, message, buffers, jobs)
-        finally:  # what came before a message that ends the session counts
+        finally:  # messages before one that ends the session count
             if calls:
                 self._submit_many(calls, session.account)
             if passes:
@@ -303,11 +304,11 @@ functions_that_ask: Final[set[str]] = set()
 """The names of further functions of this package that depend on the worker that calls."""
 
 calling_session: ContextVar[AnySession | None] = ContextVar("rpcdist_calling_session", default=None)
-"""Set in functions that run on the thread that reads: where the call came, and the next one will probably come."""
+"""Set in functions that run on the reading thread: the session of the call, and probably of the next one."""
 
 
 def check_speaks_for(name: str) -> None:
-    """Raises `CallRefused` unless the call that runs was made by the worker of this name."""
+    """Raises `CallRefused` unless the worker of this name made the call that runs."""
     caller = calling_worker.get()
     if caller is None or caller.name != name:
         who = "code that no worker has called" if caller is None else f"worker {caller.name!r}"

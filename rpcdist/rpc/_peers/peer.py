@@ -7,18 +7,19 @@
 Messages that wait while CONNECTING are sent when UP. A worker that refuses connections, or whose address belongs to
 another process by now, is LOST at once, and gone; a silent one is LOST after `peer_timeout`, and may only have been
 stopped for a while. A worker with a connection of its own to this process lives, even if ours fails; it is LOST after
-several peer timeouts in which it could not be reached, since calls to it would wait for ever.
+it could not be reached for several peer timeouts, since calls to it would wait forever.
 
 A process that lacks a descriptor, port or thread for a connection draws no conclusion about the other one, and stays
-CONNECTING: calls end by their own deadlines, or after several peer timeouts as not sent, and name the shortage.
+CONNECTING: calls end by their own deadlines, or fail after several peer timeouts as not sent, with the shortage.
 
-[Note: late comers] Control messages to a worker that is LOST are kept. If it lives after all, it must learn which of
-its values we gave up, or it would keep them for as long as we live. They are sent when it connects to us, or when this
-process calls it (`revive`). A firewall may have closed the port, so messages to a worker that seems gone are kept, too,
-for as long as it may count our references, which is a lease; later ones are dropped.
+[Note: late comers] Control messages to a worker that is LOST are kept. If it lives after all, it must be notified of
+the references to its values that this process dropped, or it would keep the values as long as this process lives. They
+are sent when it connects to this process, or when this process calls it (`revive`). A firewall may have closed the
+port, so messages to a worker that seems gone are also kept, for one lease, the time for which it may count our
+references; later ones are dropped.
 
-`ReachLimit` is the one rule how long a worker is tried before it counts as dead, for calls and for the coordinator's
-questions.
+`ReachLimit` is the only rule for how long a worker is tried before it counts as dead, for calls and for the
+coordinator's probes.
 """
 
 from __future__ import annotations
@@ -62,22 +63,22 @@ def was_refused(exc: TransportError) -> bool:
 
 
 class ReachLimit:
-    """For the attempts to reach one worker; begins now.
+    """The limit of the attempts to reach one worker, from now on.
 
     Args:
         timeout_s: the peer timeout.
-        last_seen: when the worker was last heard of, in monotonic seconds, if that counts: silence and reconnecting
+        last_seen: when the worker was last heard from, in monotonic seconds, if that counts: silence and reconnecting
             share one timeout.
 
     Attributes:
-        shortage: what this process lacked itself at the last attempt, if that failed; then it judges nobody, for as
-            long as that lasts.
+        shortage: the resource that this process lacked in the last attempt, if it failed for that; while the shortage
+            lasts, no worker is declared dead.
     """
 
     def __init__(self, timeout_s: float, last_seen: float | None = None) -> None:
         self._grace_s = LAST_ATTEMPT_SHARE * timeout_s
         self._started = time.monotonic()
-        # A worker that was silent before its connection broke has used up some of its time, but one attempt is due.
+        # A worker that was silent before its connection broke has used some of its time, but gets one attempt.
         self._limit = max((last_seen or self._started) + timeout_s, self._started + self._grace_s)
         self._longest_heard = self._started + ONE_WAY_IN_PEER_TIMEOUTS * timeout_s
         self._num_failed = 0
@@ -85,40 +86,40 @@ class ReachLimit:
 
     @property
     def waited_s(self) -> float:
-        """Since the first attempt began."""
+        """Seconds since the first attempt began."""
         return time.monotonic() - self._started
 
     @property
     def attempt_s(self) -> float:
-        """How long the next attempt may take."""
+        """Limit on the next attempt, in seconds."""
         return max(self._limit - time.monotonic(), MIN_ATTEMPT_S)
 
     def is_over(self, exc: TransportError, is_heard: bool = False) -> bool:
-        """Whether the worker is dead, or out of reach for good, now that an attempt has failed.
+        """Whether the worker is dead, or permanently out of reach, after an attempt has failed.
 
         Args:
-            is_heard: whether the worker shows on a connection of its own that it lives.
+            is_heard: whether the worker shows on its own connection that it lives.
         """
         now = time.monotonic()
         if now > self._limit + self._grace_s and self._num_failed < MAX_LATE_ATTEMPTS:
-            self._limit = now + self._grace_s  # this process was held up: it judges nobody
+            self._limit = now + self._grace_s  # this process was delayed, and declares no worker dead
             self._longest_heard = max(self._longest_heard, self._limit)
         self._num_failed += 1
         self.shortage = own_shortage(exc)
-        if self.shortage is not None:  # the attempt says nothing of the other one, and one more is due afterwards
+        if self.shortage is not None:  # the attempt shows nothing about the worker, which gets another one afterwards
             self._limit = max(self._limit, now + self._grace_s)
             self._longest_heard = max(self._longest_heard, self._limit)
             return False
         if is_heard:
             return now >= self._longest_heard
-        # A closed port is the word of the worker's host; silence may be a busy network, and takes longer.
+        # The worker's host reports a closed port; silence may come from a busy network, and takes longer.
         return now >= self._limit or (was_refused(exc) and now - self._started >= REFUSED_GRACE_S)
 
 
 logger = logging.getLogger(__name__)
 
 ROLE = "rpc"
-MAX_SILENT_LOOKS = 3  # peer timeouts without a sign of life after which a worker out of reach is not tried any more
+MAX_SILENT_LOOKS = 3  # peer timeouts without a sign of life, after which a worker out of reach is no longer tried
 ONE_WAY = f", {ALTHOUGH_IT_LIVES}: it has its own connection to this worker; look for a firewall or NAT between them"
 
 
@@ -138,21 +139,21 @@ _Waiting = tuple[WireMessage, Sequence[LargeBuffer], SendObserver | None, float]
 
 
 class Peer:
-    """One other worker in one incarnation.
+    """The connection to one incarnation of another worker.
 
     Args:
         timeout_s: silence after which it is declared lost.
         introduction: makes the first message of each connection, or None.
-        hears_from: whether the worker has a connection of its own to this one, on which it shows that it lives.
-        submit: has the pool call a function with arguments. Raises `RpcdistError` if that takes no jobs.
-        on_lost: is told on the I/O loop that the worker is declared dead, why, and what waited for a connection to it.
+        hears_from: whether the worker shows on its own connection to this process that it lives.
+        submit: runs a function with arguments on the pool. Raises `RpcdistError` if the pool accepts no jobs.
+        on_lost: called on the I/O loop when the worker is declared dead, with the reason and the unsent messages.
 
     Attributes:
         address: host:port.
         session: the open session, or None.
         lost_reason: why it was declared dead, or None.
-        is_gone: it is LOST, and its address is closed or belongs to another process.
-        is_out_of_reach: this process could not connect to the worker, although the worker's own connection is alive.
+        is_gone: whether it is LOST, and its address is closed or belongs to another process.
+        is_out_of_reach: whether this process cannot connect to it, although its own connection is alive.
     """
 
     def __init__(
@@ -178,12 +179,12 @@ class Peer:
         self.lost_at = 0.0
         self.is_gone = False
         self.is_out_of_reach = False
-        # As the handler of its sessions: their end is for the peer, the rest for the demultiplexer.
+        # As the handler of its sessions: the peer handles their end, the demultiplexer handles the rest.
         self.allocate = demultiplexer.allocate
         self.borrow = demultiplexer.borrow
         self.shares_payloads = demultiplexer.shares_payloads
         self.announced_by = demultiplexer.announced_by
-        self.on_messages = demultiplexer.on_messages  # not a method of ours: every answer would pass through it
+        self.on_messages = demultiplexer.on_messages  # not through a method here: every answer would pass through it
         self._network = network
         self._events = events
         self._lifetime = lifetime
@@ -205,15 +206,15 @@ class Peer:
     # ------------------------------------------------------------ any thread
 
     def send(self, message: WireMessage, buffers: Sequence[LargeBuffer] = (), sent: SendObserver | None = None) -> None:
-        """Sends a message, or keeps it until the connection stands.
+        """Sends a message, or keeps it until the connection is open.
 
         Args:
-            sent: learns the session and transfer by which it went.
+            sent: notified of the session and transfer that carry it.
 
         Raises:
-            TransportError: the worker is lost, or this process shuts down.
+            TransportError: the worker is lost, or this process is shutting down.
         """
-        session = self.session  # without the lock: a session that ends meanwhile drops what it is given, and says so
+        session = self.session  # without the lock: a session that ends meanwhile drops the message, and reports it
         if session is None:
             with self._lock:
                 session = self.session
@@ -249,16 +250,16 @@ class Peer:
             self._control.acknowledged(up_to)
 
     def revive(self) -> None:
-        """Tries a worker that is LOST once more."""
+        """Tries again to reach a worker that is LOST."""
         with self._lock:
             if self.state is PeerState.LOST:
                 self.is_gone = False
                 self._start_connecting()
 
     async def settled(self, limit_s: float) -> None:
-        """Connects, and waits until the connection stands, or the worker is declared lost; on the I/O loop."""
+        """Connects, and waits until the connection is open, or the worker is declared lost; on the I/O loop."""
         self.connect()
-        await asyncio.sleep(0)  # the loop has been asked to begin
+        await asyncio.sleep(0)  # lets the loop start the attempt
         if self._task is not None and self.state is PeerState.CONNECTING:
             await asyncio.wait({self._task}, timeout=limit_s)
 
@@ -277,7 +278,7 @@ class Peer:
     def _spawn_connect(self, broken: str = "", last_seen: float | None = None) -> None:
         if self.state is PeerState.CONNECTING:
             if self._task is not None and self._task is not asyncio.current_task():
-                self._task.cancel()  # the slow one, if any
+                self._task.cancel()  # a slower attempt
             connecting = self._connect(broken, last_seen)
             self._task = self._network.io.spawn(connecting, f"rpcdist connect to {self.identity.name}")
 
@@ -285,8 +286,8 @@ class Peer:
         """Connects, or declares the worker lost.
 
         Args:
-            broken: why the connection that there was has ended.
-            last_seen: when the worker was last heard of, if that counts.
+            broken: the reason why the previous connection ended.
+            last_seen: when the worker was last heard from, if that counts.
         """
         limit = ReachLimit(self._timeout_s, last_seen)
         pauses = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
@@ -295,8 +296,8 @@ class Peer:
                 connection = await self._open(limit.attempt_s)
             except TransportError as exc:
                 is_heard = self._hears_from(self.identity)
-                # Where somebody else listens at its address, it has ended, and trying again would not help; unless it
-                # lives, behind a NAT.
+                # If another process listens at its address, it has ended, and another attempt would not help, unless it
+                # lives behind a NAT.
                 is_another = isinstance(exc, AuthenticationFailed)
                 if (is_another and not is_heard) or limit.is_over(exc, is_heard and not self.is_out_of_reach):
                     if isinstance(exc, ConnectFailed):
@@ -309,14 +310,14 @@ class Peer:
                         self._task = self._network.io.spawn(trying, f"rpcdist try to reach {self.identity.name}")
                     return
                 if limit.shortage is not None:
-                    self._give_up_waiting(f"{limit.shortage}. It could not connect to {self.identity.name!r} meanwhile")
+                    self._fail_waiting(f"{limit.shortage}. It could not connect to {self.identity.name!r} meanwhile")
             else:
                 self._up(connection)
                 return
             await asyncio.sleep(next(pauses))
 
-    def _give_up_waiting(self, reason: str) -> None:
-        """Drops messages that need not be sent any more, and those that have waited for too long."""
+    def _fail_waiting(self, reason: str) -> None:
+        """Drops messages that need not be sent any more, and fails those that have waited too long."""
         since = time.monotonic() - ONE_WAY_IN_PEER_TIMEOUTS * self._timeout_s
         with self._lock:
             told = [sent for _, _, sent, at in self._waiting if sent is not None and at < since and not sent.ended]
@@ -325,13 +326,13 @@ class Peer:
             sent.on_not_sent(time.monotonic() - self.last_up, reason, is_lost=False)
 
     async def _try_now_and_then(self) -> None:
-        """Finds a worker that lives out of reach when it can be reached again: nothing else would tell."""
+        """Notices when a worker that lives out of reach can be reached again, which no event reports."""
         num_silent = 0
         while num_silent < MAX_SILENT_LOOKS:
             await asyncio.sleep(self._timeout_s)
             if self.state is not PeerState.LOST:
                 return
-            if not self._hears_from(self.identity):  # or this process was held up, and has not read yet
+            if not self._hears_from(self.identity):  # or this process was delayed, and has not read yet
                 num_silent += 1
                 continue
             num_silent = 0
@@ -363,21 +364,21 @@ class Peer:
             is_large = any(buffers for _, buffers, _, _ in self._waiting)
         if was_lost:
             self._events.found.publish(self.identity)
-        if is_large:  # it is copied into shared memory when it is sent, and this loop must not stand still for that
-            with suppress(RpcdistError):  # the pool ends
+        if is_large:  # sending copies it into shared memory, which must not block this loop
+            with suppress(RpcdistError):  # the pool has ended
                 self._submit(self._send_waiting, session)
                 return
         self._send_waiting(session)
 
     def _send_waiting(self, session: Session) -> None:
-        """Sends what has waited for the connection, and what others give this peer meanwhile; any thread."""
+        """Sends the messages that waited for the connection, and those queued meanwhile; any thread."""
         while (waiting := self._take_waiting(session)) is not None:
             for message, buffers, sent, _ in waiting:
                 if sent is not None and sent.ended:
-                    continue  # cancelled, or its deadline passed, before the connection stood
+                    continue  # it was cancelled, or its deadline passed, before the connection was open
                 try:
                     number = session.send(message, buffers)
-                except Exception as exc:  # its tensors are not there any more; the others are sent all the same
+                except Exception as exc:  # its tensors no longer exist; the other messages are still sent
                     if sent is None:
                         logger.exception("a message to %s could not be sent", self.identity.name)
                     else:
@@ -385,17 +386,17 @@ class Peer:
                     continue
                 if sent is not None:
                     sent.on_sent(session, number)
-        if session.closed_reason is not None:  # it ended before this peer listened to it
+        if session.closed_reason is not None:  # it ended before this peer was its handler
             self._network.io.call_soon(self.on_closed, session, session.closed_reason)
 
     def _take_waiting(self, session: Session) -> list[_Waiting] | None:
-        """The messages to send next; None if there are none, and threads may send by the session from now on."""
+        """The messages to send next; None if there are none, so that threads send on the session from now on."""
         with self._lock:
             if not self._is_up_by(session):
-                return None  # waiting senders are told, or wait for the next connection
+                return None  # waiting senders are notified, or wait for the next connection
             waiting, self._waiting = self._waiting, []
             if not waiting:
-                self.session = session  # last: a thread that sees it may send at once, past what waited
+                self.session = session  # last: a thread that sees it may send at once, before messages that waited
             return waiting or None
 
     def _is_up_by(self, session: Session) -> bool:
@@ -428,19 +429,19 @@ class Peer:
             if self.session is not None:
                 self.last_up = self.session.last_received
             self.is_gone = gone
-            # Told outside of the lock: their calls end, and a thread that waits for one may call this worker again.
+            # Notified without the lock: their calls end, and a thread that waits for one may call this worker again.
             unsent = [(message, buffers, sent) for message, buffers, sent, _ in self._waiting if sent is not None]
             self._waiting.clear()
         self._on_lost(self, reason, unsent)
 
     def declare_lost(self, reason: str) -> None:
-        """Ends the connection for good, on evidence from elsewhere (a newer incarnation, the coordinator)."""
+        """Ends the connection permanently, on evidence from elsewhere (a newer incarnation, the coordinator)."""
         if self.state not in (PeerState.LOST, PeerState.CLOSED):
             self._lose(reason, gone=True)
         self._end(reason)
 
     def close(self, reason: str) -> None:
-        """Ends the connection without declaring anything; idempotent."""
+        """Ends the connection without declaring the worker lost; idempotent."""
         with self._lock:
             if self.state is not PeerState.LOST:
                 self.state = PeerState.CLOSED

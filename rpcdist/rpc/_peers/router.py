@@ -1,7 +1,7 @@
-"""Messages to workers, by their ids: finds the connection that each takes, and opens it if there is none.
+"""Routes messages to workers by their ids: finds the connection to each worker, and opens one if there is none.
 
-This worker's own id leads to the loopback. Any other leads to the `Peer` of the process that has the id now; a peer
-whose process was replaced, or was lost a while ago, gives way to a new attempt.
+This worker's own id leads to the loopback. Every other id leads to the `Peer` of the process that has the id now; a
+peer whose process was replaced, or was lost a while ago, is replaced by a new attempt.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ REPLACED = "another process took its place"
 
 
 class Router:
-    """One per agent. Any thread may use it, except for methods that run on the I/O loop.
+    """Routes the messages of one agent. Any thread may use it, except for methods that run on the I/O loop.
 
     Args:
-        find_next: waits until the coordinator that takes the place of a lost one is found, or one attempt has failed.
+        find_next: waits until the successor of a lost coordinator is found, or until one attempt has failed.
         introduction: makes the first message of each connection to a worker, or None.
     """
 
@@ -67,7 +67,7 @@ class Router:
         self._peers: dict[int, Peer] = {}
         self._inbound: dict[Identity, Session] = {}  # the last session that each worker has opened to this one
         self._for_strangers: dict[int, list[ControlBody]] = {}  # control messages to workers that are not known yet
-        self._lock = threading.Lock()  # for making peers, and for kept messages; peers are looked up without it
+        self._lock = threading.Lock()  # for making peers, and for kept messages; lookups of peers do not need it
         events.opened.listen(self._on_opened)
         events.broken.listen(self._on_broken)
         events.replaced.listen(self._on_replaced)
@@ -75,11 +75,11 @@ class Router:
     # ------------------------------------------------------------ sending
 
     def session_for_call(self, worker_id: int) -> AnySession | None:
-        """The session by which a call to a worker goes now, as nearly every call does; None: `send_call` finds the way.
+        """The session on which a call to a worker is sent now, as for nearly every call; None: use `send_call`.
 
-        If this process stood still for so long that its peers have given it up (SIGSTOP, or a held interpreter lock),
-        what they said meanwhile is read first, except on an event loop: the call then waits for the next connection
-        instead of being lost on the one that they have closed.
+        This process may have stood still (SIGSTOP, or a held interpreter lock) for so long that its peers have declared
+        it lost. Then their messages are read first, except on an event loop: the call waits for the next connection,
+        and is not lost on the one that they have closed.
         """
         peer = self._peers.get(worker_id)
         session = None if peer is None else peer.session
@@ -88,13 +88,13 @@ class Router:
         if time.monotonic() - session.last_sent <= self._peer_timeout_s:
             return session
         if asyncio._get_running_loop() is None:
-            with suppress(RpcdistError):  # the loop is stuck, and the call may try all the same
+            with suppress(RpcdistError):  # the loop is stuck, but the call may be tried nevertheless
                 self._network.run(_turns_of_the_loop(), THREAD_GRACE_S)
         return self.session_with(worker_id)
 
     def send_call(self, to: int, message: WireMessage, buffers: Sequence[LargeBuffer], observer: SendObserver) -> None:
-        """Sends a call. Before it gives up on a lost worker, it asks the coordinator which process has the place now.
-        A call to a lost coordinator is kept while one attempt is made to find the next one.
+        """Sends a call. If the worker is lost, asks the coordinator first which process has its place now. A call to a
+        lost coordinator is kept while one attempt is made to find its successor.
 
         Raises:
             TransportError: the worker is lost, or this one shuts down.
@@ -116,7 +116,7 @@ class Router:
         """Sends a message at most once, and never waits.
 
         Raises:
-            TransportError, UnknownWorker: the worker is lost, or nobody has this id.
+            TransportError, UnknownWorker: the worker is lost, or no worker has this id.
         """
         if to != self._me:
             self.peer(to).send(message, buffers, observer)
@@ -126,14 +126,14 @@ class Router:
             observer.on_sent(self._loopback, 0)
 
     def send_if_alive(self, to: int, message: WireMessage) -> None:
-        """As `send`, of a message that matters to a living worker only; else it is dropped."""
+        """Like `send`, for a message that matters only to a living worker; otherwise it is dropped."""
         try:
             self.send(to, message)
         except (TransportError, UnknownWorker) as exc:
             logger.debug("not sent to worker %s: %s", to, exc)
 
     def send_again(self, identity: Identity, message: WireMessage, observer: SendObserver) -> None:
-        """Sends a message once more, to the same process only; on the I/O loop. Raises `TransportError`."""
+        """Sends a message again, to the same process only; on the I/O loop. Raises `TransportError`."""
         peer = self._peers.get(identity.id)
         if peer is None or peer.identity != identity:
             raise TransportError(REPLACED)
@@ -151,7 +151,7 @@ class Router:
             self.peer(to).send_control(body)
 
     def _is_kept_for_stranger(self, to: int, body: ControlBody) -> bool:
-        """Keeps a control message to a worker that is not known here; it goes before anything else to that one."""
+        """Keeps a control message to a worker that is not known here; the worker gets it before any other message."""
         if self._directory.knows(to):
             return False
         with self._lock:
@@ -164,7 +164,7 @@ class Router:
         self._network.io.spawn(self._send_to_stranger(to), "rpcdist control message to a stranger")
 
     async def _send_to_stranger(self, to: int) -> None:
-        """A reference may come from a worker that joined after this one last asked for the members."""
+        """Sends kept messages: a reference may come from a worker that joined after this one last got the members."""
         await self._directory.refresh_async()
         if self._directory.knows(to):
             peer = self.peer(to)
@@ -178,12 +178,12 @@ class Router:
     # ------------------------------------------------------------ peers
 
     def session_with(self, worker_id: int) -> AnySession | None:
-        """The open session by which a message to a worker would go now, or None."""
+        """The open session on which a message to a worker would be sent now, or None."""
         peer = self._peers.get(worker_id)
         return peer.session if peer is not None else None
 
     def standing_session(self, worker_id: int) -> AnySession | None:
-        """As `session_with`, but None where another process has the worker's place now."""
+        """Like `session_with`, but None if another process has the worker's place now."""
         peer = self._peers.get(worker_id)
         if peer is None or peer.session is None or not self._directory.knows(worker_id):
             return None
@@ -192,7 +192,7 @@ class Router:
         return peer.session
 
     def flush(self, worker_id: int) -> None:
-        """Has what lingers in the queue for a worker written now."""
+        """Writes the messages that linger in the queue for a worker."""
         session = self.session_with(worker_id)
         if session is not None:
             session.flush()
@@ -206,7 +206,7 @@ class Router:
         with self._lock:
             peer = self._peers.get(worker_id)  # another thread may have made it meanwhile
             if peer is not None and peer.identity == member.identity:
-                # Not at every call: to a dead worker each attempt would hold up its caller for a while.
+                # Not at every call: each attempt to reach a dead worker would delay its caller for a while.
                 if time.monotonic() - peer.lost_at > self._peer_timeout_s:
                     peer.revive()
                 return peer
@@ -224,31 +224,31 @@ class Router:
                 submit=self._submit,
                 on_lost=self._on_peer_lost,
             )
-            self._introduce(peer)  # before anybody sends to it: a share is announced before its value is asked for
+            self._introduce(peer)  # before any other message: a share is announced before its value is requested
             self._peers[worker_id] = peer
             return peer
 
     def _introduce(self, peer: Peer) -> None:
-        """Gives a peer what was kept for it; with the lock."""
+        """Sends a peer the messages that were kept for it; with the lock."""
         for body in self._for_strangers.pop(peer.identity.id, ()):
             peer.send_control(body)
 
     def _living_peer(self, worker_id: int) -> Peer:
-        """As `peer`; asks first which process has the place of a worker that is lost."""
+        """Like `peer`, but asks first which process has the place of a lost worker."""
         self.learn_if_lost(worker_id)
         return self.peer(worker_id)
 
     def learn_if_lost(self, worker_id: int) -> None:
-        """Asks the coordinator which process has the place of a worker now, if that is lost; bounded.
+        """Asks the coordinator which process has the place of a worker now, if the worker is lost; bounded.
 
-        On an event loop, which must not be held up, it asks for the next time. A coordinator that is itself lost, or
-        has not been heard of lately, is not asked: the caller must fail fast.
+        On an event loop, which must not block, it asks in the background, for the next call. A coordinator that is lost
+        itself, or was not heard from lately, is not asked, since the caller must fail fast.
         """
         peer = self._peers.get(worker_id)
         if peer is None or peer.state is not PeerState.LOST or not self._hears_from_coordinator():
             return
         if peer.identity != self._directory.member(worker_id).identity:
-            return  # it is known already
+            return  # the new process is known already
         if asyncio._get_running_loop() is not None:
             self._directory.refresh_soon()
             return
@@ -258,7 +258,7 @@ class Router:
             logger.debug("the coordinator did not send the list of workers: %s", exc)
 
     def _hears_from_coordinator(self) -> bool:
-        """Whether the coordinator has shown lately, by a heartbeat at least, that it lives; also at itself."""
+        """Whether the coordinator has lately shown, at least by a heartbeat, that it lives; True at the coordinator."""
         if self._me == self._directory.coordinator:
             return True
         coordinator = self._directory.coordinator
@@ -283,10 +283,10 @@ class Router:
         return (peer is None or peer.session is None) and self._me != self._directory.coordinator
 
     def find_coordinator(self, deadline: Deadline) -> None:
-        """Waits until it is clear whether the coordinator lives, and if not, for one attempt to find the next one; not
-        on an event loop, which must not be held up.
+        """Waits until it is clear whether the coordinator lives, and if not, for one attempt to find its successor; not
+        on an event loop, which must not block.
 
-        References and shares in autograd contexts that are made afterwards are for the process that has its place.
+        References and shares in autograd contexts that are made afterwards then go to the successor.
         """
         if asyncio._get_running_loop() is None:
             self._network.run(self._find_coordinator(deadline), None)
@@ -303,7 +303,7 @@ class Router:
         self._network.io.spawn(self._deliver_to_next(kept, reason), "rpcdist calls to the next coordinator")
 
     async def _deliver_to_next(self, kept: Sequence[Unsent], reason: str) -> None:
-        """Sends calls, which the lost coordinator has not got, to the one that has its place, if it is there."""
+        """Sends calls that the lost coordinator has not received to its successor, if there is one."""
         lost = self._directory.member(self._directory.coordinator).identity
         limits = [limit for _, _, sent in kept if (limit := sent.kept_until) is not None]
         await self._find_next(max(limits, key=lambda limit: limit.at))
@@ -318,9 +318,9 @@ class Router:
                 sent.on_not_sent(self.silence_s(self._directory.coordinator), str(exc))
 
     def reach(self, worker_id: int, is_lost: Callable[[], bool], deadline: Deadline) -> None:
-        """Tries a worker that was declared lost again, as a call to it does, and waits until it is found or given up.
+        """Tries again to reach a worker that was declared lost, as a call does; waits until it is found, or lost again.
 
-        On an event loop, which must not be held up, it only begins to try.
+        On an event loop, which must not block, it only starts the attempt.
         """
         if worker_id == self._directory.coordinator:
             self.find_coordinator(deadline)
@@ -330,7 +330,7 @@ class Router:
             self._directory.wait_while(lambda: is_lost() and peer.state not in given_up, deadline)
 
     def revive(self, worker_id: int) -> None:
-        """Tries a worker that is lost once more, if it is."""
+        """Tries again to reach a worker, if it is lost."""
         peer = self._peers.get(worker_id)
         if peer is not None:
             peer.revive()
@@ -339,7 +339,7 @@ class Router:
         """Connects to another worker, so that its death is noticed here.
 
         Returns:
-            The error, if the worker is lost already.
+            The error, if the worker is already lost.
         """
         peer = self.peer(worker_id)
         if peer.state is PeerState.LOST:
@@ -359,7 +359,7 @@ class Router:
         return time.monotonic() - last_seen
 
     def sessions(self) -> list[Session]:
-        """Those that this worker has opened."""
+        """The sessions that this worker has opened."""
         return [peer.session for peer in list(self._peers.values()) if peer.session is not None]
 
     # ------------------------------------------------------------ I/O loop
@@ -374,7 +374,7 @@ class Router:
         )
 
     def silence_out_of_reach(self, identity: Identity) -> float | None:
-        """Of a worker that is lost here although it lives, the seconds since it was heard; None of any other."""
+        """Seconds since a worker was heard from that is lost here although it lives; None for other workers."""
         peer = self._peers.get(identity.id)
         if peer is None or peer.identity != identity or not peer.is_out_of_reach or not self.hears_from(identity):
             return None
@@ -382,7 +382,7 @@ class Router:
 
     def _on_peer_lost(self, peer: Peer, reason: str, unsent: Sequence[Unsent]) -> None:
         silence_s = self._silence_of(peer)
-        # Listeners first: a caller that learns of its unsent call finds the worker's references gone, too.
+        # Listeners first: a caller whose call was not sent then finds the worker's references lost, too.
         self._events.lost.publish(peer.identity, WorkerLost(peer.identity.name, "a connection", silence_s, reason))
         kept = []
         for one in unsent:
@@ -397,9 +397,9 @@ class Router:
     def on_acknowledgement(
         self, session: AnySession, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
     ) -> None:
-        """A worker has applied our control messages up to a number."""
+        """Records that a worker has applied control messages up to a number."""
         peer = self._peers.get(session.peer.id)
-        if peer is not None and peer.identity == session.peer:  # its predecessor's numbers mean nothing to this one
+        if peer is not None and peer.identity == session.peer:  # the numbers of its predecessor are meaningless here
             peer.acknowledged(message.ack.control_seq)
 
     def _on_broken(self, session: AnySession, reason: str) -> None:
