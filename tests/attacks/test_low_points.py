@@ -169,7 +169,7 @@ def test_what_a_newcomer_says_of_itself_is_short() -> None:
         long = pb.Member()
         long.CopyFrom(told)
         setattr(long, field, "x" * 1000)
-        with pytest.raises(ProtocolViolation, match="the role and the address of a member have"):
+        with pytest.raises(ProtocolViolation, match="the role and address of a member are too long"):
             member_from_proto(long)
 
 

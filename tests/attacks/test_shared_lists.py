@@ -77,7 +77,7 @@ def test_members_of_a_group_are_texts_and_numbers(cluster: InProcessCluster) -> 
 
 def test_damaged_numbers_are_shown_in_few_words() -> None:
     endless = lists_in_lists(ENDLESS)
-    with pytest.raises(RpcdistError, match="three numbers") as caught:
+    with pytest.raises(RpcdistError, match="stream, number, floor") as caught:
         CallNumber.checked(endless)
     assert len(str(caught.value)) < SHORT_CHARS
     with pytest.raises(TransportError, match="an invalid description"):

@@ -167,7 +167,7 @@ class ActorTable:
             actor.over((who, rref), stream, numbers)
 
     def _note_caller(self, actor: SerialActor, rref: RRefId, who: ProcessId) -> None:
-        """The actor keeps the order of this caller's calls until nobody has the reference."""
+        """Records a caller whose queue the actor can drop once the reference is released."""
         if rref != actor.rref:
             self._called_by.setdefault(rref, (actor, set()))[1].add(who)
 

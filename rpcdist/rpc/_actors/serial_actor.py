@@ -190,7 +190,7 @@ class SerialActor:
             self._submit(first)
 
     def forget(self, rref: RRefId, callers: Iterable[ProcessId]) -> None:
-        """Nobody has this reference any more, through which these processes have called."""
+        """Removes the callers of a released reference."""
         with self._lock:
             for who in callers:
                 self._queue.gone((who, rref))

@@ -57,7 +57,7 @@ class _CallerQueue(Generic[T]):
         self.stream = stream
         self.next = first
         self.early: dict[int, T] = {}
-        self.numbers: list[int] = []  # of `early`, as a heap: a look at all for each call would take long
+        self.numbers: list[int] = []  # those in `early`, as a heap: scanning them at each call would be slow
         self.over: set[int] = set()
         self.ready: deque[T] = deque()
         self.is_listed = False  # in the list of callers with ready calls
@@ -68,7 +68,7 @@ class _CallerQueue(Generic[T]):
                 self.ready.append(self.early.pop(heappop(self.numbers)))
             elif self.next not in self.over:
                 return
-            self.over.discard(self.next)  # a call may come that its caller had given up
+            self.over.discard(self.next)  # also for `early`: the call may have arrived after it was over
             self.next += 1
 
     def raise_floor(self, floor: int) -> None:

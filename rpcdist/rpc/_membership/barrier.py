@@ -31,7 +31,7 @@ Group = Sequence[str] | str
 
 
 def names_in(answer: object) -> list[str]:
-    """The names that a peer has sent as a list; nothing else of it is used, since comparing lists may never end."""
+    """Returns the names in a peer's list, and drops all else: comparing nested lists may never end."""
     return [name for name in answer if isinstance(name, str)] if isinstance(answer, list | tuple) else []
 
 

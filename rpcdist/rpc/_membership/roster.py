@@ -296,7 +296,7 @@ class MembershipTable:
             text = f"the rank of worker {identity.name!r} is {identity.id}, but must be {bounds}"
             return Verdict(Outcome.ID_OUT_OF_RANGE, f"{text}; check RANK and WORLD_SIZE")
         if world_size > MAX_WORLD_SIZE:
-            return Verdict(Outcome.ID_OUT_OF_RANGE, f"world_size is {world_size}, and {MAX_WORLD_SIZE} at most")
+            return Verdict(Outcome.ID_OUT_OF_RANGE, f"world_size is {world_size}, but may be at most {MAX_WORLD_SIZE}")
         return _OK
 
     def _known_again(self, member: Member, world_size: int) -> bool:

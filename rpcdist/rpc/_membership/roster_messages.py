@@ -24,9 +24,9 @@ def member_to_proto(member: Member) -> pb.Member:
 
 
 def member_from_proto(member: pb.Member) -> Member:
-    if len(member.role) > MAX_ROLE_LENGTH or len(member.address) > _MAX_ADDRESS_LENGTH:  # all members will keep them
+    if len(member.role) > MAX_ROLE_LENGTH or len(member.address) > _MAX_ADDRESS_LENGTH:  # every member keeps them
         lengths = f"{len(member.role)} and {len(member.address)} characters"
-        raise ProtocolViolation(f"the role and the address of a member have {lengths}")
+        raise ProtocolViolation(f"the role and address of a member are too long: {lengths}")
     return Member(identity_from_proto(member.identity), member.address, member.role)
 
 

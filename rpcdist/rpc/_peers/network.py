@@ -297,11 +297,10 @@ class Demultiplexer:
 
 
 calling_worker: ContextVar[Identity | None] = ContextVar("rpcdist_calling_worker", default=None)
-"""Set in calls of coroutine functions, of functions that every worker serves, and of `functions_that_ask`: the proven
-peer of the session."""
+"""The authenticated caller, set in coroutine functions, functions served by every worker, and `functions_that_ask`."""
 
 functions_that_ask: Final[set[str]] = set()
-"""The names of further functions of this package that depend on the worker that calls."""
+"""Names of further functions of this package that need `calling_worker`."""
 
 calling_session: ContextVar[AnySession | None] = ContextVar("rpcdist_calling_session", default=None)
 """Set in functions that run on the reading thread: the session of the call, and probably of the next one."""
