@@ -114,6 +114,19 @@ def check_descriptors_for(num_peers: int) -> None:
         )
 
 
+def free_memory() -> str:
+    """The memory that this process can have now, as a clause: of the machine, or of its own limit if that is less."""
+    free_bytes, limit = (
+        os.sysconf("SC_AVPHYS_PAGES") * resource.getpagesize(),
+        resource.getrlimit(resource.RLIMIT_AS)[0],
+    )
+    with suppress(OSError), open("/proc/self/statm") as file:
+        left_bytes = limit - int(file.read().split()[0]) * resource.getpagesize()
+        if limit != resource.RLIM_INFINITY and left_bytes < free_bytes:
+            return f"{max(0, left_bytes)} bytes are free in this process (ulimit -v is {limit >> 10})"
+    return f"{free_bytes} bytes are free"
+
+
 def try_for_descriptor() -> None:
     """Raises `OSError` if this process cannot open a socket now; gRPC's own error for that has uninitialised text."""
     socket.socket().close()

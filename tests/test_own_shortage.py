@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import resource
 import socket
 import subprocess
@@ -17,6 +18,7 @@ from rpcdist.errors import ConnectFailed, TransportError
 from rpcdist.own_shortage import (
     NO_THREAD,
     check_descriptors_for,
+    free_memory,
     own_shortage,
     raise_descriptor_limit,
     try_for_descriptor,
@@ -127,3 +129,10 @@ def test_a_world_that_is_too_large_for_the_descriptors_is_told_both_numbers() ->
             check_descriptors_for(1000)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_the_free_memory_is_that_of_this_process_where_it_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error said that gigabytes were free, where `ulimit -v` left none."""
+    assert re.fullmatch(r"\d+ bytes are free", free_memory())
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (1 << 20, 1 << 30))
+    assert free_memory() == "0 bytes are free in this process (ulimit -v is 1024)"

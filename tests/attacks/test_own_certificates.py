@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -364,6 +365,14 @@ def test_files_that_do_not_fit_are_refused_at_the_start(nodes: Nodes, tmp_path: 
         (tmp_path / "w" / name).write_bytes(content)
     with pytest.raises(ConfigError, match=why):
         nodes.make("w", tls=files)
+
+
+def test_what_is_no_file_or_has_no_end_is_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "long").write_bytes(bytes(2 << 20))
+    for path in (tmp_path / "pipe", "/dev/zero", tmp_path / "long"):
+        with pytest.raises(ConfigError, match=r"is not a regular file of at most 1048576 bytes"):
+            CertificateFiles(TlsOptions(str(path), str(path), str(path)), "job")
 
 
 def test_a_missing_file_and_a_missing_server_name_are_named(nodes: Nodes, tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 from collections.abc import Sequence
 from typing import Final
 
@@ -17,6 +16,7 @@ import torch
 
 from rpcdist._proto import value_pb2
 from rpcdist.errors import SerializationError, TransportError
+from rpcdist.own_shortage import free_memory
 from rpcdist.transport.memory_copies import OutgoingBuffer, copy_memory, copy_view
 
 INLINE_LIMIT: Final = 32 * 1024
@@ -193,9 +193,8 @@ class ReceiveBuffer:
         try:
             memory = torch.empty(size, dtype=torch.uint8, device=_CPU)
         except (RuntimeError, MemoryError) as exc:
-            free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
             raise SerializationError(
-                f"a buffer of {size} bytes does not fit into memory, of which {free_bytes} bytes are free: {exc}"
+                f"a buffer of {size} bytes does not fit into memory, of which {free_memory()}: {exc}"
             ) from exc
         if size >= HUGE_PAGES_FROM:
             _ask_for_huge_pages(memory.data_ptr(), size)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
 import threading
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -26,6 +27,7 @@ from rpcdist.transport._tls.tls_policy import TlsOptions
 logger = logging.getLogger(__name__)
 
 MIN_RSA_BITS: Final = 2048
+_MAX_BYTES: Final = 1 << 20
 _CURVES: Final = (ec.SECP256R1, ec.SECP384R1, ec.SECP521R1)
 _Texts = tuple[bytes, ...]
 
@@ -140,10 +142,14 @@ class CertificateFiles:
 
 def _content(path: str | os.PathLike[str]) -> bytes:
     try:
-        with open(path, "rb") as file:
-            return file.read()
+        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+            is_file = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+            content = file.read(_MAX_BYTES + 1) if is_file else b""
     except OSError as exc:
         raise ConfigError(f"the TLS file {path} cannot be read: {exc.strerror or exc}") from exc
+    if not is_file or len(content) > _MAX_BYTES:  # a pipe would be waited for, and a device has no end
+        raise ConfigError(f"the TLS file {path} is not a regular file of at most {_MAX_BYTES} bytes")
+    return content
 
 
 def _certificates(path: str | os.PathLike[str], pem: bytes) -> list[x509.Certificate]:
