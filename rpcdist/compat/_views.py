@@ -109,10 +109,14 @@ def install_late(views: Mapping[str, str], refused: Mapping[str, str]) -> None:
 
 
 def _view(ours: str, module: ModuleType) -> None:
-    """Lets the program find names of our modules, with spaces between them, in a loaded module of torch."""
+    """Lets the program find names of our modules, with spaces between them, in a loaded module of torch.
+
+    Of a name that several have, the first counts.
+    """
     names: dict[str, str] = {}
     for lent in map(importlib.import_module, ours.split()):
-        names |= {name: lent.__name__ for name in vars(module).keys() & _offered(lent) if _is_value(module, name)}
+        found = vars(module).keys() & _offered(lent) - names.keys()
+        names |= {name: lent.__name__ for name in found if _is_value(module, name)}
     vars(module).update(_rpcdist_names=names, _rpcdist_replaced={})
     module.__class__ = _ViewedModule
 
@@ -141,8 +145,6 @@ def _refuse(names: str, module: ModuleType) -> None:
 
 def refuse_torch_groups() -> None:
     """Makes what asks for torch's default group, or would make it, raise `ConfigError` with what to do."""
-    module: Any = importlib.import_module("torch.distributed.distributed_c10d")
-    package: Any = importlib.import_module("torch.distributed")
 
     def refuse(*args: object, **named: object) -> None:
         raise ConfigError(
@@ -151,9 +153,17 @@ def refuse_torch_groups() -> None:
             "(docs/clusters.md)"
         )
 
-    module._get_default_group = refuse
-    for each in (module, package):
-        each.init_process_group = refuse  # in torch's own view: what FSDP and device meshes call when there is none
+    c10d = _own_names(importlib.import_module("torch.distributed.distributed_c10d"))
+    originals = {name: c10d[name] for name in ("_get_default_group", "init_process_group")}
+    for module in [module for name, module in sys.modules.items() if name.partition(".")[0] == "torch"]:
+        own = _own_names(module)  # of torch's own view; modules that were loaded before have imported the names
+        own.update({name: refuse for name, original in originals.items() if own.get(name) is original})
+
+
+def _own_names(module: ModuleType) -> dict[str, Any]:
+    """The namespace of a module without what programs find there instead."""
+    names: dict[str, Any] = object.__getattribute__(module, "__dict__")
+    return names
 
 
 class _ChangingFinder(MetaPathFinder):

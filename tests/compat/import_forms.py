@@ -38,7 +38,19 @@ def wrong_with(name: str) -> str:
     if not found["by_as"] is found["by_from"] is by_name:
         return f"{name}: the forms find {found['by_as']}, {found['by_from']}, {by_name}"
     # torch has functions with the names of their modules: rendezvous, replicate and more.
-    return "" if by_name is module or not isinstance(by_name, ModuleType) else f"{name}: {by_name}, not {module}"
+    if by_name is not module and isinstance(by_name, ModuleType):
+        return f"{name}: {by_name}, not {module}"
+    return ", ".join(lent_names_of_torch(module))
+
+
+def lent_names_of_torch(module: ModuleType) -> Iterator[str]:
+    """The names that a module lends from another one, where a program finds something else under the name."""
+    offered = dir(module) if hasattr(module, "__path__") else ()
+    for name in getattr(module, "__all__", offered):
+        found = getattr(module, name, None)
+        home = sys.modules.get(str(getattr(found, "__module__", None)))
+        if hasattr(home, "_rpcdist_names") and not name.startswith("_") and getattr(home, name, found) is not found:
+            yield f"{module.__name__}.{name} is torch's, which {home} does not have for programs"
 
 
 def check_imports() -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from import_forms import check_imports
 from names_of_clients import check_clients
 from torch.distributed import all_reduce, rpc
-from torch.distributed.algorithms.join import Join
+from torch.distributed.algorithms import Join
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.nn import RemoteModule
 from torch.distributed.optim import DistributedOptimizer, PostLocalSGDOptimizer, ZeroRedundancyOptimizer
@@ -45,11 +45,17 @@ def check_refusals() -> None:
         sys.exit("there is a stage of torch's")
     except RuntimeError as error:
         check("rpcdist.parallel.Pipeline" in str(error), str(error))
-    try:
-        eval("torch.distributed.distributed_c10d._get_default_group()", {"torch": torch, "__name__": "torch.somewhere"})
-        sys.exit("there is a default group of torch's")
-    except RuntimeError as error:
-        check("without compat" in str(error), str(error))
+    replicated = import_module("torch.distributed._composable.replicate").replicate(torch.nn.Linear(1, 1))
+    default_group = eval("torch.distributed.distributed_c10d._get_default_group", {"torch": torch, "__name__": "torch"})
+    for needs_group in (
+        default_group,
+        lambda: replicated(torch.ones(1)),
+    ):  # torch's DDP has the function under its name
+        try:
+            needs_group()
+            sys.exit("there is a default group of torch's")
+        except RuntimeError as error:
+            check("without compat" in str(error), str(error))
     try:
         dist.distributed_c10d._get_default_group()
         sys.exit("there is a default group of ours")
