@@ -295,7 +295,6 @@ def test_another_dtype_of_the_same_size() -> None:
     [
         b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
         pack_header(MessageFrame.MESSAGE, 0, 0, 5, 0),
-        pack_header(MessageFrame.MESSAGE, 0, 0, 0, 1 << 47),  # more than there is memory
     ],
 )
 def test_a_connection_with_garbage_is_closed_and_named(data: bytes) -> None:
@@ -524,3 +523,18 @@ def ends(sock: socket.socket) -> bool:
         return sock.recv(1) == b""
     except ConnectionResetError:
         return True
+
+
+@pytest.mark.parametrize("source", [0, None])
+def test_a_message_for_which_a_rank_has_no_memory_is_no_loss_of_its_sender(source: int | None) -> None:
+    """The header said 2**47 bytes, and the rank that sent it was declared lost."""
+    with mesh(2) as made:
+        a, b = made.members
+        send(a, torch.ones(1), 1)
+        recv(b, torch.zeros(1), 0)
+        waiting = irecv(b, torch.zeros(1), source)
+        made.sockets[0, 1].sendall(pack_header(MessageFrame.MESSAGE, 0, 5, 1, 1 << 47))
+        error = prompt(waiting.wait, CollectiveError, r"rank 0: this rank cannot keep its message \(\d+ bytes")
+        assert not isinstance(error, RankLost) and "do not fit into memory, of which" in str(error)
+        again = prompt(lambda: recv(b, torch.zeros(1), source), CollectiveError, "this rank cannot keep its message")
+        assert not isinstance(again, RankLost)

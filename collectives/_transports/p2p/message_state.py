@@ -17,7 +17,13 @@ from typing import Final, Generic, TypeVar
 
 import torch
 
-from rpcdist.collectives._transports.p2p.peer_sockets import IncomingConnection, InStream, OutgoingConnection, OutStream
+from rpcdist.collectives._transports.p2p.peer_sockets import (
+    NO_ROOM,
+    IncomingConnection,
+    InStream,
+    OutgoingConnection,
+    OutStream,
+)
 from rpcdist.collectives._transports.p2p.requests import (
     Header,
     PostedReceive,
@@ -27,7 +33,7 @@ from rpcdist.collectives._transports.p2p.requests import (
     refusal,
 )
 from rpcdist.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, ProtocolViolation, RankLost
-from rpcdist.own_shortage import own_shortage
+from rpcdist.own_shortage import free_memory, own_shortage
 from rpcdist.time_limits import POLL_S
 from rpcdist.transport._tls.tls_socket import StreamSocket
 
@@ -247,7 +253,9 @@ class MessageState:
         if 0 < len(sources) == len(reasons):
             text = "; ".join(f"rank {self.ranks[rank]}: {reason}" for rank, reason in reasons.items())
             prefix = "all other ranks are gone: " if receive.peer is None else ""
-            self._give_up(receive, RankLost(receive.title, prefix + text, sources))
+            is_lost = not any([reason.startswith(NO_ROOM) for reason in reasons.values()])
+            error = RankLost(receive.title, prefix + text, sources) if is_lost else CollectiveError(receive.title, text)
+            self._give_up(receive, error)
 
     def _why_gone(self, rank: int) -> str | None:
         """Why nothing more comes from a rank; None while something may. Its connection is read to the end first."""
@@ -267,7 +275,7 @@ class MessageState:
         try:
             memory = torch.empty(header.size_bytes, dtype=torch.uint8)
         except RuntimeError as exc:
-            raise MemoryError(str(exc)) from exc
+            raise MemoryError(f"{header} do not fit into memory, of which {free_memory()}") from exc
         arrived = UnexpectedMessage(source, header, memory)
         self.matcher.keep(source, header.tag, max(header.size_bytes, _KEPT_BYTES), arrived)
         return arrived
@@ -419,8 +427,13 @@ class MessageState:
                 self.incoming[request.source].stream.drop_target()
         self.complete(request, error)
 
-    def _lost_error(self, request: Request, rank: int, reason: str) -> RankLost:
-        return RankLost(request.title, f"rank {self.ranks[rank]}: {reason}", (rank,))
+    def _lost_error(self, request: Request, rank: int, reason: str) -> CollectiveError:
+        text = f"rank {self.ranks[rank]}: {reason}"
+        return (
+            CollectiveError(request.title, text)
+            if reason.startswith(NO_ROOM)
+            else RankLost(request.title, text, (rank,))
+        )
 
     def _mismatch(self, request: Request, source: int, to: int, expected: Header, header: Header) -> CollectiveMismatch:
         sent = f"rank {self.ranks[source]} sent {header} with tag {header.tag} (message {header.sequence} of this pair)"

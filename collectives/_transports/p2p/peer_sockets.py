@@ -205,6 +205,10 @@ S = TypeVar("S", bound=InStream | OutStream)
 T = TypeVar("T")
 
 
+NO_ROOM: Final = "this rank cannot keep its message"
+"""The beginning of the reason where this rank lacks memory, so that the other one is not lost."""
+
+
 def _step(function: Callable[Concatenate[C, P], T]) -> Callable[Concatenate[C, P], T | None]:
     """Makes a method on a socket return None when it would block, and end the connection for any other error."""
 
@@ -218,7 +222,7 @@ def _step(function: Callable[Concatenate[C, P], T]) -> Callable[Concatenate[C, P
         except OSError as exc:
             reason = f"the connection with it failed: {exc.strerror or exc}"
         except MemoryError as exc:
-            reason = f"there is no memory to keep its message ({exc}); the connection was closed"
+            reason = f"{NO_ROOM} ({exc}); the connection was closed here"
         except BaseException:  # of a signal handler: the position in the stream is unknown
             self.end(f"a {function.__name__.partition('_')[0]} was interrupted")
             raise
