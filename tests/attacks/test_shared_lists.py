@@ -71,7 +71,7 @@ def test_nothing_but_names_is_compared(cluster: InProcessCluster) -> None:
 def test_members_of_a_group_are_texts_and_numbers(cluster: InProcessCluster) -> None:
     with cluster.use("b"):
         for members in ([[lists_in_lists(ENDLESS), 1]], [["b", float("inf")]], lists_in_lists(ENDLESS)):
-            with pytest.raises(CallRefused, match="these are no members of a group"):
+            with pytest.raises(CallRefused, match="the members of a group must be"):
                 rpc.rpc_sync("a", _where_is, (members, 0), timeout=LIMIT_S)
 
 

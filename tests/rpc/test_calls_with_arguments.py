@@ -115,7 +115,7 @@ def test_what_is_no_method_is_refused_by_name(cluster: InProcessCluster) -> None
         counter = rpc.remote("b", Counter)
         others: list[Any] = [join, Counter().add, lambda counter: counter.add(1)]
         for function in others:
-            with pytest.raises(TypeError, match=r"takes a method, such as Counter\.add.*rpc\.call\(rref\.owner\(\)"):
+            with pytest.raises(TypeError, match=r"needs a method, such as Counter\.add.*rpc\.call\(rref\.owner\(\)"):
                 counter.call(function)
 
 

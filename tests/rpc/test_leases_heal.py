@@ -72,7 +72,7 @@ def test_a_user_that_noticed_nothing_is_told(cluster: InProcessCluster) -> None:
             owner.events.found.publish(user.identity)
         eventually(lambda: cluster.run("b", _error_of, held) is LeaseExpired, "the user learns it")
         new = cluster.run("b", rpc.remote, "c", add, (2, 2))
-        with pytest.raises(LeaseExpired, match="'c' has not heard of this process for too long"):
+        with pytest.raises(LeaseExpired, match="'c' received nothing from this process for too long"):
             cluster.run("b", forgotten.to_here)
         assert cluster.run("b", new.to_here) == 4
 

@@ -212,14 +212,14 @@ def test_a_state_that_cannot_be_sent_is_named_by_its_path(cluster: InProcessClus
 @pytest.mark.parametrize(
     ("kind", "options", "said"),
     [
-        (Ledger, {"serial": False, "max_restarts": 1}, "write serial=True"),
-        (Ledger, {"max_restarts": 1, "name": "ledger"}, "leave name= out"),
+        (Ledger, {"serial": False, "max_restarts": 1}, "pass serial=True"),
+        (Ledger, {"max_restarts": 1, "name": "ledger"}, "omit name="),
         (Ledger, {"max_restarts": -2}, "max_restarts must be a whole number of at least -1, not -2"),
         (Ledger, {"max_restarts": 1.5}, "max_restarts must be a whole number"),
         (Ledger, {"max_restarts": 1, "checkpoint_every": 0}, "checkpoint_every must be a whole number of at least 1"),
         (OnlyCheckpoint, {"max_restarts": 1}, r"OnlyCheckpoint has only one of .*; add restore\(state\)"),
         (CheckpointLater, {"max_restarts": 1}, "with def, not async def"),
-        (len, {"max_restarts": 1}, "objects of a class"),
+        (len, {"max_restarts": 1}, "needs a class"),
     ],
 )
 def test_what_cannot_be_made_again_is_refused(
@@ -233,7 +233,7 @@ def test_what_cannot_be_made_again_is_refused(
 def test_the_creator_keeps_it(cluster: InProcessCluster) -> None:
     with pytest.raises(ConfigError, match="on another worker"):
         rpc.remote("a", Ledger, serial=True, max_restarts=1)
-    with pytest.raises(TypeError, match="only its creator"):
+    with pytest.raises(TypeError, match="only be used by its creator"):
         pickle.dumps(ledger())
 
 

@@ -280,7 +280,7 @@ def test_lost_share(cluster: Cluster) -> None:
     cluster.run()
     assert cluster.info(1) == (1, 1, 0, 0)
     late = cluster.hosts[0].shell.wrap(cluster.hosts[0].shell.receive(lost, 1))
-    with pytest.raises(RRefError, match="gave up the message"):
+    with pytest.raises(RRefError, match="could not deliver the message"):
         late.to_here()
     assert cluster.hosts[0].shell.wrap(token).to_here() == 1
     del rref, late, token

@@ -1,6 +1,6 @@
-"""The functions that call other workers, with torch's names and signatures; `call` and `call_async` are ours.
+"""The functions that call other workers, with torch's names and signatures; `call` and `call_async` are additions.
 
-Overloads say what a call gives its caller: the result of a coroutine function or an `async_execution` function, and a
+The overloads type what the caller gets: the result of a coroutine function or an `async_execution` function, and a
 `Stream` for a generator function.
 """
 
@@ -41,14 +41,14 @@ logger = logging.getLogger(__name__)
 
 @off_loop("await rpc.get_actor_async(...)")
 def get_actor(name: str, timeout: float = UNSET_RPC_TIMEOUT) -> RRef[Any]:
-    """A reference to the actor that `rpc.remote(..., name=...)` made under this name, on whichever worker.
+    """Returns a reference to the actor that `rpc.remote(..., name=...)` created under this name, on any worker.
 
     Args:
-        name: of the actor.
+        name: the name of the actor.
         timeout: limit in seconds; 0 for none; by default the `rpc_timeout` of `init_rpc`.
 
     Raises:
-        UnknownActor: there is none, or none any more: the name ends with the worker of the actor.
+        UnknownActor: no actor has this name, perhaps because its worker, with which the name ends, has ended.
         BlockingInLoop: called on an event loop.
     """
     found: RRef[Any] = current_agent().actor_names.find(name, timeout)
@@ -70,7 +70,7 @@ def named_remote(
     name: str,
     device_map: DeviceMap | None,
 ) -> RRef[Any]:
-    """`rpc.remote` with a name: waits until the actor exists, and raises what its creation raised."""
+    """`rpc.remote` with a name: waits until the actor exists, and raises the error of its creation."""
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS:
         raise ConfigError(
             f"the name of an actor must be a string of 1 to {MAX_NAME_CHARS} characters, not {name!r:.100}"
@@ -86,14 +86,14 @@ def named_remote(
     except BaseException:
         try:
             names.release(name, RREF_DELETION_LIMIT_S)
-        except RpcdistError as exc:  # the first error says what went wrong
-            logger.warning("the name %r of an actor that was not created stays reserved: %s", name, exc)
+        except RpcdistError as exc:  # the first error matters more
+            logger.warning("the actor name %r stays reserved although the actor was not created: %s", name, exc)
         raise
     return rref
 
 
 async def keep_actor(name: str, rref: RRef[Any]) -> None:
-    """At the owner of an actor: keeps it under its name."""
+    """Keeps an actor under its name, at its owner."""
     await current_agent().actor_names.keep(name, rref)
 
 
@@ -143,24 +143,24 @@ def rpc_sync(
     """Runs a function on another worker and waits for its result.
 
     Args:
-        to: a worker's name, rank or `WorkerInfo`; it may be this worker.
-        func: importable there by the same name, or a bound method or other picklable callable. A coroutine function
-            runs on the callee's event loop; the result of a generator function is a `Stream`.
+        to: a worker's name, rank or `WorkerInfo`; may be this worker.
+        func: a function that the callee can import by the same name, or a bound method or other picklable callable. A
+            coroutine function runs on the callee's event loop; the result of a generator function is a `Stream`.
         args: positional arguments. Tensors are not copied before they are sent.
         kwargs: keyword arguments.
-        timeout: limit of the whole call, in seconds; 0 for none; by default the `rpc_timeout` of `init_rpc`.
-        device_map: of this call alone, in the place of that of `RpcOptions.set_device_map`: the callee's device for
-            tensors of each of ours. The results come back by the same map. docs/gpus.md has examples.
+        timeout: limit for the whole call, in seconds; 0 for none; by default the `rpc_timeout` of `init_rpc`.
+        device_map: maps this worker's devices to the callee's for the tensors of this call, instead of the map of
+            `RpcOptions.set_device_map`. Results use the inverse map. docs/gpus.md has examples.
 
     Returns:
-        What the function returned.
+        The function's result.
 
     Raises:
-        DeadlineExceeded: the time is over; the callee sees its deadline, too.
-        WorkerLost: the callee died or its connection broke. A function that is marked by `rpc.idempotent` is called
-            again instead, until the time is over.
-        UnknownWorker: nobody is called so.
-        Exception: what the function raised, with the remote traceback as `__cause__`.
+        DeadlineExceeded: no result before the deadline, which the callee also sees.
+        WorkerLost: the callee died or its connection broke. A call of a function marked with `rpc.idempotent` is
+            retried until the deadline instead.
+        UnknownWorker: no worker has this name or rank.
+        Exception: the function's own exception, with the remote traceback as `__cause__`.
     """
     own_map = None if device_map is None else _own_map(to, device_map)
     if profile.running and profile.here() is not None and asyncio._get_running_loop() is None:
@@ -214,8 +214,8 @@ def rpc_async(
 ) -> Future[Any]:
     """Starts a call and returns its future: wait for it, await it, or cancel it.
 
-    Arguments as for `rpc_sync`. Tensors in them must not be changed before the future is done. Raises at once what is
-    wrong with the arguments (`UnknownWorker`, a value that cannot be pickled); all else comes through the future.
+    The arguments are those of `rpc_sync`. Do not modify their tensors before the future is done. Errors in the
+    arguments (`UnknownWorker`, a value that cannot be pickled) are raised at once, all others through the future.
     """
     own_map = None if device_map is None else _own_map(to, device_map)
     if profile.running and profile.here() is not None:
@@ -236,11 +236,11 @@ def call(to: Destination, func: Callable[P, Items[T]], /, *args: P.args, **kwarg
 @overload
 def call(to: Destination, func: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
 def call(to: Destination, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """`rpc_sync` with the arguments written as in a local call, so that type checkers compare them with the function.
+    """`rpc_sync` with the arguments written as in a local call, so that type checkers can check them.
 
         rpc.call("worker1", resize, image, width=64)
 
-    The limit of the call is the `rpc_timeout` of `init_rpc`. Results and errors as for `rpc_sync`.
+    The `rpc_timeout` of `init_rpc` limits the call. Results and errors are those of `rpc_sync`.
     """
     return rpc_sync(to, func, args, kwargs)
 
@@ -270,16 +270,16 @@ def rpc_stream(
     *,
     device_map: Mapping[DeviceType, DeviceType] | None = None,
 ) -> Stream[T]:
-    """Runs a generator function (or async generator function) on another worker and returns its items as they come.
+    """Runs a generator function (or async generator function) on another worker and returns a stream of its items.
 
-    Arguments as for `rpc_sync`; `timeout` limits the start, and then the wait for each item. In a thread it returns
-    when the callee has answered. On an event loop it returns at once, and the first `async for` waits for the answer:
+    The arguments are those of `rpc_sync`; `timeout` limits the start, and then the wait for each item. In a thread,
+    `rpc_stream` waits for the callee's answer. On an event loop it returns at once, and the first item waits for it:
 
         async for item in rpc.rpc_stream("worker1", count, args=(3,)):
             ...
 
     Raises:
-        TypeError: the function is no generator function; on an event loop, the first item raises it.
+        TypeError: not a generator function; on an event loop, the first item raises this.
     """
     caller = current_agent().caller
     own_map = None if device_map is None else _own_map(to, device_map)
@@ -343,27 +343,26 @@ def remote(
         counter = rpc.remote("worker1", Counter, serial=True)
         counter.rpc_sync().add(1)
 
-    Without `serial` the methods of the object are called as any function is: concurrently, on several threads, and in
-    no certain order. Then the object needs locks of its own.
+    Without `serial`, method calls on the object run like other calls: concurrently, on several threads, and in any
+    order. Then the object needs its own locks.
 
-    Arguments as for `rpc_sync`; `timeout` limits the creation. Errors of the function or of the creation surface when
-    the reference is used.
+    The other arguments are those of `rpc_sync`; `timeout` limits the creation. Errors of the function or of the
+    creation are raised when the reference is used.
 
     Args:
-        serial: calls through this reference, and through all that are made from it, run one at a time, those of each
-            process in the order in which it made them; `docs/actors.md` has the details.
-        name: by which every worker finds the object (`rpc.get_actor`). It lives as long as its worker then, and
-            `remote` waits until it exists: it raises what the creation raised, and `ActorNameTaken` where another has
-            the name.
-        max_restarts: of an actor (`serial=True`): when its worker is lost, it is made again on the process that takes
-            that one's place, so often at most (-1: always), with the state that its `checkpoint()` returned last; its
-            `restore(state)` gets it. The result is a `RestartingActor`, which keeps the state.
-        checkpoint_every: the number of calls between checkpoints. Later changes are lost with the worker.
-        device_map: as for `rpc_sync`, for the arguments. The value comes by the map of its owner when it is fetched.
+        serial: makes the object an actor: calls through this reference, and through all made from it, run one at a
+            time, in the order in which each process made them; see `docs/actors.md`.
+        name: a name by which every worker can find the actor (`rpc.get_actor`). The actor then lives as long as its
+            worker, and `remote` waits until the actor exists; it raises the error of the creation, or `ActorNameTaken`.
+        max_restarts: how often an actor is recreated (-1: no limit) if its worker is lost and another process replaces
+            it. The new actor's `restore(state)` gets the last result of `checkpoint()`. Returns a `RestartingActor`,
+            which keeps the state.
+        checkpoint_every: the number of calls between checkpoints. Changes after the last one are lost with the worker.
+        device_map: as for `rpc_sync`, for the arguments. Fetching the value uses its owner's map.
     """
     if max_restarts is not None:
         if not serial or name is not None:
-            raise ConfigError("max_restarts= is for an actor without a name: write serial=True, and leave name= out")
+            raise ConfigError("max_restarts= is for actors without a name: pass serial=True, and omit name=")
         if device_map is not None:
             raise ConfigError("max_restarts= and device_map= exclude each other: use RpcOptions.set_device_map")
         kind: Any = func
@@ -385,11 +384,11 @@ def remote(
 
 @contextmanager
 def _profiled(mode: str, to: Destination, func: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-    """A range of `profile` on this thread, with a function that starts the call, whose callee profiles it, too.
+    """Opens a range of `profile` on this thread; yields a function that starts the call and has the callee profile it.
 
-    The function takes `args`, `kwargs`, the timeout and the device map. The callee knows the call as one of
-    `run_profiled`, or, where this worker would take none such, as it is. Coroutines and generators run on threads of
-    their own, without events of the callee.
+    The function takes `args`, `kwargs`, the timeout and the device map. It calls `run_profiled` at the callee, or, if
+    this worker itself would refuse that, the user's function. Coroutines and generators run on other threads, so the
+    profile has no events of theirs.
     """
     found, agent = profile.here(), current_agent()
     assert found is not None
@@ -417,10 +416,10 @@ def _profiled(mode: str, to: Destination, func: Callable[..., Any]) -> Iterator[
                     raise
                 ended(None, created)
                 pair._profiled = created
-                return pair  # the function has failed meanwhile, and the use of the reference says so
+                return pair  # the function has already failed; uses of the reference raise its error
             events._when_done(partial(ended, lambda rows: rows))
             rref._profiled = _part(events, lambda rows: None)
-            events.is_quiet = rref._profiled.is_quiet = True  # the use of the reference has the error
+            events.is_quiet = rref._profiled.is_quiet = True  # uses of the reference raise the error
             return rref
         future = calls.start(callee, run_profiled, packed, None, timeout, device_map=own_map)
         future._when_done(partial(ended, lambda pair: _item(pair, 1)))
@@ -432,13 +431,13 @@ def _profiled(mode: str, to: Destination, func: Callable[..., Any]) -> Iterator[
 
 
 def _is_allowed(options: RpcOptions) -> bool:
-    """Whether peers may call `run_profiled` here, and most likely this worker there."""
+    """Whether peers may call `run_profiled` here, and so most likely this worker at peers."""
     functions = (run_profiled, part_of)
     return options.allow_pickle and all(options.allows(each.__module__, each.__qualname__) for each in functions)
 
 
 def _part(future: Any, part: Callable[[Any], Any]) -> Future[Any]:
-    """A future of a part of a future's result, with that future's error as it is, where `then` makes one of its own."""
+    """Returns a future of a part of a future's result, with the same error, unlike `then`, which wraps it."""
     child: Future[Any] = Future(on_cancel=getattr(future, "cancel", None))
 
     def ended(done: Any) -> None:
@@ -458,7 +457,7 @@ def _part(future: Any, part: Callable[[Any], Any]) -> Future[Any]:
 
 
 def _item(result: Any, index: int) -> Any:
-    """The value or the events in a result of `run_profiled`; a generator is the value itself, without events."""
+    """Returns the value (0) or the events (1) of a `run_profiled` result; a generator has no events."""
     if type(result) is tuple:
         return result[index]
     return [] if index else result
@@ -466,7 +465,7 @@ def _item(result: Any, index: int) -> Any:
 
 @async_execution
 def run_profiled(options: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    """At the callee: runs a function under a profiler of this thread; its result, and the events."""
+    """At the callee: runs a function under a profiler on this thread; returns its result and the events."""
     with profile(**options) as ran:  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
     ran.note()
@@ -480,7 +479,7 @@ def run_profiled(options: Any, func: Any, args: Any, kwargs: Any) -> Any:
 
     if iscoroutine(result):
         return awaited()
-    if is_async_execution(func):  # one that returns no future is refused as without a profile
+    if is_async_execution(func):  # if it returns no future, it fails like without a profile
         return _part(result, with_events) if isinstance(result, torch._C.Future) else result
     done: Future[Any] = Future()
     done.set_result(with_events(result))
@@ -491,16 +490,16 @@ profiles_itself.append(run_profiled)
 
 
 async def part_of(pair: RRef[Any], index: int) -> Any:
-    """At the owner: the value or the events that `run_profiled` has made for a `remote`."""
+    """At the owner: returns the value or the events that `run_profiled` made for a `remote`."""
     return _item(await pair, index)
 
 
 def _own_map(to: Destination, device_map: Mapping[DeviceType, DeviceType]) -> DeviceMap:
-    """The map of one call, with the checks that `init_rpc` makes of those of options."""
+    """Checks the device map of one call, like `init_rpc` checks those in the options."""
     if not isinstance(device_map, Mapping):
         raise TypeError(
             "device_map must be a dictionary from this worker's devices to the callee's, such as "
-            f"{{'cuda:0': 'cuda:1'}}, and not a {type(device_map).__name__}"
+            f"{{'cuda:0': 'cuda:1'}}, not a {type(device_map).__name__}"
         )
     own_map, directory = to_device_map(device_map), current_agent().directory
     check_own_devices(directory.me.name, directory.name_of(directory.resolve(to)), own_map)
@@ -545,7 +544,7 @@ def remote_async(
     name: str | None = None,
     device_map: Mapping[DeviceType, DeviceType] | None = None,
 ) -> Coroutine[Any, Any, RRef[Any]]:
-    """`remote` for coroutines. It waits only where there is a name; then a cancelled task leaves the creation going on.
+    """`remote` for coroutines. Only waits if there is a name; cancelling the task then does not stop the creation.
 
     counter = await rpc.remote_async("worker1", Counter, serial=True, name="counter")
     """

@@ -1,4 +1,4 @@
-"""`init_rpc`, also in coroutines and `with` blocks: checks arguments, finds the other processes, starts the agent."""
+"""`init_rpc`, also for coroutines and `with` blocks: finds the other workers and starts the agent."""
 
 from __future__ import annotations
 
@@ -40,29 +40,29 @@ def init_rpc(
     *,
     role: str | None = None,
 ) -> None:
-    """Makes this process a worker of the job: ready to call and to be called when this returns.
+    """Makes this process a worker of the job, ready to make and serve calls.
 
     Args:
         name: unique in the job; letters, digits, '-', '_' and ':', shorter than 128 characters.
-        backend: a member of `BackendType`; found from the options if it is left out.
-        rank: unique, 0 to world_size - 1; -1 takes that of the launcher (RANK, or what Slurm, MPI and Kubernetes say).
-            Rank 0 coordinates, and comes first.
-        world_size: how many workers there are; None for a world in which workers come and go.
-        rpc_backend_options: `RpcOptions`, or torch's `TensorPipeRpcBackendOptions`. `init_method` says where the
-            workers find each other, and `init_timeout` limits the wait for all of them. A world of one (`rank=0,
+        backend: a member of `BackendType`; derived from the options by default.
+        rank: unique, 0 to world_size - 1; -1 for the launcher's rank (RANK, or the variables of Slurm, MPI and
+            Kubernetes). Rank 0 is the coordinator, and joins first.
+        world_size: the number of workers; None if workers may join and leave at any time.
+        rpc_backend_options: `RpcOptions`, or torch's `TensorPipeRpcBackendOptions`. `init_method` is where the workers
+            find each other, and `init_timeout` limits the wait for all of them. A world of one (`rank=0,
             world_size=1`) needs no address.
-        role: what this worker is for, in a word of your choice such as "generator": `rpc.workers("generator")` finds it
-            by that. The same as `RpcOptions(role=...)`. By default the role that `launch(roles=...)` gave this process.
+        role: a name for this worker's purpose, such as "generator", by which `rpc.workers("generator")` finds it.
+            Equivalent to `RpcOptions(role=...)`. By default the role that `launch(roles=...)` gave this process.
 
     Raises:
-        AlreadyInitialized: without `shutdown` before.
-        ConfigError: the name, the rank or an option is wrong.
-        DuplicateName, WorldMismatch, RendezvousError: the workers do not fit together, or somebody did not come; the
-            text says who.
-        AuthenticationFailed: the job token of the coordinator is another one.
-        TransportError: this process has too few free descriptors, threads or the like; the text names the shortage.
+        AlreadyInitialized: `shutdown` was not called since the last `init_rpc`.
+        ConfigError: the name, the rank or an option is invalid.
+        DuplicateName, WorldMismatch, RendezvousError: the workers' arguments conflict, or workers did not join; the
+            message names them.
+        AuthenticationFailed: the coordinator has another job token.
+        TransportError: this process lacks free descriptors, threads or the like; the message names the shortage.
         ForkedProcess: this process was forked from a worker.
-        BlockingInLoop: called on an event loop; nothing has begun.
+        BlockingInLoop: called on an event loop; nothing was started.
     """
     if asyncio._get_running_loop() is not None:
         raise BlockingInLoop("rpc.init_rpc", "await rpc.init_rpc_async(...)")
@@ -70,7 +70,7 @@ def init_rpc(
         raise TypeError("Argument backend must be a member of BackendType")
     if rpc_backend_options is not None and not isinstance(rpc_backend_options, RpcBackendOptions):
         raise TypeError(
-            "Argument rpc_backend_options must be an instance of RpcBackendOptions of rpcdist.rpc, but it is one of "
+            "Argument rpc_backend_options must be an instance of rpcdist.rpc.RpcBackendOptions, not of "
             f"{type(rpc_backend_options).__module__}.{type(rpc_backend_options).__qualname__}"
         )
     if backend is None and rpc_backend_options is not None:
@@ -96,17 +96,17 @@ def init_rpc(
         with names_shortage("init_rpc"):
             _start_with_node(backend, name, rank, world_size, rpc_backend_options)
     except RpcdistError as exc:
-        # The error says what to do; the way there, through sockets and stores, would hide it behind 80 lines.
+        # The error says what to do; 80 lines of traceback through sockets and stores would hide it.
         logger.debug("init_rpc of %s failed", name, exc_info=True)
         exc.__cause__, exc.__suppress_context__, exc.__traceback__ = None, True, None
-        raise  # unlike `raise exc`, this adds no line of this function
+        raise  # unlike `raise exc`, adds no frame of this function
 
 
 def _start_with_node(backend: object, name: str, rank: int, world_size: int | None, options: RpcBackendOptions) -> None:
     if not isinstance(options, RpcOptions):
         _start(backend, name, rank, world_size, options)
         return
-    # The store of the rendezvous uses this process's one node, so the node needs the token of the options before it.
+    # The rendezvous store uses this process's only node, so create the node with the token in the options first.
     node = acquire_node(node_options(options))
     try:
         _start(backend, name, rank, world_size, options)
@@ -117,10 +117,10 @@ def _start_with_node(backend: object, name: str, rank: int, world_size: int | No
 def _start(backend: object, name: str, rank: int, world_size: int | None, options: RpcBackendOptions) -> None:
     url = options.init_method
     store, rank, found_size = _find_store(url, rank, world_size, options.startup_limit_s)
-    # Not by the URL: `env://` names another place when a program has changed MASTER_PORT.
+    # The URL does not suffice: `env://` means another address after a program has changed MASTER_PORT.
     prefix = f"attempt_{job_attempt()}/rpc_prefix_{count_start(f'{url} {store.address}')}"
     try:
-        # With env://, a WORLD_SIZE that the launcher set says that the world is static.
+        # With env://, a WORLD_SIZE set by the launcher makes the world static.
         size = found_size if found_size > 0 else None
         _init_rpc_backend(backend, PrefixStore(prefix, store), name, rank, size, options)
     except BaseException:
@@ -129,12 +129,12 @@ def _start(backend: object, name: str, rank: int, world_size: int | None, option
 
 
 def _find_store(url: str, rank: int, world_size: int | None, limit_s: float | None) -> tuple[Store, int, int]:
-    """The store where the workers of the job find each other, this worker's rank, and the size of the world or -1."""
+    """Returns the store where the workers find each other, this worker's rank, and the world size or -1."""
     if url == constants.DEFAULT_INIT_METHOD and world_size == 1 and rank in (0, -1):
         if "MASTER_ADDR" not in os.environ:  # no other process takes part
             return HashStore(), 0, 1
     timeout = None if limit_s is None else timedelta(seconds=limit_s)
-    # The list of members waits for the others: it can name the missing, which the store cannot.
+    # The membership waits for the other workers instead, because it can name the missing ones.
     return next(open_rendezvous(url, rank, world_size, timeout=timeout, wait_for_workers=False))
 
 
@@ -147,15 +147,15 @@ async def init_rpc_async(
     *,
     role: str | None = None,
 ) -> None:
-    """`init_rpc` for coroutines: the event loop goes on while the workers find each other.
+    """`init_rpc` for coroutines: does not block the event loop while the workers find each other.
 
-    When the task is cancelled, the start goes on beside it until its time is over, and is undone if it succeeds then.
+    If the task is cancelled, the start continues in its thread until it ends, and is undone if it succeeds.
     """
     await _start_in_thread(partial(init_rpc, name, backend, rank, world_size, rpc_backend_options, role=role))
 
 
-async def shutdown_async(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> dict[str, str]:  # noqa: ASYNC109  # as `shutdown` has it
-    """`shutdown` for coroutines. When the task is cancelled, the worker leaves immediately: calls in flight fail."""
+async def shutdown_async(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> dict[str, str]:  # noqa: ASYNC109  # as in `shutdown`
+    """`shutdown` for coroutines. If the task is cancelled, the worker leaves at once, and its calls in flight fail."""
     return await run_in_thread(partial(shutdown, graceful, timeout), _leave_at_once, name="rpcdist-shutdown")
 
 
@@ -169,13 +169,13 @@ def session(
     *,
     role: str | None = None,
 ) -> RpcSession:
-    """Makes this process a worker for the time of a `with` or `async with` block.
+    """Makes this process a worker for the duration of a `with` or `async with` block.
 
         async with rpc.session("worker1"):
             await rpc.rpc_async("worker0", pow, (2, 10))
 
-    The start is `init_rpc`, with its arguments; the end is a graceful `shutdown` with the limit `shutdown_timeout`, or,
-    if the block is left by an exception, one that waits for nobody.
+    The block starts with `init_rpc`, which gets the same arguments. It ends with a graceful `shutdown`, limited by
+    `shutdown_timeout`, or, after an exception, with one that does not wait for other workers.
     """
     return RpcSession(
         partial(init_rpc, name, backend, rank, world_size, rpc_backend_options, role=role), shutdown_timeout
@@ -183,7 +183,7 @@ def session(
 
 
 class RpcSession:
-    """The time between `init_rpc` and `shutdown`; made by `session`, and used once."""
+    """Calls `init_rpc` and `shutdown` around a block; returned by `session`, for a single use."""
 
     def __init__(self, start: partial[None], shutdown_timeout: float) -> None:
         self._start = start
@@ -212,7 +212,7 @@ class RpcSession:
 
 
 async def _start_in_thread(start: partial[None]) -> None:
-    """Runs a start, which is undone if the task gives it up: the second of the two leaves."""
+    """Runs a start, and undoes it if the task is cancelled: whichever of the two comes second leaves."""
     first = threading.Lock()
 
     def leave_if_second() -> None:
@@ -228,5 +228,5 @@ async def _start_in_thread(start: partial[None]) -> None:
 
 def _leave_at_once() -> None:
     if agent_or_none() is not None:
-        with suppress(NotInitialized):  # another thread's `shutdown` was first
+        with suppress(NotInitialized):  # another thread called `shutdown` first
             shutdown(graceful=False)

@@ -1,4 +1,4 @@
-"""Calls to many workers in parallel: `call_each`, for workers by name or by role."""
+"""`call_each`: calls many workers, given by name or role, in parallel."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ T = TypeVar("T")
 
 
 def chosen_workers(workers: str | Iterable[Destination]) -> list[Destination]:
-    """The workers of a role, which is a text, or those that are listed.
+    """Returns the living workers with a role (a string), or the given workers.
 
     Raises:
-        ConfigError: no worker that lives has the role.
+        ConfigError: no living worker has the role.
     """
     if not isinstance(workers, str):
         return list(workers)
@@ -74,22 +74,22 @@ def call_each(
         rpc.call_each(["worker1", "worker2"], load, path)
         rpc.call_each("generator", set_temperature, 0.7)  # all workers of a role
 
-    The arguments are encoded once, if they are plain values and tensors.
+    Plain values and tensors in the arguments are encoded only once.
 
     Args:
-        workers: names, ranks or `WorkerInfo`; or the role of those that live, a text.
+        workers: names, ranks or `WorkerInfo`; or a role, as a string, for all living workers with that role.
         func: as for `rpc_sync`.
         args: positional arguments.
-        return_exceptions: as for `asyncio.gather`: put what a call raised in the place of its result. Otherwise the
-            first error is raised when it comes, and the other calls go on.
-        timeout: limit of all calls together, in seconds; 0 for none; by default the `rpc_timeout` of `init_rpc`.
+        return_exceptions: as for `asyncio.gather`: return a call's exception in place of its result. Otherwise the
+            first exception is raised at once, while the other calls continue.
+        timeout: limit for all calls together, in seconds; 0 for none; by default the `rpc_timeout` of `init_rpc`.
         kwargs: keyword arguments.
 
     Raises:
         ConfigError: no worker has the role.
-        UnknownWorker: somebody is not in the job; nobody was called.
-        DeadlineExceeded, WorkerLost: they name the worker that did not answer, or died.
-        Exception: what the function raised, with the remote traceback as `__cause__`.
+        UnknownWorker: a worker is not in the job; no call was made.
+        DeadlineExceeded, WorkerLost: the named worker did not answer in time, or died.
+        Exception: the function's own exception, with the remote traceback as `__cause__`.
     """
     if asyncio._get_running_loop() is not None:
         raise BlockingInLoop("call_each", "await rpc.call_each_async(...)")
@@ -159,11 +159,11 @@ def _start(
 
 
 class AllGatherStates:
-    """The state in which torch's workers gather. Ours gather elsewhere, so nothing changes one.
+    """torch's state of a gathering, for compatibility; rpcdist never changes one.
 
     Attributes:
-        gathered_objects: by worker.
-        proceed_signal: set when all are there.
+        gathered_objects: objects by worker.
+        proceed_signal: set when all have arrived.
     """
 
     def __init__(self) -> None:
@@ -172,7 +172,7 @@ class AllGatherStates:
 
 
 def method_factory(method_name: str, docstring: str) -> Callable[..., Any]:
-    """A function that calls the method of this name of a reference, its first argument."""
+    """Returns a function that calls the method `method_name` of its first argument, a reference."""
 
     def method(self: RRef[Any], *args: Any, **kwargs: Any) -> Any:
         return getattr(self, method_name)(*args, **kwargs)
@@ -182,4 +182,4 @@ def method_factory(method_name: str, docstring: str) -> Callable[..., Any]:
 
 
 new_method: Final = method_factory("to_here", RRef.to_here.__doc__ or "")
-"""The last one that torch's module happens to make."""
+"""A leftover loop variable in torch's module, kept for compatibility."""

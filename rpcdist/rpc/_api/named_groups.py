@@ -1,4 +1,4 @@
-"""`new_group`: a process group of workers by their names, which other workers do not know."""
+"""`new_group`: makes a process group of named workers; other workers do not take part."""
 
 from __future__ import annotations
 
@@ -48,23 +48,23 @@ Members = tuple[tuple[str, int], ...]
 
 
 class _OwnGroups:
-    """The groups by names that a worker has made, or leads."""
+    """The named groups that this worker has made or leads."""
 
     def __init__(self) -> None:
         self._num_made: dict[Members, int] = {}
         self._addresses: dict[tuple[Members, int], tuple[str, int]] = {}
-        self._questions: list[tuple[tuple[Members, int], Callable[[], object]]] = []  # what wakes those that wait
+        self._questions: list[tuple[tuple[Members, int], Callable[[], object]]] = []  # wakes the waiters
         self._lock = threading.Lock()
 
     def next_number(self, members: Members) -> int:
-        """Counts the groups of the same members, which all of them make in the same order."""
+        """Numbers the groups with the same members, which every member makes in the same order."""
         with self._lock:
             number = self._num_made.get(members, 0)
             self._num_made[members] = number + 1
         return number
 
     def lead(self, members: Members, number: int, host: str, port: int) -> None:
-        """Tells the others where the store of a group is."""
+        """Publishes the address of a group's store to the other members."""
         with self._lock:
             self._addresses[members, number] = (host, port)
             questions = [wake for group, wake in self._questions if group == (members, number)]
@@ -72,12 +72,12 @@ class _OwnGroups:
             wake()
 
     def end(self, members: Members, number: int) -> None:
-        """All of them have come, or one cannot."""
+        """Withdraws the address, because all members have joined or one cannot."""
         with self._lock:
             self._addresses.pop((members, number), None)
 
     async def wait_for(self, members: Members, number: int, limit_s: float) -> tuple[str, int] | None:
-        """The address of the store of a group, when this worker leads it; None if it does not in time."""
+        """Waits for the address of the store of a group that this worker will lead; None on timeout."""
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         question = ((members, number), partial(wake_threadsafe, waiter))
         with self._lock:
@@ -101,19 +101,19 @@ def _own_groups() -> _OwnGroups:
 
 
 async def _where_is(members: list[list[Any]], number: int) -> tuple[str, int] | None:
-    """At the first member of a group: where its store is; None if it is not made in a while.
+    """At the first member of a group: returns the address of the group's store; None on timeout.
 
-    A coroutine, as a member that asks a thousand times must not take a thread for each.
+    A coroutine, so that a member's repeated requests do not occupy threads.
     """
     try:
         key = tuple((name, int(incarnation)) for name, incarnation in members)
         if not all(isinstance(name, str) for name, _ in key):
             raise TypeError
     except (TypeError, ValueError, OverflowError) as exc:
-        raise CallRefused(f"these are no members of a group: {abridged(members)}") from exc
+        raise CallRefused(f"the members of a group must be (name, incarnation) pairs, not {abridged(members)}") from exc
     asking = calling_worker.get()
     if asking is None or (asking.name, asking.incarnation) not in key:
-        raise CallRefused(f"the store of a group is told to its members: {abridged(members)}")
+        raise CallRefused(f"only the members of a group may ask for its store: {abridged(members)}")
     return await _own_groups().wait_for(key, number, QUICK_ANSWER_LIMIT_S)
 
 
@@ -124,27 +124,27 @@ def new_group(
     timeout: timedelta | None = None,
     group_desc: str | None = None,
 ) -> ProcessGroup:
-    """A process group of workers. Each of them calls this with the same workers; other workers take no part.
+    """Makes a process group of workers. Every member calls this with the same workers; other workers take no part.
 
         group = rpc.new_group(["trainer0", "trainer1"])
         collectives.all_reduce(gradients, group=group)
 
-    There need not be a default group. The rank of a worker in the group is its place in the list, or in a role the
-    order of the workers' ranks. When a member dies, operations of the group end with an error that names it; those that
-    are left may make a new one.
+    No default group is needed. A worker's rank in the group is its position in the list; for a role, the order of the
+    workers' ranks. If a member dies, the group's operations fail with an error that names it; the remaining workers can
+    make a new group.
 
     Args:
-        workers: names, ranks or `WorkerInfo`; or the role of those that live, a text.
+        workers: names, ranks or `WorkerInfo`; or a role, as a string, for all living workers with that role.
         backend: as in `init_process_group`.
-        timeout: limit of making it, and of each operation; 30 minutes by default, 10 for `nccl` alone.
-        group_desc: the purpose of the group, for people; its members by default.
+        timeout: limit for making the group, and for each operation; 30 minutes by default, 10 for `nccl` alone.
+        group_desc: a description of the group, for people; by default its members.
 
     Raises:
-        ConfigError: this worker is not among them, one of them twice, or there is no such backend.
-        UnknownWorker: somebody is not in the job.
-        RankLost: a member died before all had come.
+        ConfigError: this worker is not in the list, a worker is in it twice, or the backend is unknown.
+        UnknownWorker: a worker is not in the job.
+        RankLost: a member died before all members had joined.
         StoreTimeout: a member did not call this in time.
-        CollectiveMismatch: a member asked for another backend.
+        CollectiveMismatch: a member used another backend.
         BlockingInLoop: called on an event loop.
     """
     agent = current_agent()
@@ -152,9 +152,9 @@ def new_group(
     identities = [directory.member(directory.resolve(worker)).identity for worker in chosen_workers(workers)]
     names = [identity.name for identity in identities]
     if len(set(names)) < len(names):
-        raise ConfigError(f"a worker is in a group once, not twice: {listed(names)}")
+        raise ConfigError(f"the workers of a group must be distinct: {listed(names)}")
     if agent.worker_name not in names:
-        raise ConfigError(f"{agent.worker_name!r} is not among the workers of this group: {listed(names)}")
+        raise ConfigError(f"this worker, {agent.worker_name!r}, is not among the workers of the group: {listed(names)}")
     backend = "tcp" if backend is None else Backend(backend)
     limit = timeout_of_group(backend, timeout)
     members = tuple((identity.name, identity.incarnation) for identity in identities)
@@ -185,7 +185,7 @@ def new_group(
         )
         unique = hashlib.sha256(f"{members} {number}".encode()).hexdigest()[:8]
         by_rank = ", ".join(f"{number}: {name}" for number, name in enumerate(names))
-        name = f"workers {by_rank} ({unique})"  # errors have it, which name ranks
+        name = f"workers {by_rank} ({unique})"  # shown in errors that name ranks
         description = title if group_desc is None else group_desc
         group = open_group(
             name,
@@ -202,7 +202,7 @@ def new_group(
         )
     except BaseException as exc:
         if rank == 0:
-            store.note_failure(str(exc))  # the others learn it with the end of the store
+            store.note_failure(str(exc))  # the other members get this when the store closes
         store.close()
         raise
     finally:
@@ -222,7 +222,7 @@ def _lives(directory: Directory, identity: Identity) -> bool:
 
 
 def _lead(agent: Agent, limit: timedelta) -> TCPStore:
-    """The store in which the members find each other; it goes with the group."""
+    """Makes the store in which the members find each other; it closes with the group."""
     return TCPStore(_host_of(agent), 0, None, True, limit, wait_for_workers=False)
 
 
@@ -232,7 +232,9 @@ def _follow(agent: Agent, leader: Identity, members: Members, number: int, limit
     found = None
     while found is None:
         if deadline.expired():
-            raise StoreTimeout(f"worker {leader.name!r}, the first of {title}, did not make it within {limit}")
+            raise StoreTimeout(
+                f"worker {leader.name!r}, the first member of {title}, did not call new_group within {limit}"
+            )
         left_s = max(MIN_WAIT_S, deadline.remaining_s())
         try:
             found = agent.caller.sync(leader.id, _where_is, (asked, number), None, left_s)
@@ -252,7 +254,7 @@ def _host_of(agent: Agent) -> str:
 
 
 def _end_with_members(agent: Agent, group: ProcessGroup, names: list[str]) -> None:
-    """Has the group end when a member is lost or leaves, also where no operation runs that would notice it."""
+    """Aborts the group when a member is lost or leaves, even if no operation is running."""
     reference = weakref.ref(group)
 
     def changed(change: MembershipChange) -> None:

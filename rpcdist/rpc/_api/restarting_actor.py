@@ -1,4 +1,4 @@
-"""Actors that are made again, with their last state, when their worker was lost and another process took its place."""
+"""Actors that are recreated with their last state when their worker was lost and another process replaced it."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from rpcdist.ids import Identity
 from rpcdist.rpc._actors.checkpointed import ActorState, Checkpointed
 from rpcdist.rpc._calling.caller import Destination
 from rpcdist.rpc._current import current_agent
+from rpcdist.rpc._rref.handles import failed_future
 from rpcdist.rpc._rref.proxied import MethodProxy, Mode, method_name
 from rpcdist.rpc._values.exceptions import described_error
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
@@ -40,19 +41,18 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 ALWAYS: Final = -1
-"""So many restarts as it takes."""
 
 
 @dataclass(eq=False)
 class _ActorCall:
-    """A call that the user has made."""
+    """A call of the actor by the user."""
 
     method: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     deadline: Deadline
     result: Future[Any]
-    creation: Future[Any] | None = None  # of the object that it was sent to
+    creation: Future[Any] | None = None  # of the object that the call was sent to
     context: Context = field(default_factory=copy_context)
 
 
@@ -64,22 +64,22 @@ def _call(actor: RestartingActor[Any], mode: Mode, method: str, timeout: float, 
 
 
 class RestartingActor(Generic[T]):
-    """An actor that outlives its worker: what `rpc.remote(..., serial=True, max_restarts=n)` returns.
+    """An actor that outlives its worker; returned by `rpc.remote(..., serial=True, max_restarts=n)`.
 
-    This object keeps the last state, in the memory of its process, the creator; it does not travel to other workers.
-    When the worker of the actor is lost, the next call waits until a process of the same name has joined, makes the
-    object there again with the arguments of the first time, and gives the state to its `restore`.
+    This object keeps the last state in the memory of the creator's process, and cannot be sent to other workers. If the
+    actor's worker is lost, the next call waits until a process with the same name has joined, recreates the object
+    there with the original arguments, and passes the state to its `restore`.
 
-    Any thread may use it. Its calls run one at a time, in the order in which they were made.
+    Thread-safe. The calls run one at a time, in the order in which they were made.
 
     Args:
-        kind, args, kwargs: the class, and how to make the object.
-        timeout: limit of each creation, in seconds; -1 for the default.
-        max_restarts: so often it is made again; -1 for always.
-        checkpoint_every: so many calls, `checkpoint()` is called after the last of them.
+        kind, args, kwargs: the class and its constructor's arguments.
+        timeout: limit for each creation, in seconds; -1 for the default.
+        max_restarts: how often the object may be recreated; -1 for no limit.
+        checkpoint_every: call `checkpoint()` after every so many calls.
 
     Raises:
-        ConfigError: the class or a number does not fit; the text says what.
+        ConfigError: the class or a number is invalid.
     """
 
     def __init__(
@@ -103,17 +103,17 @@ class RestartingActor(Generic[T]):
         self._kind, self._args, self._kwargs, self._timeout = kind, args, kwargs, timeout
         self._max_restarts = max_restarts
         self._checkpoint_every = checkpoint_every if hasattr(kind, "checkpoint") else 0
-        self._lock = threading.Lock()  # around all below but the state; calls keep their order, being sent with it
-        self._number = 0  # of the last call that was sent
+        self._lock = threading.Lock()  # guards all below except the state; keeps calls in order
+        self._number = 0  # of the last sent call
         self._restarts = 0
-        self._waiting: deque[_ActorCall] = deque()  # for a restart, which runs while there are any
-        self._sent: set[Future[Any]] = set()  # the results of calls that were sent, and have none yet
-        self._in_doubt = False  # a call was lost: is the worker?
-        self._is_gone = False  # the reference is of no use any more
-        self._is_broken = False  # the object could not be made again
+        self._waiting: deque[_ActorCall] = deque()  # wait for the restart, which runs until none waits
+        self._sent: set[Future[Any]] = set()  # results of sent calls that are not done
+        self._in_doubt = False  # a call was lost, so the worker may be
+        self._is_gone = False  # the reference is unusable
+        self._is_broken = False  # the object could not be recreated
         self._state_lock = threading.Lock()
         self._state: ActorState | None = None
-        self._state_number = 0  # of the call that left it
+        self._state_number = 0  # of the call that returned the state
         self._create()
 
     def __repr__(self) -> str:
@@ -121,13 +121,13 @@ class RestartingActor(Generic[T]):
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            "only its creator, which keeps its state, can use an actor with max_restarts=; from other workers, call "
-            "a function on the creator that uses the actor"
+            "an actor with max_restarts= can only be used by its creator, which keeps its state; from other workers, "
+            "call a function on the creator that uses the actor"
         )
 
     @property
     def num_restarts(self) -> int:
-        """How often it was made again."""
+        """How often the actor was recreated."""
         return self._restarts
 
     def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> MethodProxy[Any]:
@@ -135,14 +135,14 @@ class RestartingActor(Generic[T]):
 
         Raises:
             WorkerLost: the worker died meanwhile. With `checkpoint_every=1` the call has had no effect on the state.
-            OwnerLost: it has been restarted `max_restarts` times.
-            RRefError: it could not be made again, as its class or `restore` raised an error; the next call tries again.
-            DeadlineExceeded: the time was over, perhaps before a replacement had joined.
+            OwnerLost: the worker was lost after `max_restarts` restarts.
+            RRefError: recreation failed, because the class or `restore` raised an error; the next call retries.
+            DeadlineExceeded: no result before the deadline, perhaps because no replacement had joined.
         """
         return MethodProxy(_call, self, "rpc_sync", timeout)
 
     def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> MethodProxy[Future[Any]]:
-        """`actor.rpc_async().method(*args)` returns a future of the result; its errors are those of `rpc_sync`."""
+        """`actor.rpc_async().method(*args)` returns a future of the result, with the errors of `rpc_sync`."""
         return MethodProxy(_call, self, "rpc_async", timeout)
 
     @overload
@@ -150,7 +150,7 @@ class RestartingActor(Generic[T]):
     @overload
     def call(self, method: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R: ...
     def call(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """`actor.call(Counter.add, 1)` is `actor.rpc_sync().add(1)`, and type checkers see arguments and result."""
+        """`actor.call(Counter.add, 1)` is `actor.rpc_sync().add(1)`, with types checked."""
         return _call(self, "rpc_sync", method_name(method), UNSET_RPC_TIMEOUT, *args, **kwargs)
 
     @overload
@@ -160,7 +160,7 @@ class RestartingActor(Generic[T]):
     @overload
     def call_async(self, method: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]: ...
     def call_async(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """`await actor.call_async(Counter.add, 1)` is `await actor.rpc_async().add(1)`, checked as `call` is."""
+        """`await actor.call_async(Counter.add, 1)` is `await actor.rpc_async().add(1)`, with types checked."""
         return self._start(UNSET_RPC_TIMEOUT, method_name(method), args, kwargs)
 
     # ------------------------------------------------------------ calls
@@ -181,10 +181,10 @@ class RestartingActor(Generic[T]):
         return call.result
 
     def _send(self, call: _ActorCall) -> tuple[int, Future[Any]] | None:
-        """Sends a call to the actor as it is now; with the lock.
+        """Sends a call to the current object; with the lock.
 
         Returns:
-            The call's number and its future; None if the actor is gone, and can be made again.
+            The call's number and its future; None if the object is gone but can be recreated.
         """
         self._number += 1
         call.creation = self._creation
@@ -198,18 +198,18 @@ class RestartingActor(Generic[T]):
             self._is_gone = True
             if self._may_restart():
                 return None
-            sent = _failed_future(exc)
+            sent = failed_future(exc)
         except Exception as exc:
-            sent = _failed_future(exc)
+            sent = failed_future(exc)
         return self._number, sent
 
     def _pass_on(self, call: _ActorCall, number: int, sent: Future[Any]) -> None:
-        """Has the result of what was sent become that of the call."""
+        """Completes the call with the result of the sent one."""
         call.result._on_cancel = sent.cancel
         sent.is_quiet = True
         self._sent.add(call.result)
         sent._when_done(partial(self._done, call, number))
-        if call.result.cancelled():  # before the line above the last one
+        if call.result.cancelled():  # perhaps before `_on_cancel` was set
             sent.cancel()
 
     def _done(self, call: _ActorCall, number: int, sent: Future[Any]) -> None:
@@ -217,7 +217,7 @@ class RestartingActor(Generic[T]):
         if error is None:
             answer = sent.value()
             if not _is_answer(answer):
-                error = SerializationError(f"worker {self._worker!r} answered {call.method}() with something else")
+                error = SerializationError(f"worker {self._worker!r} sent an invalid answer to {call.method}()")
         if error is None:
             result, state = answer
             with self._state_lock:
@@ -227,7 +227,7 @@ class RestartingActor(Generic[T]):
             self._sent.discard(call.result)
         elif issubclass(type(error), WorkerLost | DeadlineExceeded | Cancelled) or call.creation is None:
             self._failed(call, error)
-        else:  # where the object could not be made, its creator may hear of that a moment later
+        else:  # if the creation failed, that may be known here a moment later
             call.creation._when_done(lambda creation: self._failed(call, error, creation.exception()))
 
     def _failed(self, call: _ActorCall, error: BaseException, creation_error: BaseException | None = None) -> None:
@@ -237,11 +237,11 @@ class RestartingActor(Generic[T]):
                 self._is_gone = self._is_gone or issubclass(type(error), OwnerLost)
             if creation_error is not None and self._restarts > 0:
                 self._is_broken = self._is_broken or call.creation is self._creation
-                error = self._not_made_again(creation_error)
+                error = self._restart_error(creation_error)
         call.result._fail(error)
         self._sent.discard(call.result)
 
-    def _not_made_again(self, cause: BaseException) -> RRefError:
+    def _restart_error(self, cause: BaseException) -> RRefError:
         error = RRefError(
             f"the actor {self._kind.__name__} could not be restarted on worker {self._worker!r}: its class or its "
             f"restore() raised {described_error(cause)}. The last checkpoint is kept. Fix the error above; the next "
@@ -261,7 +261,7 @@ class RestartingActor(Generic[T]):
             owner, Checkpointed, made_of, self._timeout, is_serial=True
         )
         self._creation = self._rref._get_future()
-        self._creation.is_quiet = True  # the calls say how it ended
+        self._creation.is_quiet = True  # the calls raise its error
         self._in_doubt = self._is_gone = self._is_broken = False
 
     def _is_lost(self) -> bool:
@@ -274,23 +274,23 @@ class RestartingActor(Generic[T]):
         return self._max_restarts == ALWAYS or self._restarts < self._max_restarts
 
     def _recover(self) -> None:
-        """Finds out whether the worker is lost, makes the actor again if it is, and sends what waits; in the pool."""
-        current_deadline.set(NEVER)  # each call that waits has its own
+        """Checks whether the worker is lost, recreates the actor if so, and sends the waiting calls; in the pool."""
+        current_deadline.set(NEVER)  # each waiting call has its own
         while (deadline := self._drop_ended()) is not None:
             try:
                 if self._may_restart() or not self._is_lost():
                     wait_for_worker(self._worker, max(deadline.remaining_s(), MIN_WAIT_S) if deadline.is_finite else 0)
                 if self._is_lost():
-                    for result in tuple(self._sent):  # an answer may still be decoded: its state counts
+                    for result in tuple(self._sent):  # an answer that is still being decoded may have a newer state
                         result.exception(deadline.wait_s())
                 self._resume()
             except DeadlineExceeded:
-                continue  # that of the call with the earliest deadline
+                continue  # the earliest deadline has passed
             except Exception as exc:
                 self._fail_waiting(exc)
 
     def _drop_ended(self) -> Deadline | None:
-        """Fails calls whose time is over; the earliest deadline of those that still wait, or None if none does."""
+        """Fails calls whose deadline has passed; returns the earliest deadline of the rest, or None if none waits."""
         with self._lock:
             over = [call for call in self._waiting if call.deadline.expired() or call.result.done()]
             self._waiting = deque(call for call in self._waiting if call not in over)
@@ -298,7 +298,7 @@ class RestartingActor(Generic[T]):
         for call in over:
             call.result._fail(
                 DeadlineExceeded(
-                    f"the worker {self._worker!r} of the actor {self._kind.__name__} was lost, and no process with "
+                    f"worker {self._worker!r} of the actor {self._kind.__name__} was lost, and no process with "
                     f"its name joined before the deadline of {call.method}(). Start one"
                 )
             )
@@ -325,28 +325,22 @@ class RestartingActor(Generic[T]):
             call.result._fail(error)
 
 
-def _failed_future(error: Exception) -> Future[Any]:
-    future: Future[Any] = Future()
-    future._fail(error)
-    return future
-
-
 def _check(kind: object, max_restarts: object, checkpoint_every: object) -> None:
     if not isinstance(kind, type):
-        raise ConfigError(f"max_restarts= makes objects of a class again, but {kind!r:.100} is none")
+        raise ConfigError(f"max_restarts= needs a class that it can instantiate again, not {kind!r:.100}")
     name = kind.__name__
     if hasattr(kind, "checkpoint") != hasattr(kind, "restore"):
         missing = "restore(state)" if hasattr(kind, "checkpoint") else "checkpoint()"
         raise ConfigError(f"{name} has only one of checkpoint() and restore(state); add {missing}")
     if inspect.iscoroutinefunction(getattr(kind, "checkpoint", None)):
-        raise ConfigError(f"{name}.checkpoint is called at the end of other calls: write it with def, not async def")
+        raise ConfigError(f"{name}.checkpoint must be a plain function: write it with def, not async def")
     for what, number, least in (("max_restarts", max_restarts, ALWAYS), ("checkpoint_every", checkpoint_every, 1)):
         if not isinstance(number, int) or isinstance(number, bool) or number < least:
             raise ConfigError(f"{what} must be a whole number of at least {least}, not {number!r}")
 
 
 def _is_answer(answer: object) -> bool:
-    """Whether it is a result and an `ActorState`, or None for the latter: the worker of an actor may send anything."""
+    """Validates an answer, (result, `ActorState` or None), because the actor's worker may send anything."""
     if not isinstance(answer, tuple) or len(answer) != 2:
         return False
     return answer[1] is None or (isinstance(answer[1], tuple) and len(answer[1]) == 1)

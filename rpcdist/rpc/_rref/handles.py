@@ -1,7 +1,7 @@
-"""Handles, which Python `RRef` objects hold, the state that the shell keeps for each, and the errors of their use.
+"""Handles held by Python `RRef` objects, the shell's state for each, and the errors of their use.
 
-A *handle* lives as long as Python objects hold it; its end is noted in a queue. Its *state* stays in the shell's
-tables until the shell has read that. A value of this worker is a `Future`, of which only the first outcome counts.
+A *handle* lives as long as Python objects hold it; then it adds itself to a queue. Its *state* stays in the shell's
+tables until the shell reads the queue. An owned value is a `Future`; only its first outcome counts.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ Dropped = deque[tuple[RRefId, UniqueId]]
 
 
 def wait_for_value(owned: Future[Any], rref: RRefId, timeout_s: float | None) -> Any:
-    """The value of a reference at its owner; blocks until it is there. [Note: kept errors]"""
+    """Waits for the value of a reference at its owner. [Note: kept errors]"""
     if not owned.done() and asyncio._get_running_loop() is not None:
         raise BlockingInLoop("waiting for the value of a reference", "await rref")
     try:
         error = owned.exception(timeout_s)
     except DeadlineExceeded as exc:
-        # The same words as for a late call: its caller gets this error or that one, whichever comes first.
+        # The same words as for a late call, because the caller gets whichever of the two errors comes first.
         raise DeadlineExceeded(
             "RPC ran for more than set timeout and will now be marked with an error: the value of "
-            f"{rref!r} was not there in time"
+            f"{rref!r} was not available in time"
         ) from exc
     if error is not None:
         raise copied(error)
@@ -40,21 +40,21 @@ def wait_for_value(owned: Future[Any], rref: RRefId, timeout_s: float | None) ->
 
 
 def quiet_future() -> Future[Any]:
-    """One whose error is raised, or reported, elsewhere."""
+    """A future whose error is raised or reported elsewhere."""
     future: Future[Any] = Future()
     future.is_quiet = True
     return future
 
 
 def derived_future(source: Future[Any]) -> Future[Any]:
-    """A future of the same outcome; cancelling it leaves `source` alone."""
+    """Returns a future with the same outcome; cancelling it does not affect `source`."""
     derived = quiet_future()
     source._when_done(lambda done: copy_outcome(done, derived))
     return derived
 
 
 def copy_outcome(source: Future[Any], target: Future[Any]) -> None:
-    """Completes `target` as `source` was, unless it is complete already."""
+    """Completes `target` like `source`, unless it is already complete."""
     error = source.exception()
     if error is not None:
         target._fail(copied(error))
@@ -69,7 +69,7 @@ def failed_future(error: Exception) -> Future[Any]:
 
 
 class HandleState:
-    """One fork or local handle. Guarded by the shell's lock, except that readers may look at single fields."""
+    """The state of a fork or local handle. Guarded by the shell's lock; single fields can be read without it."""
 
     __slots__ = ("confirmed", "deleted", "error", "id", "is_serial", "owned", "owner", "owner_name", "rref", "waiters")
 
@@ -80,19 +80,19 @@ class HandleState:
         self.id = id
         self.owner = owner
         self.owner_name = owner_name
-        self.owned = owned  # of the value; None at users
+        self.owned = owned  # the value's future at the owner; None at users
         self.confirmed = owned is not None
         self.error: Exception | None = None
         self.deleted = False
-        self.is_serial = False  # the methods of the value run one call at a time
-        self.waiters: list[Callable[[], object]] = []  # run when it is confirmed, or has failed
+        self.is_serial = False  # whether the value is an actor
+        self.waiters: list[Callable[[], object]] = []  # called when the handle is confirmed or has failed
 
     def take_waiters(self) -> list[Callable[[], object]]:
         waiters, self.waiters = self.waiters, []
         return waiters
 
     def check(self, use: str) -> None:
-        """Raises what makes the handle unusable."""
+        """Raises an error if the handle is unusable."""
         if self.deleted:
             raise RRefError(use)
         if self.error is not None:
@@ -105,9 +105,9 @@ class HandleState:
 
 
 class Handle:
-    """Keeps a reference alive. Collected on any thread at any moment. [Note: Ctrl-C in finalizers]
+    """Keeps a reference alive. May be collected on any thread at any moment. [Note: Ctrl-C in finalizers]
 
-    That of a reference which arrived in a message has no object around it until the message is unpickled.
+    If the reference arrived in a message, its `RRef` object is only made when the message is unpickled.
     """
 
     __slots__ = ("_at_end", "state")
@@ -122,7 +122,7 @@ FORK_AFTER_DELETION = "Cannot call fork an UserRRef after deletion."
 
 
 def owner_lost(exc: WorkerLost, what: str) -> OwnerLost:
-    """The loss of a worker, as an error for users of its values."""
+    """Turns the loss of a worker into an error for users of its values."""
     if isinstance(exc, OwnerLost):
         return exc
     error = OwnerLost(exc.worker, what, exc.last_seen_s, exc.reason)
@@ -131,46 +131,45 @@ def owner_lost(exc: WorkerLost, what: str) -> OwnerLost:
 
 
 def replaced(name: str) -> WorkerLost:
-    """For a process that is gone, and was not declared dead."""
+    """The error for a process that is gone without having been declared dead."""
     return WorkerLost(name, "a remote reference", 0.0, "the process left, or another one took its place")
 
 
 def describe(reason: Reason, what: str, owner: str) -> Exception:
-    """The error for a reason that the protocol gives; `what` names the reference."""
+    """Returns the error for a protocol reason; `what` names the reference."""
     if reason is Reason.LEASE_EXPIRED:
         return LeaseExpired(
-            f"{what}: its owner {owner!r} has not heard of this process for too long, and dropped its references. "
-            "Create a new one, or ask a worker that holds it to send it again."
+            f"{what}: its owner {owner!r} received nothing from this process for too long, and dropped its references. "
+            "Create a new one, or have a worker that holds it send it again."
         )
     if reason is Reason.OWNER_LOST:
-        return OwnerLost(owner, f"use of {what}", 0.0, "it is declared dead")
+        return OwnerLost(owner, f"use of {what}", 0.0, "the owner was declared dead")
     if reason is Reason.CREATION_FAILED:
         return RRefError(
             f"RRef creation via rpc.remote() failed: the call never reached {owner!r}, so {what} has no value."
         )
     if reason is Reason.SHARE_LOST:
-        return RRefError(f"{what} is unusable: its sender gave up the message that carried it. Ask for it again.")
+        return RRefError(f"{what} is unusable: its sender could not deliver the message with it. Have it sent again.")
     if reason is Reason.NOT_HELD:
         return RRefError(
-            f"{what} is refused by its owner {owner!r}: the worker that asked does not hold the share that it named, "
-            "which was released, or is another worker's. Use a reference that was sent to this worker."
+            f"the owner {owner!r} of {what} refused it: the requesting worker does not hold the share that it named, "
+            "which was released or belongs to another worker. Use a reference that was sent to this worker."
         )
     if reason is Reason.TOO_MANY:
         return RRefError(
-            f"{what} is refused by its owner {owner!r}: this worker holds {MAX_HELD} references to values there, the "
-            "most that one may. Drop some, or put several values behind one reference."
+            f"the owner {owner!r} of {what} refused it: this worker already holds the maximum of {MAX_HELD} references "
+            "to values there. Drop some, or put several values behind one reference."
         )
     return RRefError(
-        f"{what} is unknown to its owner {owner!r}: the worker that shared it died before the owner knew of the share, "
-        "or all references to it were dropped."
+        f"the owner {owner!r} does not know {what}: all references to it were dropped, or the worker that shared "
+        "it died before the owner counted the share."
     )
 
 
 def creation_error(exc: BaseException, owner: str) -> Exception:
-    """The error of every use of the reference after its `remote()` failed with `exc`.
+    """Returns the error for every use of a reference whose `remote()` failed with `exc`.
 
-    An error that the owner reported is raised as it is. If the call itself failed, it is unknown whether the value
-    exists.
+    This is `exc` itself if the owner reported it. If the call itself failed, the value may or may not exist.
     """
     kind = type(exc)  # a user's exception may break `isinstance`
     if issubclass(kind, WorkerLost):

@@ -1,7 +1,6 @@
-"""The names, messages and actions of the reference counting.
+"""The identifiers, messages and shell actions of the reference counting.
 
-Workers exchange messages; the protocol calls the actions of its shell. `proto/rref.proto` has the same messages on the
-wire, and the functions at the end translate.
+The functions at the end convert messages to and from their wire form in `proto/rref.proto`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ ForkId = UniqueId  # one holder's share of it
 
 
 class ReferenceShare(NamedTuple):
-    """A reference, and one holder's share of it."""
+    """A reference and one holder's share of it."""
 
     rref: RRefId
     fork: ForkId
@@ -32,37 +31,37 @@ T = TypeVar("T", bound=Hashable)
 
 
 def remember(members: dict[T, None], member: T, limit: int = 4096) -> None:
-    """Adds one to a bounded set, which forgets its oldest member."""
+    """Adds a member to a bounded set, and drops the oldest above `limit`."""
     members[member] = None
     if len(members) > limit:
         del members[next(iter(members))]
 
 
 class Reason(enum.IntEnum):
-    """Why a reference cannot be used. The numbers are those of `ForkRefused.Reason` in `proto/rref.proto`."""
+    """Why a reference cannot be used; numbered like `ForkRefused.Reason` in `proto/rref.proto`."""
 
     UNKNOWN = 0  # the owner does not hold the value (any more)
-    LEASE_EXPIRED = 1  # the owner dropped everything that this user held
-    CREATION_FAILED = 2  # the remote() that should have made the value never reached the owner
+    LEASE_EXPIRED = 1  # the owner dropped all of this user's forks
+    CREATION_FAILED = 2  # the remote() that creates the value never reached the owner
     OWNER_LOST = 3  # the owner died
-    SHARE_LOST = 4  # the message that carried the reference was given up by its sender
+    SHARE_LOST = 4  # the sender could not deliver the message with the reference
     NOT_HELD = 5  # the owner does not count this fork for the worker that names it
-    TOO_MANY = 6  # the worker holds as many forks as the owner counts for one
+    TOO_MANY = 6  # the worker holds the maximum number of forks at this owner
 
 
 class MessageKind(enum.Enum):
-    """The kinds of control messages. The values are the names in `proto/rref.proto`."""
+    """The kinds of control messages; the values are the names in `proto/rref.proto`."""
 
-    FORK_REQUEST = "fork_request"  # user -> owner: I hold this fork now; count it
+    FORK_REQUEST = "fork_request"  # user -> owner: I now hold this fork; count it
     FORK_CONFIRMED = "fork_confirmed"  # owner -> user: counted
-    FORK_REFUSED = "fork_refused"  # owner -> user: not counted, and why
-    CHILD_CONFIRMED = "child_confirmed"  # child -> parent user: your fork may go; mine is counted, or given up
+    FORK_REFUSED = "fork_refused"  # owner -> user: not counted, with the reason
+    CHILD_CONFIRMED = "child_confirmed"  # child -> parent user: you may drop your fork; mine is counted, or has failed
     USER_DELETED = "user_deleted"  # user -> owner: this fork is gone
-    SHARE_QUERY = "share_query"  # sharer -> receiver: the message with this fork may be lost; refuse it if it is new
+    SHARE_QUERY = "share_query"  # sharer -> receiver: if you do not hold this fork, refuse it; its message may be lost
     SHARE_LOST = "share_lost"  # receiver -> sharer: I do not hold that fork, and never will
     CREATION_QUERY = "creation_query"  # creator -> owner: my remote() failed here; confirm the fork, or refuse the call
-    CREATION_PROBE = "creation_probe"  # owner -> creator: a worker names your reference; is its remote() under way?
-    CREATION_OVER = "creation_over"  # creator -> owner: it is not; you have seen it, or never will
+    CREATION_PROBE = "creation_probe"  # owner -> creator: a worker names your reference; is its remote() in progress?
+    CREATION_OVER = "creation_over"  # creator -> owner: no; you have received it, or never will
 
 
 NO_FORK: Final = UniqueId(0, 0, 0)
@@ -70,13 +69,11 @@ NO_FORK: Final = UniqueId(0, 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A control message about one reference, or about one fork of it.
+    """A control message about a reference or one of its forks.
 
     Attributes:
-        kind: the statement or question.
-        rref: the reference.
         fork: the fork; `NO_FORK` in `CREATION_PROBE` and `CREATION_OVER`.
-        reason: why a fork is refused; counts in `FORK_REFUSED` alone.
+        reason: why a fork is refused; only used in `FORK_REFUSED`.
     """
 
     kind: MessageKind
@@ -86,34 +83,34 @@ class Message:
 
 
 class Actions(ABC):
-    """The shell, as the protocol sees it: called in the middle of a decision, when it must not call the protocol."""
+    """The shell's actions. The protocol calls them while it decides, so they must not call the protocol."""
 
     @abstractmethod
     def send(self, to: ProcessId, message: Message) -> None:
-        """Hands a control message to the reliable channel. One to this worker itself arrives after the decision."""
+        """Sends a control message over the reliable channel; one to this worker itself arrives after the decision."""
 
     @abstractmethod
     def settle_handle(self, handle: UniqueId, failed: Reason | None = None) -> None:
-        """The owner counts this handle; or it failed: every use of it raises, and the protocol has forgotten it."""
+        """Confirms a handle that the owner counts, or fails it for good: then the protocol has already dropped it."""
 
     @abstractmethod
     def answer_fetch(self, rref: RRefId, fork: ForkId, sender: ProcessId, refused: Reason | None = None) -> None:
-        """Answers the sender's fetches of this fork with the value, as soon as it is there, or with an error."""
+        """Answers the sender's fetches of this fork with the value, once it is available, or with an error."""
 
     @abstractmethod
     def fail_value(self, rref: RRefId, reason: Reason) -> None:
-        """The `remote()` of this value will never come: threads that wait for the value get an error."""
+        """Fails a value whose `remote()` will never arrive, so that threads waiting for it get an error."""
 
     @abstractmethod
     def release_value(self, rref: RRefId) -> None:
-        """The owner's table has no entry for it any more: forgets the value."""
+        """Drops a value that has no entry in the owner's table any more."""
 
 
 # ---------------------------------------------------------------- the wire form, `proto/rref.proto`
 
 _IDS: Final = Struct("<qqQqqQ")
 NamedIds = tuple[Any, ...]
-"""The fields of a `UniqueId`, to which it is equal."""
+"""The fields of a `UniqueId`, as a tuple that equals it."""
 
 
 def id_to_pb(id: UniqueId) -> value_pb2.UniqueId:
@@ -125,7 +122,7 @@ def id_from_pb(id: value_pb2.UniqueId) -> UniqueId:
 
 
 def encode_messages(messages: Sequence[Message]) -> rref_pb2.RRefMessage:
-    """One message, or several deletions, all to one worker."""
+    """Encodes one message, or several deletions, to one worker."""
     if len(messages) > 1:
         ids = b"".join([_IDS.pack(*message.rref, *message.fork) for message in messages])
         return rref_pb2.RRefMessage(users_deleted=rref_pb2.UsersDeleted(ids=ids))
@@ -143,20 +140,20 @@ def encode_messages(messages: Sequence[Message]) -> rref_pb2.RRefMessage:
 def decode_messages(
     encoded: rref_pb2.RRefMessage, is_counted: Callable[[NamedIds, NamedIds], bool]
 ) -> Sequence[Message]:
-    """One message, or several deletions.
+    """Decodes one message, or several deletions.
 
     Args:
-        is_counted: whether a fork of a reference is counted here. The deletions of others would change nothing, and
-            what is made for each takes ten times as long as this question.
+        is_counted: whether a fork of a reference is counted here. Deletions of other forks have no effect, and are
+            skipped: decoding one takes ten times as long as this check.
 
     Raises:
-        ProtocolViolation: it is of a kind, or has a reason, that this version does not know, or is cut off.
+        ProtocolViolation: unknown kind or reason, or truncated.
     """
     if encoded.WhichOneof("body") != "users_deleted":
         return (_decode(encoded),)
     ids = encoded.users_deleted.ids
     if len(ids) % _IDS.size:
-        raise ProtocolViolation(f"the deletion of references arrived in {len(ids)} bytes, which is no number of them")
+        raise ProtocolViolation(f"a list of deleted references has {len(ids)} bytes, not a multiple of {_IDS.size}")
     counted = [pair for pair in _IDS.iter_unpack(ids) if is_counted(pair[:3], pair[3:])]
     return [
         Message(MessageKind.USER_DELETED, UniqueId(*pair[:3]), UniqueId(*pair[3:])) for pair in dict.fromkeys(counted)
@@ -173,5 +170,5 @@ def _decode(encoded: rref_pb2.RRefMessage) -> Message:
     try:
         reason = Reason(body.reason) if kind is MessageKind.FORK_REFUSED else Reason.UNKNOWN
     except ValueError as exc:
-        raise ProtocolViolation(f"a reference was refused for a reason that is none: {exc}") from exc
+        raise ProtocolViolation(f"a refusal of a reference has an unknown reason: {exc}") from exc
     return Message(kind, id_from_pb(body.rref), id_from_pb(body.fork), reason)

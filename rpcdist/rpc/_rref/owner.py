@@ -1,11 +1,10 @@
 """The owner's half of the reference counting: the forks of our values, and their holders.
 
-Pure: no clock, no sockets, no threads. `protocol.py` states the guarantees and routes what happens.
+Pure: no clock, no sockets, no threads. `protocol.py` states the guarantees and dispatches the events.
 
-An entry is *expected* when a worker named a reference whose `remote()` has not arrived (messages have no order),
-*creating* while its function runs, and *ready* after that. It ends when it is ready and nothing refers to it. An
-expected entry ends when nothing waits for it any more, so names of references that are never created leave nothing
-behind.
+An entry is *expected* if a worker named a reference whose `remote()` has not arrived yet (messages are unordered),
+*creating* while its function runs, and *ready* after that. A ready entry ends when nothing refers to it; an expected
+one when nothing waits for it, so references that are never created leave nothing behind.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from rpcdist.ids import ProcessId, UniqueId
 from rpcdist.rpc._rref.messages import Actions, ForkId, Message, MessageKind, Reason, RRefId, remember
 
 MAX_WAITING: Final = 1 << 16
-"""Forks of one process that may wait for the creations of their values; more are refused as unknown."""
+"""Forks of one process that may wait for the creation of their values; further ones are refused as unknown."""
 MAX_HELD: Final = 1 << 20
-"""Forks that one process may hold; more are refused, while forks that we share with it ourselves only count."""
+"""Forks that one process may hold; further ones are refused, except those that this worker shares with it."""
 
 
 class State(enum.Enum):
@@ -33,7 +32,7 @@ class State(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class OwnerEntry:
-    """One value of ours. `forks` count, `local` are our own handles, `askers` and `fetchers` wait for its creation."""
+    """One of our values: its counted `forks`, our `local` handles, and the `askers` and `fetchers` waiting for it."""
 
     rref: RRefId
     state: State
@@ -44,13 +43,13 @@ class OwnerEntry:
 
 
 class OwnerTable:
-    """All values of one worker that others know.
+    """All values of this worker that others know.
 
     Attributes:
-        now: the time, in seconds, as the shell set it last; it need not be exact.
-        since: by fork that counts, when it was counted.
-        waiting: by process, how many of its forks wait for a creation.
-        held: by process, how many of its forks count.
+        now: the approximate time, in seconds, set by the shell.
+        since: when each counted fork was counted.
+        waiting: per process, the number of its forks that wait for a creation.
+        held: per process, the number of its counted forks.
     """
 
     def __init__(self, me: ProcessId, shell: Actions) -> None:
@@ -61,9 +60,9 @@ class OwnerTable:
         self.since: dict[ForkId, float] = {}
         self.waiting: Counter[ProcessId] = Counter()
         self.held: Counter[ProcessId] = Counter()
-        self.ended: set[ProcessId] = set()  # whose lease is over: the processes that died during ours, or are silent
-        # The two below are bounded: what such processes held, said to those that come back, and creations that their
-        # creator gave up before they came.
+        self.ended: set[ProcessId] = set()  # processes whose lease has expired: dead or silent
+        # Both bounded: forks that such processes held, reported to those that return, and creations that failed at
+        # their creator before they arrived.
         self.expired: dict[tuple[ProcessId, RRefId, ForkId], None] = {}
         self.refused: dict[RRefId, None] = {}
 
@@ -73,7 +72,7 @@ class OwnerTable:
     # Creation.
 
     def create_here(self, rref: RRefId, fork: ForkId) -> None:
-        """`remote()` to oneself: the caller's handle is a local one, and the call is under way."""
+        """Begins a `remote()` to this worker itself; the caller's handle is a local one."""
         entry = self.entries[rref] = OwnerEntry(rref, State.EXPECTED)
         entry.local[fork] = None
 
@@ -94,7 +93,7 @@ class OwnerTable:
             entry.state = State.CREATING
             if creator != self._me:
                 self._count(entry, fork, creator)
-            self._answer_the_waiting(entry)
+            self._answer_waiting(entry)
         return None
 
     def finished(self, rref: RRefId) -> None:
@@ -104,13 +103,13 @@ class OwnerTable:
             self._settle(entry)
 
     def failed_here(self, rref: RRefId) -> None:
-        """Our `remote()` to ourselves failed. If its call comes all the same, it is refused."""
+        """Fails a `remote()` to this worker itself; if its call still arrives, it is refused."""
         entry = self.entries.get(rref)
         if entry is not None and entry.state is State.EXPECTED and rref.creator == self._me:
             self.creation_over(rref, Reason.CREATION_FAILED)
 
     def answer_creation_query(self, rref: RRefId, fork: ForkId, sender: ProcessId) -> None:
-        """The creator does not know whether its call came. If it did not, it is refused from now on."""
+        """Answers a creator whose call may be lost. If the call has not arrived, it is refused from now on."""
         if rref.creator != sender:
             return
         entry = self.entries.get(rref)
@@ -123,13 +122,13 @@ class OwnerTable:
         self.creation_over(rref, Reason.CREATION_FAILED)
 
     def creation_over(self, rref: RRefId, reason: Reason) -> None:
-        """Its `remote()` will never come: waiting workers are refused, and forks already counted get the error."""
+        """Refuses waiting workers and fails the value for counted forks, since the `remote()` will never arrive."""
         entry = self.entries.get(rref)
         if entry is not None and entry.state is State.EXPECTED:
             entry.state = State.READY
             remember(self.refused, rref)
             self._shell.fail_value(rref, reason)
-            self._refuse_the_waiting(entry, reason)
+            self._refuse_waiting(entry, reason)
             self._settle(entry)
 
     # Forks.
@@ -160,24 +159,24 @@ class OwnerTable:
         self._settle(entry)
 
     def counts(self, rref: tuple[object, ...], fork: tuple[object, ...]) -> bool:
-        """Whether `delete` may find this fork; any thread, without the lock."""
+        """Whether `delete` could find this fork; any thread, without the lock."""
         entry = self.entries.get(rref)  # type: ignore[call-overload]  # a tuple is equal to the id with its fields
         return entry is not None and (fork in entry.forks or fork in entry.askers)
 
     def share(self, rref: RRefId, holder: UniqueId, child: ForkId, to: ProcessId) -> None:
-        """The child is counted from now on, so that its receiver needs no confirmation."""
+        """Counts the child at once, so that its receiver needs no confirmation."""
         entry = self.entries.get(rref)
-        if entry is None:  # a value of ours that nobody else knew until now
+        if entry is None:  # our value, not shared until now
             entry = self.entries[rref] = OwnerEntry(rref, State.READY)
         entry.local[holder] = None
         self._count(entry, child, to)
 
     def share_failed(self, rref: RRefId, child: ForkId) -> None:
-        """A receiver that is declared dead may have the fork all the same: until its lease ends, it is asked."""
+        """Queries the receiver, even one declared dead, because it may have the fork until its lease expires."""
         entry = self.entries.get(rref)
         if entry is None or child not in entry.forks:
             return
-        to = entry.forks[child]  # it may not have its id any more
+        to = entry.forks[child]  # another process may have its id now
         if to in self.ended:
             remember(self.expired, (to, rref, child))
             self.delete(rref, child, to)
@@ -185,7 +184,7 @@ class OwnerTable:
             self._shell.send(to, Message(MessageKind.SHARE_QUERY, rref, child))
 
     def shared_with(self, node: ProcessId) -> list[tuple[RRefId, ForkId]]:
-        """Forks that this worker handed to the node itself: counted since then, perhaps never received."""
+        """Lists the counted forks that this worker itself sent to the node, which may never have received them."""
         return [
             (entry.rref, fork) for entry in self for fork in _forks_of(entry.forks, node) if fork.creator == self._me
         ]
@@ -193,7 +192,7 @@ class OwnerTable:
     def receive(
         self, rref: RRefId, fork: ForkId, parent: ForkId | None, sender: ProcessId, creator_is_gone: bool
     ) -> None:
-        """A fork came back to the owner: it becomes a local handle, and its sender need not wait."""
+        """Turns a fork that came back to the owner into a local handle, and releases its sender."""
         if parent is not None:
             self._shell.send(sender, Message(MessageKind.CHILD_CONFIRMED, rref, fork))
         entry = self._entry_or_expect(rref, creator_is_gone)
@@ -201,7 +200,7 @@ class OwnerTable:
             reason = Reason.LEASE_EXPIRED if sender in self.ended else Reason.UNKNOWN
             self._shell.settle_handle(fork, reason)
             return
-        if entry.forks.get(fork) == self._me:  # it was counted, as we sent it to ourselves
+        if entry.forks.get(fork) == self._me:  # counted when this worker sent it to itself
             self._uncount(entry, fork)
         entry.local[fork] = None
         self._shell.settle_handle(fork)
@@ -227,7 +226,7 @@ class OwnerTable:
             self._shell.send(sender, Message(MessageKind.FORK_REFUSED, rref, fork, Reason.LEASE_EXPIRED))
             return
         entry = self.entries.get(rref)
-        if entry is None and rref.creator == sender == fork.creator:  # the fetch has overtaken the call of `remote()`
+        if entry is None and rref.creator == sender == fork.creator:  # the fetch has overtaken its `remote()`
             entry = self._entry_or_expect(rref, creator_is_gone)
         if entry is None:
             self._shell.answer_fetch(rref, fork, sender, Reason.UNKNOWN)
@@ -245,7 +244,7 @@ class OwnerTable:
             self._shell.answer_fetch(rref, fork, sender, Reason.NOT_HELD)
 
     def serves_at_once(self, rref: RRefId, fork: ForkId, sender: ProcessId) -> bool:
-        """Whether `fetch` would do nothing but serve."""
+        """Whether `fetch` would only serve the value."""
         entry = self.entries.get(rref)
         return (
             entry is not None
@@ -255,17 +254,17 @@ class OwnerTable:
             and (sender, rref, fork) not in self.expired
         )
 
-    # The death of others.
+    # Loss and return of workers.
 
     def lease_ended(self, node: ProcessId) -> None:
-        """Everything that the node held is dropped, for good. Until it is found again, nothing of it counts (G4)."""
+        """Drops all forks of the node permanently. Until it is found again, none of its forks are counted (G4)."""
         self.ended.add(node)
         for entry in list(self):
             self._drop_holder(entry, node)
         self.creator_gone(node)
 
     def holder_found(self, node: ProcessId) -> None:
-        """It has a lease again, for new forks. It does not know which of its old ones are gone."""
+        """Grants the node a lease for new forks, and reports which of its old ones are gone."""
         if node not in self.ended:
             return
         self.ended.remove(node)
@@ -274,12 +273,10 @@ class OwnerTable:
                 self._shell.send(node, Message(MessageKind.FORK_REFUSED, rref, fork, Reason.LEASE_EXPIRED))
 
     def creator_gone(self, node: ProcessId) -> None:
-        """Values that a dead worker announced and never created will not come."""
+        """Fails the values that a dead worker announced but never created."""
         for entry in list(self):
             if entry.rref.creator == node:
                 self.creation_over(entry.rref, Reason.CREATION_FAILED)
-
-    # Inside.
 
     def _count(self, entry: OwnerEntry, fork: ForkId, holder: ProcessId) -> None:
         if fork not in entry.forks:
@@ -292,7 +289,7 @@ class OwnerTable:
         _take_out(self.held, entry.forks.pop(fork))
 
     def _drop_holder(self, entry: OwnerEntry, node: ProcessId) -> None:
-        """If the node lives after all, it must not wait for an answer that will not come."""
+        """Drops the node's forks, and refuses its requests, so that it does not wait if it is alive after all."""
         for fork in _forks_of(entry.forks, node):
             self._uncount(entry, fork)
             remember(self.expired, (node, entry.rref, fork))
@@ -305,16 +302,16 @@ class OwnerTable:
         self._settle(entry)
 
     def _is_held(self, entry: OwnerEntry, fork: ForkId, sender: ProcessId) -> bool:
-        """Whether the value may go to the worker that names this fork."""
+        """Whether `sender` holds this fork, and so may get the value."""
         return entry.forks.get(fork) == sender or (sender == self._me and fork in entry.local)
 
     def _may_hold(self, entry: OwnerEntry, fork: ForkId, sender: ProcessId) -> bool:
-        """Whether the worker that names this fork may turn out to hold it when the call of `remote()` comes."""
+        """Whether `sender` may turn out to hold this fork when the `remote()` arrives."""
         is_creator = sender == entry.rref.creator and fork not in entry.forks and fork not in entry.askers
         return is_creator or entry.askers.get(fork) == sender or self._is_held(entry, fork, sender)
 
     def _entry_or_expect(self, rref: RRefId, creator_is_gone: bool) -> OwnerEntry | None:
-        """The entry; a new one that is expected if the creator may still send it; None if the value is gone."""
+        """Returns the entry, or a new expected one if its `remote()` may still arrive; None if the value is gone."""
         entry = self.entries.get(rref)
         if entry is not None:
             return entry
@@ -324,7 +321,7 @@ class OwnerTable:
         self._shell.send(rref.creator, Message(MessageKind.CREATION_PROBE, rref))
         return entry
 
-    def _answer_the_waiting(self, entry: OwnerEntry) -> None:
+    def _answer_waiting(self, entry: OwnerEntry) -> None:
         for fork, holder in entry.askers.items():
             self._count(entry, fork, holder)
             self._shell.send(holder, Message(MessageKind.FORK_CONFIRMED, entry.rref, fork))
@@ -335,7 +332,7 @@ class OwnerTable:
                 self._shell.answer_fetch(entry.rref, fork, sender, Reason.NOT_HELD)
         self._end_waits(entry)
 
-    def _refuse_the_waiting(self, entry: OwnerEntry, reason: Reason) -> None:
+    def _refuse_waiting(self, entry: OwnerEntry, reason: Reason) -> None:
         for fork, holder in entry.askers.items():
             self._shell.send(holder, Message(MessageKind.FORK_REFUSED, entry.rref, fork, reason))
         for fork, sender in entry.fetchers.items():
@@ -343,7 +340,7 @@ class OwnerTable:
         self._end_waits(entry)
 
     def _wait(self, table: dict[ForkId, ProcessId], fork: ForkId, sender: ProcessId) -> bool:
-        """Has a fork wait for the creation of its value; False if its process has too many that do."""
+        """Lets a fork wait for the creation of its value; False if its process has too many waiting."""
         if fork not in table:
             if self.waiting[sender] >= MAX_WAITING:
                 return False
@@ -365,7 +362,7 @@ class OwnerTable:
         if entry.state is State.READY:
             del self.entries[entry.rref]
             self._shell.release_value(entry.rref)
-        elif entry.state is State.EXPECTED and entry.rref.creator != self._me:  # of ours, the call is on its way
+        elif entry.state is State.EXPECTED and entry.rref.creator != self._me:  # our own call is still to arrive
             if not entry.askers and not entry.fetchers:
                 del self.entries[entry.rref]
 

@@ -1,36 +1,37 @@
-"""The reference counting of one worker: what happens comes in as calls of methods, which call the actions of the shell.
+"""The reference counting of one worker: events are method calls, which call the shell's actions.
 
-This file only decides: no socket, clock, thread, coroutine, logging or torch. `shell.py` is the shell. `docs/rref.md`
-draws the message flows, and explains why each rule is enough.
+Pure decisions: no socket, clock, thread, coroutine, logging or torch. `shell.py` is the shell. `docs/rref.md` draws the
+message flows, and explains why the rules suffice.
 
 Assumptions about the shell (A1 to A5):
 
 - A1. A control message is delivered at least once, in any order, unless the receiver dies.
-- A2. A message that carries forks (an argument, a result, the call of `remote()`) is delivered at most once. If it is
-  lost, or may be, the sender reports `share_failed` (`creation_failed` for the call of a `remote()`).
-- A3. Each fork of a message is reported (`received`) when the message arrives, whether or not its value can be decoded.
-- A4. If a worker dies, every other one that knows of it reports `holder_lost`, and `lease_ended` when its lease is
-  over. A living worker may be reported too: that costs its references, and leaks nothing. After `holder_found` it may
-  own and hold new ones, and its lease starts again.
-- A5. Identifiers are never used twice in a job, and a worker knows only those that it was told.
+- A2. A message with forks (an argument, a result, a `remote()` call) is delivered at most once. If it is or may be
+lost,
+  the sender's shell calls `share_failed` (`creation_failed` for a `remote()` call).
+- A3. When a message arrives, `received` is called for each of its forks, whether or not the value can be decoded.
+- A4. If a worker dies, the shell of every worker that knows it calls `holder_lost`, and `lease_ended` when its lease
+  expires. If the worker is alive after all, it loses its references, but nothing leaks. After `holder_found` it can own
+  and hold new ones, with a new lease.
+- A5. Identifiers are never reused in a job, and a worker only knows identifiers that it created or received.
 - A6. A fetch arrives after the request for its fork, and before the fork is deleted. Any other fetch is refused.
 
 Guarantees:
 
-- G1. The owner learns of every user's deletion. The value lives as long as a user with a valid lease can reach it.
-- G2. A parent user is kept until its child's fork is settled: counted by the owner, or given up.
-- G3. No order of messages is assumed, and applying one twice is the same as applying it once.
-- G4. When the lease of a worker ends, its forks are dropped. If it comes back, it is told `LEASE_EXPIRED` of each.
+- G1. The owner is notified when a user is deleted. The value lives as long as a user with a valid lease can reach it.
+- G2. A parent user is kept until its child's fork is settled: counted by the owner, or failed.
+- G3. Messages may arrive in any order, and are idempotent.
+- G4. When a worker's lease expires, its forks are dropped. If the worker returns, it gets `LEASE_EXPIRED` for each.
 - G5. When the owner is lost, every handle on its values fails.
-- G6. A message counts only from the worker that may send it: about a fork, its holder; about a creation, its creator;
-  with the verdict on a fork, its owner; about a share, its maker or receiver. A value goes to the holder of the fork.
+- G6. A message is accepted only from the worker that may send it: a fork's holder, a creation's creator, the owner for
+  the confirmation or refusal of a fork, or a share's sender or receiver. Only the fork's holder gets the value.
 
-[Note: stale requests] No table remembers forks that are gone. A `FORK_REQUEST` that is applied again after its fork was
-deleted counts a fork without a holder; but the answer to it, `FORK_CONFIRMED`, reaches a user that does not know the
-fork, and that user says `USER_DELETED` once more. A request for a value that is gone makes an expected entry, and
-its creator answers the probe with `CREATION_OVER`, which removes it. So duplicates heal, with no memory of the dead.
+[Note: stale requests] No table remembers deleted forks. A duplicate `FORK_REQUEST` after the deletion of its fork
+counts a fork without a holder. But the answer, `FORK_CONFIRMED`, reaches a user that does not know the fork, and this
+user sends `USER_DELETED` again. A request for a value that is gone adds an expected entry; the creator answers its
+probe with `CREATION_OVER`, which removes the entry. So duplicates heal without a record of deleted forks.
 
-Below the protocol stand views of its tables, for people and for tests.
+The functions below the class show the tables to people and tests.
 """
 
 from __future__ import annotations
@@ -53,21 +54,21 @@ class RRefProtocol:
         self._shell = shell
         self.owners = OwnerTable(me, shell)
         self.users = UserTable(shell)
-        self.lost: set[ProcessId] = set()  # declared dead, and not heard of since
-        self.refused_shares: dict[ForkId, None] = {}  # bounded; asked about before they came; refused if they come
+        self.lost: set[ProcessId] = set()  # declared dead, and not connected since
+        self.refused_shares: dict[ForkId, None] = {}  # bounded; queried before they arrived, and so refused on arrival
 
     def _is_gone(self, node: ProcessId) -> bool:
         return node in self.lost or node in self.owners.ended
 
     def forget(self, node: ProcessId) -> None:
-        """The process is neither declared dead nor without a lease any more; the forks that it held are gone."""
+        """Forgets that the process is dead or without a lease; its forks are already gone."""
         self.lost.discard(node)
         self.owners.ended.discard(node)
 
     # Creations, shares, handles and fetches.
 
     def create_remote(self, rref: RRefId, fork: ForkId, owner: ProcessId) -> None:
-        """`remote()` begins here: the call that carries `fork` is about to leave for `owner` (perhaps this worker)."""
+        """Begins a `remote()`: a call with `fork` is about to be sent to `owner` (perhaps this worker)."""
         if owner == self.me:
             self.owners.create_here(rref, fork)
         elif owner in self.lost:
@@ -76,26 +77,26 @@ class RRefProtocol:
             self.users.create(rref, fork, owner)
 
     def created(self, fork: ForkId) -> None:
-        """The reply to the `remote()` that carried `fork` arrived: the owner has the value."""
+        """Confirms `fork`: the reply to its `remote()` arrived, so the owner has the value."""
         user = self.users.forks.get(fork)
         if user is not None:
             self.users.confirm(user)
 
     def creation_failed(self, rref: RRefId, fork: ForkId) -> None:
-        """`remote()` failed for its caller; whether the call reached the owner is unknown."""
+        """Handles a failed `remote()`; the call may have reached the owner."""
         self.users.creation_failed(fork)
         self.owners.failed_here(rref)
 
     def creation_accepted(self, rref: RRefId, fork: ForkId, creator: ProcessId) -> Reason | None:
-        """At the owner: the call of a `remote()` arrived. Returns why it must not run, or None."""
+        """At the owner: accepts an arrived `remote()`; returns the reason for a refusal, or None."""
         return self.owners.accept(rref, fork, creator)
 
     def creation_finished(self, rref: RRefId) -> None:
-        """At the owner: the function of a `remote()` ended, by value or error."""
+        """At the owner: the function of a `remote()` has ended, with a value or an error."""
         self.owners.finished(rref)
 
     def share(self, rref: RRefId, holder: UniqueId, child: ForkId, to: ProcessId) -> None:
-        """A message to `to` is about to carry `child`, a new fork of the local handle `holder`."""
+        """Records `child`, a new fork of the local handle `holder`, before it is sent to `to`."""
         user = self.users.forks.get(holder)
         if user is not None:
             self.users.share(user, child, to)
@@ -103,21 +104,21 @@ class RRefProtocol:
             self.owners.share(rref, holder, child, to)
 
     def share_failed(self, rref: RRefId, child: ForkId) -> None:
-        """The message that carried `child` is lost, or may be."""
+        """Handles a message with `child` that is or may be lost."""
         self.users.share_failed(rref, child, self._is_gone)
         self.owners.share_failed(rref, child)
 
     def connection_broken(self, node: ProcessId, on_the_way: Collection[ForkId] = ()) -> None:
-        """Messages to a worker may be lost: every share in them is asked for. A receiver that has it is silent.
+        """Queries every share sent to a worker, since messages may be lost; a receiver that has the share is silent.
 
-        `on_the_way` are children whose messages have not been given up.
+        `on_the_way` are children whose messages may still arrive.
         """
         for rref, child in (*self.users.shared_with(node), *self.owners.shared_with(node)):
             if child not in on_the_way:
                 self.share_failed(rref, child)
 
     def received(self, rref: RRefId, fork: ForkId, parent: ForkId | None, owner: ProcessId, sender: ProcessId) -> None:
-        """A message of `sender` carried `fork`. `parent` is the sender's own fork; None if the sender is the owner."""
+        """Records a fork that arrived from `sender`. `parent` is the sender's own fork; None if the sender owns it."""
         if fork in self.refused_shares:
             self._shell.settle_handle(fork, Reason.SHARE_LOST)
         elif owner == self.me:
@@ -126,44 +127,43 @@ class RRefProtocol:
             self.users.receive(rref, fork, owner, None if parent is None else sender, owner in self.lost)
 
     def handle_dropped(self, rref: RRefId, handle: UniqueId) -> None:
-        """No Python object holds this handle any more."""
+        """Drops a handle that no Python object holds any more."""
         self.users.drop(handle)
         self.owners.drop(rref, handle)
 
     def drop_all(self) -> None:
-        """Shutdown: every handle of this worker counts as dropped."""
+        """Drops every handle of this worker, for shutdown."""
         self.users.drop_all()
         self.owners.drop_all()
 
     def fetch_arrived(self, rref: RRefId, fork: ForkId, sender: ProcessId) -> None:
-        """At the owner: `sender` asks for the value on behalf of its fork."""
+        """At the owner: answers `sender`, which requests the value for its fork."""
         self.owners.fetch(rref, fork, sender, self._is_gone(rref.creator))
 
     # Losses and returns of workers.
 
     def holder_lost(self, node: ProcessId) -> None:
-        """A worker is declared dead. Its forks of our values stay until its lease ends: it may live all the same."""
+        """Handles a worker declared dead. It may be alive, so its forks of our values stay until its lease expires."""
         self.lost.add(node)
         self.users.owner_lost(node)
         self.users.receiver_lost(node)
         self.owners.creator_gone(node)
 
     def holder_found(self, node: ProcessId) -> None:
-        """A worker is connected that may have been declared dead. New references are like any others, in both
-        directions. Those of before have failed, for good.
+        """Handles a connected worker that may have been declared dead: new references work in both directions, but
+        earlier ones have failed permanently.
         """
         self.lost.discard(node)
         self.owners.holder_found(node)
 
     def lease_ended(self, node: ProcessId) -> None:
-        """Nothing was heard of a worker for as long as its lease lasts."""
+        """Drops a worker's forks, since it was silent for the length of its lease."""
         self.owners.lease_ended(node)
         self.users.receiver_lost(node)
 
     # Control messages.
 
     def message_arrived(self, sender: ProcessId, message: Message) -> None:
-        """A control message."""
         rref, fork = message.rref, message.fork
         match message.kind:
             # To the owner.
@@ -183,7 +183,7 @@ class RRefProtocol:
                 self._on_fork_confirmed(rref, fork, sender)
             case MessageKind.FORK_REFUSED:
                 self._on_fork_refused(rref, fork, message.reason, sender)
-            case MessageKind.CREATION_PROBE:  # while our call is under way: it, or our query about it, will arrive
+            case MessageKind.CREATION_PROBE:  # if still creating, our call or our query will arrive there
                 if rref not in self.users.creating:
                     self._shell.send(sender, Message(MessageKind.CREATION_OVER, rref))
             # Between parent and child.
@@ -210,12 +210,12 @@ class RRefProtocol:
             self.users.refuse(fork, reason)
             return
         if not self.users.expire(fork) and fork.creator == sender:
-            remember(self.refused_shares, fork)  # it may have overtaken the fork
-        if rref.creator == self.me:  # a probe for what was dropped may have come while we were silent
+            remember(self.refused_shares, fork)  # the refusal may have overtaken the fork
+        if rref.creator == self.me:  # a probe for the dropped value may have arrived while this worker was silent
             self._shell.send(sender, Message(MessageKind.CREATION_OVER, rref))
 
     def _on_share_query(self, rref: RRefId, fork: ForkId, sender: ProcessId) -> None:
-        """Silence means yes: our verdict on the fork is under way, or will be."""
+        """Answers only if the fork is not here; otherwise the sender will get `CHILD_CONFIRMED`."""
         if fork.creator != sender or fork in self.users.forks or self.owners.holds(rref, fork):
             return
         remember(self.refused_shares, fork)
@@ -229,7 +229,7 @@ def reference_facts(
     now: float,
     most: int,
 ) -> list[ReferenceFacts]:
-    """The references that this worker owns and holds, `most` of either. No lock: each table is copied in one step."""
+    """Lists the references that this worker owns and holds, at most `most` of each; copies each table, lock-free."""
     me = name_of(protocol.me)
     since = protocol.owners.since
     found = []
@@ -247,7 +247,7 @@ def reference_facts(
 
 
 def counts(protocol: RRefProtocol) -> dict[str, str]:
-    """torch's counters: values that only local handles keep are not counted."""
+    """Returns torch's counters, without values that only local handles keep."""
     owned = [entry for entry in protocol.owners if entry.forks or entry.state is not State.READY]
     return {
         "num_owner_rrefs": str(len(owned)),
@@ -258,7 +258,7 @@ def counts(protocol: RRefProtocol) -> dict[str, str]:
 
 
 def leaks(protocol: RRefProtocol) -> str:
-    """A text that names the leaks; empty if no other living worker holds a value of this one."""
+    """Describes the values that other living workers still hold; empty if there are none."""
     lines = []
     for entry in protocol.owners:
         forks = [fork for fork, node in entry.forks.items() if node not in protocol.lost]
@@ -268,7 +268,7 @@ def leaks(protocol: RRefProtocol) -> str:
 
 
 def is_held(protocol: RRefProtocol) -> bool:
-    """Whether a value of this worker is in use. Those that only lost workers hold end with their leases."""
+    """Whether a value of this worker is in use; values held only by lost workers end with their leases."""
     return any(
         not entry.forks or any(node not in protocol.lost for node in entry.forks.values()) for entry in protocol.owners
     )

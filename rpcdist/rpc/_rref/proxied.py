@@ -1,7 +1,7 @@
-"""Calls through a reference, such as `rref.rpc_sync().method(...)`: functions at the owner, and proxies at the caller.
+"""Calls through a reference, such as `rref.rpc_sync().method(...)`: the owner's functions and the caller's proxies.
 
-Calls find the functions by name. Their first argument is the reference at its owner; where the call only names a
-reference, it is the future of the value, which is done when the call runs.
+Calls find the functions by name. The first argument is the owner's reference, or, if the call only names the reference,
+the future of its value, which is done when the function runs.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ def _backward(rref: Any, context_id: int, retain_graph: bool) -> None:
 
 
 def _local_invoke(target: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Names a call of a method. The dispatcher runs `method_of` instead: whether a method runs in a thread, as a
-    coroutine, or in the turn of an actor depends on the value, which only the owner knows.
+    """A placeholder for the dispatcher, which calls `method_of` instead: only the owner's value determines whether the
+    method runs in a thread, as a coroutine, or in an actor's turn.
     """
     raise AssertionError("the dispatcher runs methods")
 
 
 def _invoke_in_turn(target: Any, order: object, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The same, with a number that the caller gave the call: the value is, or may be, an actor."""
+    """Like `_local_invoke`, with the caller's number for the call: the value is, or may be, an actor."""
     raise AssertionError("the dispatcher runs methods")
 
 
 def method_of(
     value: object, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """The function that a call of a method through a reference runs, with its arguments; other attributes are read."""
+    """Returns the value's method with its arguments, or a function that reads an attribute."""
     found = getattr(value, method)
     if not callable(found) and not args and not kwargs:
         return (lambda: found), (), {}
@@ -44,21 +44,21 @@ def method_of(
 
 
 async def _turns_over(rref: Any, stream: int, numbers: tuple[int, ...]) -> None:
-    """Calls of an actor have ended for the worker that calls this, which made them, and may never come."""
+    """Records that these calls have ended at the calling worker, and may never arrive."""
     rref._calls.turns_over(rref, stream, numbers)
 
 
 CALLS_OF_METHODS: Final[frozenset[Callable[..., Any]]] = frozenset((_local_invoke, _invoke_in_turn))
-"""The functions whose last arguments are a method's name, its arguments, and those by keyword."""
+"""Functions whose last arguments are a method's name, its positional arguments and its keyword arguments."""
 
 MAX_METHOD_CHARS: Final = 200
 
 CHECKPOINTED_METHOD: Final = "invoke_checkpointed"
-"""The method that calls of an actor with `max_restarts` name; the user's method is its first argument."""
+"""The method that a call of a restartable actor names; its first argument is the user's method."""
 
 
 def called_method(args: Sequence[Any]) -> str:
-    """The user's method, in the arguments of one of `CALLS_OF_METHODS`; cut, since a peer may have chosen it."""
+    """Returns the user's method in the arguments of one of `CALLS_OF_METHODS`, cut because a peer may choose it."""
     *_, method, of_method, _ = args
     name = of_method[0] if method == CHECKPOINTED_METHOD and of_method else method
     return name[:MAX_METHOD_CHARS] if isinstance(name, str) else "?"
@@ -75,37 +75,38 @@ _OTHERS: Final = (
 _OF_OBJECTS: Final = frozenset(
     f"__{name}__" for name in "eq ne lt le gt ge hash str repr format dir sizeof setattr delattr getattribute".split()
 )
-"""Special methods that a proxy has itself, as every object: only those that are written out run at the owner."""
+"""Special methods that every object has: `proxy.__eq__(x)` runs at the owner, but `proxy == x` compares proxies."""
 
 _SPECIAL: Final = _OF_OBJECTS.union(
     (f"__{name}__" for name in _OTHERS), (f"__{kind}{name}__" for name in _OPERATORS for kind in ("", "r", "i"))
 )
-"""Those that run at the owner. Python and its libraries ask any object for others, to copy, pickle or inspect it."""
+"""Special methods that run at the owner. Python looks up others on any object, to copy, pickle or inspect it."""
 
 
 class RemoteMethod(partial[Any]):
-    """An attribute of a proxy. The owner has not been asked yet, so the value may have no such method.
+    """An attribute of a proxy; whether the value has it only turns out at the call.
 
-    Its arguments are the reference or actor, the mode, the name and the timeout in seconds.
+    The arguments are the reference or actor, the mode, the name and the timeout in seconds.
     """
 
     __slots__ = ()
 
     def __repr__(self) -> str:
         target, mode, name, _ = self.args
-        return f"<{name!r} of {target!r}: call it to run it at the owner, or to read it: .{mode}().{name}()>"
+        return f"<{name!r} of {target!r}: call it to run it, or read it, at the owner: .{mode}().{name}()>"
 
 
 class MethodProxy(Generic[R]):
-    """Its attributes are functions that call the method of that name at the owner; one that is no method is read by a
-    call without arguments. May be kept and used again. `R` is what the calls return, as far as checkers can know it.
+    """Calls the methods of a remote value: `proxy.name(...)` calls the method `name` at the owner.
 
-    Special methods are called by their names, such as `proxy.__setitem__(key, value)`: Python's operators do not ask
-    the attributes of an object, so `proxy[key] = value` is an error, and `repr(proxy)` that of the proxy.
+    To read an attribute that is not a method, call it without arguments. A proxy can be reused. Special methods are
+    called by name, such as `proxy.__setitem__(key, value)`, since Python's operators bypass `__getattr__`:
+    `proxy[key] = value` is an error, and `repr(proxy)` shows the proxy. `R` is the type that calls return, for
+    checkers.
 
     Args:
-        call: gets the target, the mode, the name of the method and the timeout, and then the method's arguments.
-        timeout: of each call, in seconds.
+        call: called with the target, the mode, the method's name, the timeout, and then the method's arguments.
+        timeout: for each call, in seconds.
     """
 
     __slots__ = ("_call", "_mode", "_target", "_timeout")
@@ -118,10 +119,10 @@ class MethodProxy(Generic[R]):
 
     def __getattr__(self, name: str) -> Callable[..., R]:
         if name.startswith("__") and name.endswith("__") and name not in _SPECIAL:
-            raise AttributeError(f"{name} is not called through a reference")
+            raise AttributeError(f"{name} cannot be called through a reference")
         return RemoteMethod(self._call, self._target, self._mode, name, self._timeout)
 
-    if not TYPE_CHECKING:  # checkers know these methods with the arguments that `object` gives them
+    if not TYPE_CHECKING:  # checkers take these methods' signatures from `object`
 
         def __getattribute__(self, name: str) -> Any:
             if name in _OF_OBJECTS:
@@ -137,15 +138,15 @@ class MethodProxy(Generic[R]):
 
 
 def method_name(method: Callable[..., object]) -> str:
-    """The name of a method that was written as `Class.method`, by which it is found in the value's own class.
+    """Returns the name of a method given as `Class.method`; the value's own class may override it.
 
     Raises:
-        TypeError: it is no method.
+        TypeError: not a method of a class.
     """
     scope, _, name = getattr(method, "__qualname__", "").rpartition(".")
     if not scope or scope.endswith("<locals>") or hasattr(method, "__self__"):
         raise TypeError(
-            f"rref.call takes a method, such as Counter.add, but not {method!r}; a function runs at the owner by "
+            f"rref.call needs a method, such as Counter.add, not {method!r}; to run a function at the owner, use "
             "rpc.call(rref.owner(), function, rref)"
         )
     return name

@@ -1,7 +1,6 @@
-"""The shell around the reference counting of one worker: Python objects, and the agent's connections.
+"""The shell around one worker's reference counting: connects it to Python objects and the agent's connections.
 
-Threads: every method may be called on any thread and never waits for the network, except
-`delete_all_user_and_unforked_owner_rrefs` and `check_leaks`.
+Any thread may call any method. Only `delete_all_user_and_unforked_owner_rrefs` and `check_leaks` wait for the network.
 """
 
 from __future__ import annotations
@@ -59,30 +58,30 @@ T = TypeVar("T")
 WhenThere = Callable[[Future[Any]], object]
 
 MOST_AT_ONCE: Final = 64
-"""So many references end in one step, and in one message: the lock is not held longer by a hundred thousand of them."""
+"""References that end in one step, and in one message, so that dropping a hundred thousand does not hold the lock."""
 
 
 class RRefShell(Actions):
-    """All remote references of one worker: handles, values, waiting fetches, and what the protocol knows of them.
+    """All remote references of one worker: handles, values, waiting fetches, and the protocol's tables.
 
-    The lock is held while tables change, and never while messages are handed to the agent, futures are completed or
-    user objects die: those may come back here.
+    The lock is held while tables change, but not while messages are sent, futures are completed or user objects are
+    destroyed, since all of these may call this class again.
 
     Args:
-        directory: names of other workers, and their processes.
+        directory: the names and processes of other workers.
         send_control: delivers a message to a worker at least once, unless the worker dies; any thread, never blocks.
-        flush: has what lingers on its way to a worker sent now; any thread, never blocks.
+        flush: sends a worker's queued messages now; any thread, never blocks.
         wrap: makes the public object of a handle.
-        on_released: called when no reference to a value of this worker is left, with a list of which the value is the
-            only item: the value ends with the list, or when the list is emptied; any thread.
+        on_released: called on any thread when a value of this worker has no reference left, with a list of which the
+            value is the only item: the value is destroyed with the list, or when the list is emptied.
 
     Attributes:
-        protocol: decides; `_feed` and `forget` tell it what happens.
-        states: of the handles of this worker, by fork.
-        values: that this worker owns.
-        fetches: by share, and the worker that names it: the functions to call when the value is there.
-        losses: why other workers were declared dead; one for each process that died during ours.
-        dropped: the handles that were collected, and not noticed yet.
+        protocol: makes the decisions; gets events from `_feed` and `forget`.
+        states: the states of this worker's handles, by fork.
+        values: the values that this worker owns.
+        fetches: functions to call when a value is available, by share and requesting process.
+        losses: why processes were declared dead; one entry per process.
+        dropped: collected handles that were not processed yet.
     """
 
     def __init__(
@@ -101,42 +100,42 @@ class RRefShell(Actions):
         self.me = directory.me.process
         self.my_name = directory.me.name
         self._numbers = itertools.count()
-        self._lock = threading.Lock()  # around everything below
-        self._changed = threading.Condition(self._lock)  # notified of each change while threads wait
-        self._num_waiting = 0  # threads
+        self._lock = threading.Lock()  # guards everything below
+        self._changed = threading.Condition(self._lock)  # notified of each change if threads wait
+        self._num_waiting = 0  # threads in `_wait_for`
         self.protocol = RRefProtocol(self.me, self)
-        self._effects: list[Callable[[], object]] = []  # of the decision that is being made; run without the lock
-        self._deleted: dict[ProcessId, list[Message]] = {}  # by owner, the ends of forks in this decision
-        self._to_myself: list[Message] = []  # they arrive when the decision is made
+        self._effects: list[Callable[[], object]] = []  # of the current decision; run without the lock
+        self._deleted: dict[ProcessId, list[Message]] = {}  # by owner, forks deleted in the current decision
+        self._to_myself: list[Message] = []  # delivered after the current decision
         self.states: dict[UniqueId, HandleState] = {}
         self.values: dict[RRefId, Future[Any]] = {}
         self.fetches: dict[tuple[ReferenceShare, ProcessId], list[WhenThere]] = {}
         self.losses: dict[ProcessId, WorkerLost] = {}
-        # Processes of unknown workers that messages were sent to, by id, until one of them is found or lost.
+        # Processes of unknown workers that messages were sent to, by worker id, until one is found or lost.
         self._strangers: dict[int, set[ProcessId]] = {}
         self.dropped: Dropped = deque()
-        self._is_closed = False  # after shutdown: the protocol is told nothing more
+        self._is_closed = False  # after shutdown, the protocol gets no more events
 
-    # ------------------------------------------------------------ references that are made here
+    # ------------------------------------------------------------ references made here
 
     def own(self, value: object) -> Handle:
-        """A local reference to a value, unknown to other workers until it is shared."""
+        """Makes a local reference to a value; other workers do not know it until it is shared."""
         rref = self._new_id()
         owned = quiet_future()
         owned._complete(value)
         state = HandleState(rref, rref, self.me, self.my_name, owned)
-        handle = Handle(state, self.dropped)  # before its state is in the table, which only its end takes out
+        handle = Handle(state, self.dropped)  # before its state is in the table: only the handle's end removes that
         with self._lock:
             self.states[rref] = state
         return handle
 
     def create_remote(self, owner: int, is_serial: bool = False) -> tuple[Any, ReferenceShare]:
-        """Begins a `remote()`: the reference, and the share that the call must name for its result.
+        """Begins a `remote()`; returns the reference, and the share that the call must name for its result.
 
-        The caller reports how the call ends: `on_created` or `on_creation_failed`, also when it was not sent.
+        The caller must report the outcome with `on_created` or `on_creation_failed`, even if the call is not sent.
 
         Raises:
-            OwnerLost: the owner is declared dead.
+            OwnerLost: the owner was declared dead.
         """
         node = self._node(owner, None)
         rref, fork = self._new_id(), self._new_id()
@@ -150,11 +149,11 @@ class RRefShell(Actions):
         return self.wrap(handle), ReferenceShare(rref, fork)
 
     def on_created(self, share: ReferenceShare) -> None:
-        """The reply to `remote()` says that the owner holds the result."""
+        """Handles the reply to a `remote()`: the owner holds the result."""
         self._feed(partial(self.protocol.created, share.fork))
 
     def on_creation_failed(self, share: ReferenceShare, exc: BaseException) -> None:
-        """`remote()` failed. The error surfaces where the reference is used."""
+        """Handles a failed `remote()`; uses of the reference raise the error."""
         with self._lock:
             state = self.states.get(share.fork)
             waiters = [] if state is None else self._set_error(state, creation_error(exc, state.owner_name))
@@ -165,10 +164,10 @@ class RRefShell(Actions):
     # ------------------------------------------------------------ remote() at the owner
 
     def accept_creation(self, share: ReferenceShare, creator: int, incarnation: int | None = None) -> None:
-        """The call of a `remote()` arrived. Its outcome goes to `set_value` or `set_error`.
+        """Accepts an arrived `remote()`. Its outcome must go to `set_value` or `set_error`.
 
         Raises:
-            LeaseExpired, RRefError: the creator has given this call up, or is declared dead: do not run it.
+            LeaseExpired, RRefError: do not run the call: its creator has abandoned it, or was declared dead.
         """
         if self._is_closed:
             raise RRefError(GONE)
@@ -185,7 +184,7 @@ class RRefShell(Actions):
             raise self._error(refused, f"remote() of {rref}", self.me)
 
     def set_value(self, rref: RRefId, value: object) -> None:
-        """Runs callbacks that wait for the value: not on the I/O loop."""
+        """Sets the value and runs the callbacks that wait for it, so do not call this on the I/O loop."""
         if (owned := self.values.get(rref)) is not None:  # None after `close`
             owned._complete(value)
         self._feed(partial(self.protocol.creation_finished, rref))
@@ -196,7 +195,7 @@ class RRefShell(Actions):
         self._feed(partial(self.protocol.creation_finished, rref))
 
     def value_there(self, share: ReferenceShare, requester: int, incarnation: int) -> Future[Any] | None:
-        """The future with which `when_there` would call `then` at once, found with less work; None if it would not."""
+        """A faster `when_there` for a value that is available: returns its future, or None."""
         check_not_forked()
         with self._lock:
             if self._is_closed or not self.protocol.owners.serves_at_once(*share, ProcessId(requester, incarnation)):
@@ -207,10 +206,10 @@ class RRefShell(Actions):
     def when_there(
         self, share: ReferenceShare, then: WhenThere, requester: int, incarnation: int | None = None
     ) -> None:
-        """Has `then` called once for a user's fetch, which may come before its `remote()`.
+        """Calls `then` once for a user's fetch, which may arrive before the `remote()`.
 
-        It is called at once, or on the thread that makes the value, with a future that is done: of the value, or of why
-        there will be none. Others use the same future: raise only a `copied` of its error.
+        It runs at once, or on the thread that makes the value, with a done future of the value or the error. The future
+        is shared, so raise only a `copied` of its error.
         """
         if self._is_closed:
             then(failed_future(RRefError(GONE)))
@@ -226,17 +225,17 @@ class RRefShell(Actions):
     # ------------------------------------------------------------ references in messages
 
     def share(self, rref: Any, to: int, incarnation: int | None = None) -> value_pb2.RRefFork:
-        """A new fork for a message to a worker. Any failure to deliver it goes to `share_failed`.
+        """Makes a fork for a message to a worker. Report any failure to deliver it to `share_failed`.
 
         Args:
-            incarnation: of the worker's process, where the session is known; None for the one that has the id now.
+            incarnation: of the receiving process if the session is known; None for the process that has the id now.
 
         Raises:
-            RRefError: the reference is unusable: deleted, its owner lost, its creation failed.
+            RRefError: the reference is unusable: deleted, its owner lost, or its creation failed.
         """
         state = self.check_sharable(rref)
         child = self._new_id()
-        if not state.confirmed:  # the receiver may ask the owner before a creation that lingers is there
+        if not state.confirmed:  # the receiver's request must not reach the owner before a queued creation
             self._flush(state.owner.worker)
         receiver = self._node(to, incarnation)
 
@@ -244,7 +243,7 @@ class RRefShell(Actions):
             if state.owned is not None:
                 self.values.setdefault(state.rref, state.owned)
             else:
-                state.check(FORK_AFTER_DELETION)  # it may have failed meanwhile; the protocol has forgotten it then
+                state.check(FORK_AFTER_DELETION)  # if it failed meanwhile, the protocol has dropped it
             self.protocol.share(state.rref, state.id, child, receiver)
 
         self._feed(count)
@@ -266,20 +265,20 @@ class RRefShell(Actions):
             raise RRefError(FORK_AFTER_DELETION)
         if rref._calls.me != self.me:
             raise RRefError(
-                f"{rref!r} belongs to worker {rref._calls.my_name!r} of this process, so worker {self.my_name!r} "
-                "cannot share it; make the call as the former"
+                f"worker {self.my_name!r} cannot share {rref!r}, which belongs to worker {rref._calls.my_name!r} of "
+                "this process; make the call as that worker"
             )
         return state
 
     def receive(self, fork: value_pb2.RRefFork, sender: int, incarnation: int | None = None) -> Handle:
-        """A fork arrived in a message; it is given back at the end of its handle. Cheap; runs on the I/O loop.
+        """Makes a handle for a fork that arrived in a message. Cheap; runs on the I/O loop.
 
         Raises:
-            ProtocolViolation: it is here already, and the end of this message would drop it for its holder.
+            ProtocolViolation: the fork is already here; accepting it twice would drop it too early.
         """
         rref, id = id_from_pb(fork.rref), id_from_pb(fork.fork)
         if id in self.states:
-            raise ProtocolViolation(f"share {id} of {rref} arrived, which this worker has already")
+            raise ProtocolViolation(f"share {id} of {rref} arrived, but this worker already has it")
         owner = ProcessId(fork.owner, fork.owner_incarnation)
         parent = id_from_pb(fork.parent) if fork.HasField("parent") else None
         arrive = partial(self.protocol.received, rref, id, parent, owner, self._node(sender, incarnation))
@@ -288,7 +287,7 @@ class RRefShell(Actions):
         return handle
 
     def confirmation(self, handles: Iterable[Handle]) -> Future[None] | None:
-        """A future that is done when the owners have counted (or refused) these forks; None if they have already."""
+        """Returns a future that is done when the owners have settled these forks; None if they already have."""
         done: Future[None] = Future()
         num_left = 0
 
@@ -308,16 +307,15 @@ class RRefShell(Actions):
             return done if num_left else None
 
     def share_failed(self, fork: value_pb2.RRefFork) -> None:
-        """The message with this fork is lost, or may be."""
+        """Handles a message with this fork that is or may be lost."""
         self._feed(partial(self.protocol.share_failed, id_from_pb(fork.rref), id_from_pb(fork.fork)))
 
     def connection_broken(self, worker_id: int, on_the_way: Iterable[value_pb2.RRefFork] = ()) -> None:
-        """Messages to a worker may be lost; the forks in `on_the_way` travel in messages that are still being sent."""
+        """Handles possibly lost messages to a worker; messages with the forks in `on_the_way` are still being sent."""
         children = frozenset(id_from_pb(fork.fork) for fork in on_the_way)
         self._feed(partial(self.protocol.connection_broken, self._node(worker_id, None), children))
 
     def on_message(self, sender: int, incarnation: int, message: rref_pb2.RRefMessage) -> None:
-        """A control message arrived."""
         node = ProcessId(sender, incarnation)
         arrived = decode_messages(message, self.protocol.owners.counts)
         for at in range(0, len(arrived), MOST_AT_ONCE):
@@ -327,25 +325,25 @@ class RRefShell(Actions):
         for message in messages:
             self.protocol.message_arrived(sender, message)
 
-    # ------------------------------------------------------------ what happens to workers (I/O loop)
+    # ------------------------------------------------------------ loss and return of workers (I/O loop)
 
     def on_lost(self, worker: Identity, exc: WorkerLost) -> None:
-        """A worker is declared dead: its values are gone."""
+        """Handles a worker declared dead: its values are gone."""
         self._lose(worker.process, exc)
-        for stranger in self._take_strangers(worker.id):  # nobody knows which process a message meant
+        for stranger in self._take_strangers(worker.id):  # any of them may be this process
             self._lose(stranger, exc)
             self.forget(stranger)
 
     def on_replaced(self, worker: Identity) -> None:
-        """Another process has the place of a worker, which may never have been connected."""
+        """Handles a worker, perhaps never connected, that another process has replaced."""
         self.on_lost(worker, WorkerLost(worker.name, "a connection", 0.0, REPLACED))
 
     def on_lease_ended(self, worker: Identity) -> None:
-        """Nothing was heard of a worker for the length of a lease: its references are dropped."""
+        """Drops the references of a worker that was silent for the length of a lease."""
         self._feed(partial(self.protocol.lease_ended, worker.process))
 
     def on_found(self, worker: Identity) -> None:
-        """A worker is connected. If it was declared dead, its new values can be referred to again."""
+        """Handles a connected worker. If it was declared dead, its new values can be referenced again."""
         node = worker.process
         with self._lock:
             self.losses.pop(node, None)
@@ -353,7 +351,7 @@ class RRefShell(Actions):
         self._feed(partial(self.protocol.holder_found, node))
 
     def forget(self, node: ProcessId) -> None:
-        """Keeps nothing of a process that was never a worker: peers may make up any number of them."""
+        """Drops all state of a process that was never a worker, since peers may invent any number of processes."""
         with self._lock:
             self.losses.pop(node, None)
             self.protocol.forget(node)
@@ -362,27 +360,26 @@ class RRefShell(Actions):
         return self._node(worker_id, None) in self.protocol.lost
 
     def _lose(self, node: ProcessId, exc: WorkerLost) -> None:
-        """A process is declared dead, because of `exc`."""
         with self._lock:
             self.losses.setdefault(node, exc)
         self._feed(partial(self.protocol.holder_lost, node))
 
     def _take_strangers(self, worker_id: int) -> Iterable[ProcessId]:
-        """The processes of an unknown worker that messages were sent to, each once."""
+        """Removes and returns the processes of an unknown worker that messages were sent to."""
         with self._lock:
             return self._strangers.pop(worker_id, ())
 
-    # ------------------------------------------------------------ use by a user
+    # ------------------------------------------------------------ use of references
 
     def owner_of(self, state: HandleState) -> int:
-        """The owner's id, if it is still the same process; raises `OwnerLost` otherwise."""
+        """Returns the owner's id; raises `OwnerLost` if another process has it now."""
         if self._is_replaced(state.owner):
             self._lose(state.owner, replaced(state.owner_name))
             state.check("")
         return state.owner.worker
 
     def fetch_error(self, state: HandleState, exc: WorkerLost) -> WorkerLost:
-        """A lost connection to the owner is `OwnerLost`; a `WorkerLost` that is itself the value's error stays."""
+        """Turns a lost connection to the owner into `OwnerLost`, but keeps a `WorkerLost` that is the value's error."""
         if exc.worker != state.owner_name:
             return exc
         return owner_lost(exc, f"to_here() of {state.rref}")
@@ -390,13 +387,13 @@ class RRefShell(Actions):
     # ------------------------------------------------------------ drops, and the end
 
     def drain(self) -> None:
-        """Notices the handles that were collected. Called often, on any thread: by a timer, before messages go out."""
+        """Drops the collected handles. Called often, on any thread: by a timer, and before messages are sent."""
         self.protocol.owners.now = time.monotonic()
         while ended := self._take_dropped():
             with self._lock:
                 states = [self.states.pop(handle, None) for _, handle in ended]
             self._feed(partial(self._drop, ended))
-            del states  # they may be the last to hold the values, whose end runs user code: not under the lock
+            del states  # may destroy values, which runs user code: not under the lock
 
     def _drop(self, ended: Sequence[tuple[RRefId, UniqueId]]) -> None:
         for rref, handle in ended:
@@ -410,11 +407,12 @@ class RRefShell(Actions):
         return ended
 
     def delete_all_user_and_unforked_owner_rrefs(self, timeout_s: float, others: bool = True) -> bool:
-        """Drops every reference that this worker holds, and waits until the owners were told; blocks.
+        """Drops every reference that this worker holds, and waits until the owners are notified; blocks.
 
         Args:
-            timeout_s: limit of the whole, in seconds.
-            others: wait also until the other workers have dropped what this one owns, except those that are lost.
+            timeout_s: limit for all of that, in seconds.
+            others: also wait until the other workers, except lost ones, have dropped their references to this one's
+                values.
 
         Returns:
             Whether all of that happened in time.
@@ -443,7 +441,7 @@ class RRefShell(Actions):
         return not users.forks and not users.parked and not (others and is_held(self.protocol))
 
     def close(self) -> None:
-        """After shutdown: users can do nothing any more; local values stay readable. Idempotent."""
+        """Makes all references to remote values unusable, after shutdown; local values stay readable. Idempotent."""
         with self._lock:
             self._is_closed = True
             for state in self.states.values():
@@ -459,9 +457,9 @@ class RRefShell(Actions):
             value._fail(copied(gone))
 
     def check_leaks(self) -> None:
-        """Raises `RRefError` naming the values of this worker that others still hold, when all are leaving; blocks.
+        """Raises `RRefError` that names this worker's values still held by others at shutdown; blocks.
 
-        The last releases may arrive a moment after the last work has ended.
+        First waits for the last releases, which may arrive shortly after the last work has ended.
         """
         self.drain()
         self._wait_for(lambda: not leaks(self.protocol), CLOSE_STEP_LIMIT_S)
@@ -473,13 +471,13 @@ class RRefShell(Actions):
     # ------------------------------------------------------------ views
 
     def debug_info(self) -> dict[str, str]:
-        """torch's counters, as text."""
+        """Returns torch's counters, as text."""
         self.drain()
         with self._lock:
             return counts(self.protocol)
 
     def facts(self, now: float, most: int) -> tuple[list[ReferenceFacts], int]:
-        """The references that this worker owns and holds, `most` of either, and the number left out; takes no lock."""
+        """Lists the references that this worker owns and holds, at most `most` of each, and counts the rest."""
         protocol, values = self.protocol, self.values
         left_out = sum(max(0, len(table) - most) for table in (protocol.owners.entries, protocol.users.forks))
 
@@ -491,16 +489,16 @@ class RRefShell(Actions):
         return reference_facts(protocol, self._name, value_of, now, most), left_out
 
     def debug_rrefs(self) -> list[ReferenceFacts]:
-        """Every reference that this worker owns or holds, and its holders."""
+        """Lists every reference that this worker owns or holds, with its holders."""
         self.drain()
         return self.facts(time.monotonic(), sys.maxsize)[0]
 
-    # ------------------------------------------------------------ the doorway
+    # ------------------------------------------------------------ decisions
 
     def _feed_new(
         self, decide: Callable[[], object], rref: RRefId, id: UniqueId, owner: ProcessId, owner_name: str
     ) -> Handle:
-        """`_feed` for what makes a handle. Handle and value are in the tables before the protocol speaks of them."""
+        """Calls `_feed` for an event that makes a handle; its state and value are in the tables before the decision."""
         state = HandleState(rref, id, owner, owner_name, quiet_future() if owner == self.me else None)
 
         def prepare_and_decide() -> None:
@@ -516,11 +514,11 @@ class RRefShell(Actions):
         return handle
 
     def _feed(self, decide: Callable[[], T]) -> T | None:
-        """The doorway: tables change and the protocol decides under the lock, the effects are run without it.
+        """Runs `decide` under the lock, and then its effects without the lock.
 
-        Returns what `decide` does; None after shutdown, when it is not called.
+        Returns the result of `decide`; None after shutdown, when it is not called.
         """
-        check_not_forked()  # the lock may be held for ever there
+        check_not_forked()  # in a forked child, the lock may never be released
         with self._lock:
             if self._is_closed:
                 return None
@@ -539,7 +537,7 @@ class RRefShell(Actions):
         return decided
 
     def _keep_if_known(self, rref: RRefId) -> None:
-        """A value that was put into the table stays there only if the protocol has an entry for it."""
+        """Removes a value that was just added to the table, unless the protocol has an entry for it."""
         if rref not in self.protocol.owners.entries:
             self.release_value(rref)
 
@@ -551,7 +549,7 @@ class RRefShell(Actions):
             self._send_control(to.worker, encode_messages(messages))
         elif to not in self.losses:
             self._lose(to, replaced(self._name(to)))
-            if not self._directory.was_worker(to.worker, to.incarnation):  # a peer made it up
+            if not self._directory.was_worker(to.worker, to.incarnation):  # a peer invented it
                 self.forget(to)
 
     # ------------------------------------------------------------ actions of the protocol, under the lock
@@ -588,33 +586,32 @@ class RRefShell(Actions):
             self._effects.append(partial(value._fail, self._error(reason, str(rref), self.me)))
 
     def release_value(self, rref: RRefId) -> None:
-        held: list[object] = [self.values.pop(rref, None)]  # dies after the lock: user code may run
+        held: list[object] = [self.values.pop(rref, None)]  # destroyed without the lock: may run user code
         self._effects.append(partial(self._on_released, rref, held))
 
-    # ------------------------------------------------------------ parts
+    # ------------------------------------------------------------ helpers
 
     def _set_error(self, state: HandleState, error: Exception) -> list[Callable[[], object]]:
-        """The first error stays; returns the functions to call without the lock. [Note: kept errors]"""
+        """Keeps the first error; returns the functions to call without the lock. [Note: kept errors]"""
         if state.error is None:
             state.error = copied(error)
         return state.take_waiters()
 
     def _error(self, reason: Reason, what: str, owner: ProcessId) -> Exception:
-        """The error that a user sees for a reason that the protocol gave; `what` names the reference."""
+        """Returns the error for a protocol reason; `what` names the reference."""
         if reason is Reason.OWNER_LOST and owner in self.losses:
             return owner_lost(self.losses[owner], f"use of {what}")
         return describe(reason, what, self._name(owner))
 
     def _node(self, worker_id: int, incarnation: int | None) -> ProcessId:
-        """A process of a worker; None for the one that has the id now."""
+        """Returns a worker's process; with None, the process that has the id now."""
         return ProcessId(worker_id, self._directory.incarnation_of(worker_id) if incarnation is None else incarnation)
 
     def _name(self, node: ProcessId) -> str:
-        """A worker's name, or a text with its id."""
         return self._directory.name_of(node.worker)
 
     def _is_replaced(self, node: ProcessId) -> bool:
-        """Whether another process has its id now."""
+        """Whether another process now has the node's id."""
         return self._directory.incarnation_of(node.worker) not in (0, node.incarnation)
 
     def _new_id(self) -> UniqueId:

@@ -1,9 +1,9 @@
-"""The user's half of the reference counting: forks that this worker holds of values elsewhere, and shares it gave away.
+"""The user's half of the reference counting: this worker's forks of remote values, and the children it shared.
 
-Pure: no clock, no sockets, no threads. `protocol.py` states the guarantees and routes what happens.
+Pure: no clock, no sockets, no threads. `protocol.py` states the guarantees and dispatches the events.
 
-A fork is *pending* until the owner confirms it. A fork is *parked* while a child of it is unsettled: its user cannot be
-deleted (G2). Its life ends when it is dropped, confirmed and has no parked children; then the owner is told (G1).
+A fork is *pending* until the owner confirms it, and *parked* while one of its children is unsettled: it cannot be
+deleted then (G2). It ends when it is dropped, confirmed and has no unsettled children; then the owner is notified (G1).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rpcdist.rpc._rref.messages import Actions, ForkId, Message, MessageKind, Re
 
 @dataclass(slots=True, eq=False)
 class UserFork:
-    """One fork that this worker holds. It is parked for `children`; `parent_worker` waits for our verdict."""
+    """A fork that this worker holds. `children` keep it parked; `parent_worker` waits until the fork is settled."""
 
     rref: RRefId
     fork: ForkId
@@ -30,25 +30,25 @@ class UserFork:
 
 
 class UserTable:
-    """All forks of one worker."""
+    """All forks that this worker holds."""
 
     def __init__(self, shell: Actions) -> None:
         self._shell = shell
         self.forks: dict[ForkId, UserFork] = {}
-        self.parked: dict[ForkId, ForkId] = {}  # child -> the fork that waits for it
+        self.parked: dict[ForkId, ForkId] = {}  # child -> parked fork
         self.creating: dict[RRefId, ForkId] = {}
 
     def __iter__(self) -> Iterator[UserFork]:
         return iter(self.forks.values())
 
-    # At this worker:
+    # Events on this worker.
 
     def create(self, rref: RRefId, fork: ForkId, owner: ProcessId) -> None:
         self.forks[fork] = UserFork(rref, fork, owner, creating=True, parent_worker=None)
         self.creating[rref] = fork
 
     def creation_failed(self, fork: ForkId) -> None:
-        """Whether the owner got the call is unknown, so it is asked; until it answers the fork stays pending."""
+        """Asks the owner whether it got the call; the fork stays pending until the answer."""
         user = self.forks.get(fork)
         if user is not None and not user.confirmed:
             self._shell.send(user.owner, Message(MessageKind.CREATION_QUERY, user.rref, fork))
@@ -58,7 +58,7 @@ class UserTable:
         self.parked[child] = user.fork
 
     def share_failed(self, rref: RRefId, child: ForkId, is_gone: Callable[[ProcessId], bool]) -> None:
-        """Asks the process that it was sent to, and not one that has the id by now."""
+        """Asks the process that the child was sent to, not a later one with the same id."""
         if child not in self.parked:
             return
         to = self.forks[self.parked[child]].children[child]
@@ -70,7 +70,7 @@ class UserTable:
     def receive(
         self, rref: RRefId, fork: ForkId, owner: ProcessId, parent_worker: ProcessId | None, owner_is_lost: bool
     ) -> None:
-        if fork in self.forks:  # a share that was dropped before its owner answered; no honest worker sends it again
+        if fork in self.forks:  # a duplicate: only a faulty or hostile worker sends it
             self._shell.settle_handle(fork, Reason.UNKNOWN)
             return
         user = self.forks[fork] = UserFork(rref, fork, owner, creating=False, parent_worker=parent_worker)
@@ -91,7 +91,7 @@ class UserTable:
         for fork in list(self.forks):
             self.drop(fork)
 
-    # Messages of others.
+    # Messages from other workers.
 
     def confirm(self, user: UserFork) -> None:
         if user.confirmed:
@@ -99,17 +99,17 @@ class UserTable:
         user.confirmed = True
         self._creation_is_over(user)
         self._shell.settle_handle(user.fork)
-        self._tell_parent(user)
+        self._notify_parent(user)
         self._settle(user)
 
     def refuse(self, fork: ForkId, reason: Reason) -> None:
-        """A confirmed fork is counted, so a refusal that comes after the confirmation is an old one (G3)."""
+        """Fails a pending fork. A refusal after the confirmation is outdated, and is ignored (G3)."""
         user = self.forks.get(fork)
         if user is not None and not user.confirmed:
             self._fail(user, reason)
 
     def release(self, child: ForkId) -> None:
-        """The child is counted by the owner, or was given up: its parent need not wait for it any longer."""
+        """Unparks the parent: its child is counted by the owner, or has failed."""
         holder = self.parked.pop(child, None)
         if holder is None:
             return
@@ -118,13 +118,13 @@ class UserTable:
         self._settle(user)
 
     def release_by(self, child: ForkId, sender: ProcessId) -> None:
-        """`release`, by the word of a worker; it counts if the child was sent there."""
+        """Calls `release` if the child was sent to `sender`."""
         holder = self.parked.get(child)
         if holder is not None and self.forks[holder].children[child] == sender:
             self.release(child)
 
     def expire(self, fork: ForkId) -> bool:
-        """The owner dropped it with our lease, confirmed or not; false if it is not held here."""
+        """Fails a fork that the owner dropped with our lease, confirmed or not; False if it is not held here."""
         user = self.forks.get(fork)
         if user is not None:
             self._abandon(user, Reason.LEASE_EXPIRED)
@@ -139,13 +139,11 @@ class UserTable:
             self.release(child)
 
     def shared_with(self, node: ProcessId) -> list[tuple[RRefId, ForkId]]:
-        """Unsettled shares."""
+        """Lists the unsettled children that were sent to `node`."""
         return [(user.rref, child) for user in self for child, to in user.children.items() if to == node]
 
-    # Inside.
-
     def _abandon(self, user: UserFork, reason: Reason) -> None:
-        """The owner counts as dead, or we did for it. The message matters if it counts the fork after all: no leak."""
+        """Fails a fork, and notifies the owner, which would leak the value if it is alive and counts the fork."""
         if user.creating:
             self._shell.send(user.owner, Message(MessageKind.CREATION_QUERY, user.rref, user.fork))
         else:
@@ -159,14 +157,14 @@ class UserTable:
         del self.forks[user.fork]
         self._creation_is_over(user)
         self._shell.settle_handle(user.fork, reason)
-        self._tell_parent(user)
+        self._notify_parent(user)
 
     def _settle(self, user: UserFork) -> None:
         if user.dropped and user.confirmed and not user.children:
             del self.forks[user.fork]
             self._shell.send(user.owner, Message(MessageKind.USER_DELETED, user.rref, user.fork))
 
-    def _tell_parent(self, user: UserFork) -> None:
+    def _notify_parent(self, user: UserFork) -> None:
         if user.parent_worker is not None:
             self._shell.send(user.parent_worker, Message(MessageKind.CHILD_CONFIRMED, user.rref, user.fork))
             user.parent_worker = None
