@@ -92,7 +92,7 @@ class AnnouncedBytes:
             return True
 
     def may_map(self, num_bytes: int) -> bool:
-        """Whether `add_mapped` would count so many bytes now."""
+        """Whether `add_mapped` would accept `num_bytes` now."""
         return self._num_bytes + self._num_mapped + num_bytes <= self._limit_bytes
 
     def subtract_mapped(self, num_bytes: int) -> None:

@@ -96,7 +96,7 @@ class Connector:
             timeout_s: limit for the whole operation, in seconds.
             handler: gets the session's messages; without a handler only unary calls are possible.
             expected: the identity that should answer.
-            retry: whether to try again, until the time is over, while no process listens there.
+            retry: whether to retry until the timeout while no process listens there.
 
         Raises:
             ConnectFailed: no process answered.

@@ -104,7 +104,7 @@ class Link:
         piece_type: type[Message],
         timeout_s: float | None,
     ) -> Reply:
-        """As `unary`, for a method whose request and reply are streams of pieces; see [Note: pieces]."""
+        """Like `unary`, for a method whose request and reply are streams of pieces; see [Note: pieces]."""
         path = f"/{PACKAGE}.{service}/{method}"
         with self._calling(path) as metadata:
             pieces = cut(request.SerializeToString(), piece_type)

@@ -155,7 +155,7 @@ def copy_memory(target: int, source: int, num_bytes: int) -> None:
 
 
 def copy_view(target: int, view: memoryview) -> None:
-    """Copies contiguous bytes to an address, as `copy_memory` does."""
+    """Copies contiguous bytes to an address, like `copy_memory`."""
     try:
         source = ctypes.addressof(ctypes.c_char.from_buffer(view))
     except TypeError:  # ctypes gives no address of read-only memory

@@ -34,7 +34,7 @@ class SocketTaker(Protocol):
         """The reason why a connection of the proven `peer` for `purpose` is refused now; empty to accept it."""
 
     def put(self, purpose: str, connection: Any) -> bool:
-        """Takes a non-blocking `StreamSocket`; returns False if it came too late, and the caller then closes it."""
+        """Takes a non-blocking `StreamSocket`; returns False if it arrived too late, and the caller then closes it."""
 
 
 def socket_purpose(taker: str, purpose: str) -> str:

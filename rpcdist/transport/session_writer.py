@@ -9,8 +9,8 @@ is asleep; and a task that is about to sleep first clears its flag, and then che
 [Note: lingering] `remote()` returns at once, and a `to_here()` usually follows. So the message of a `remote()` stays in
 the queue until another message is written, in the same envelope, or until the next tick. The first lingering message
 starts the ticks on the I/O loop, which continue while messages linger, so a thread that makes many references does not
-wake the loop for each. A tick takes the interpreter away from calling threads. If no message was left when a tick came,
-the period of the ticks doubles; the first message that is left resets it.
+wake the loop for each. A tick takes the interpreter away from calling threads. If a tick finds no message,
+the period of the ticks doubles; the first lingering message resets it.
 """
 
 from __future__ import annotations

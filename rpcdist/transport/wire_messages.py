@@ -73,7 +73,8 @@ class CallMessage:
         counts_as_idle: whether it waits for other workers: a callee that shuts down does not wait for it.
         traceparent: the W3C header of the caller's span; empty for none.
         device_map: replaces the caller's device map for this worker, for the arguments and the answer.
-        num_arrived_bytes: size of the protobuf message in which it came, which stays in memory as long as `value`.
+        num_arrived_bytes: size of the protobuf message that contained the call, which stays in memory as long as
+            `value`.
     """
 
     wrapped: ClassVar[bool] = False
@@ -118,7 +119,7 @@ class CallMessage:
 
     @property
     def size_bytes(self) -> int:
-        """The size of its arguments, or of the protobuf message in which they came, without large buffers."""
+        """The size of its arguments, or of the protobuf message that contained them, without large buffers."""
         return self.num_arrived_bytes or (len(self.body) if self.value is None else self.value.ByteSize())
 
 

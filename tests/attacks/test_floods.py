@@ -209,7 +209,7 @@ def test_calls_that_fail_do_not_fill_the_log(caplog: pytest.LogCaptureFixture, m
         for _ in range(6):
             cluster.run("a", fail)
         texts = [record.getMessage() for record in caplog.records]
-        assert len(texts) == 4 and texts[3].startswith("3 calls of a have failed")
+        assert len(texts) == 4 and texts[3].startswith("3 calls from a have failed")
         cluster.run("c", fail)
         assert "from c failed on b" in caplog.records[-1].getMessage()
 

@@ -153,7 +153,7 @@ def test_a_member_that_floods_does_not_keep_others_from_a_group(worker_pool: Wor
         making = [world[name].begin(sum_in_group) for name in ("a", "b")]
         assert [each.result(LIMIT_S) for each in making] == [2.0, 2.0]
     assert flooding.result(4 * LIMIT_S) == NUM_CALLS
-    assert "'evil' is not among the workers of this group: a, b" in world["evil"].run(why_not_a_member)
+    assert "'evil', is not among the workers of the group: a, b" in world["evil"].run(why_not_a_member)
     for name in ("a", "b"):
         world[name].run(leave)
 

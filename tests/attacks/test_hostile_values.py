@@ -171,7 +171,7 @@ def test_a_reason_that_is_none_ends_the_session_by_name() -> None:
 
 
 def test_deletions_that_are_cut_off_end_the_session_by_name() -> None:
-    with pytest.raises(ProtocolViolation, match="arrived in 47 bytes"):
+    with pytest.raises(ProtocolViolation, match="has 47 bytes"):
         decode_messages(
             rref_pb2.RRefMessage(users_deleted=rref_pb2.UsersDeleted(ids=bytes(47))), lambda rref, fork: False
         )

@@ -209,7 +209,7 @@ def test_an_actor_that_is_made_again_has_no_map_of_one_call(cluster: InProcessCl
     ("here", "there", "text"),
     [
         (["cpu"], [], "1 devices for 0"),
-        (["cpu"] * (MAX_ENTRIES + 1), ["cpu"] * (MAX_ENTRIES + 1), f"at most {MAX_ENTRIES} are allowed"),
+        (["cpu"] * (MAX_ENTRIES + 1), ["cpu"] * (MAX_ENTRIES + 1), f"the limit is {MAX_ENTRIES}"),
         (["gpu of mine"], ["cpu"], "cannot be read"),
     ],
     ids=["odd", "long", "unknown"],

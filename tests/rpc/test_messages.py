@@ -252,7 +252,7 @@ def test_a_method_called_on_the_reference_itself(pair: InProcessCluster) -> None
 def test_an_attribute_read_through_a_proxy(pair: InProcessCluster) -> None:
     rref = pair.run("worker0", rpc.remote, "worker1", Counter)
     proxy = rref.rpc_sync()
-    assert "'count' of" in repr(proxy.count) and "to read it: .rpc_sync().count()" in repr(proxy.count)
+    assert "'count' of" in repr(proxy.count) and "at the owner: .rpc_sync().count()" in repr(proxy.count)
     with pair.use("worker0"):
         assert proxy.count() == 3 and proxy.double() == 6 and proxy.add(2) == 5
         with pytest.raises(TypeError, match="'int' object is not callable"):

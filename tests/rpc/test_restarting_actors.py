@@ -51,7 +51,7 @@ def test_the_last_state_survives_the_worker(cluster: InProcessCluster) -> None:
     assert actor.rpc_sync().add(1) == 105
     assert actor.call(Ledger.read) == (105, [5.0] * 3)
     assert actor.rpc_sync().total() == 105, "an attribute is read"
-    assert "to read it: .rpc_sync().total()" in repr(actor.rpc_sync().total)
+    assert "at the owner: .rpc_sync().total()" in repr(actor.rpc_sync().total)
     assert actor.num_restarts == 1
     assert repr(actor) == "<RestartingActor Ledger on 'b', restarted 1 times>"
 
@@ -123,7 +123,7 @@ def test_an_answer_of_another_form_is_an_error(
     assert actor.rpc_sync().add(1) == 101
     with monkeypatch.context() as patch:
         patch.setattr(Checkpointed, CHECKPOINTED_METHOD, lambda *args: answer)
-        with pytest.raises(SerializationError, match=r"worker 'b' answered add\(\)"):
+        with pytest.raises(SerializationError, match=r"worker 'b' sent an invalid answer to add\(\)"):
             actor.rpc_sync().add(1)
     assert actor.rpc_sync().add(1) == 102
 

@@ -397,7 +397,7 @@ class Caller:
         message.timeout_us = 0 if at == INFINITE else max(1, int((at - time.monotonic()) * 1e6))
         if session is not None:
             if self._marshal.gpu_news:
-                self._marshal.tell(session)
+                self._marshal.send_gpu_news(session)
             call.on_sent(session, session.send(message, large))
             return
         try:

@@ -50,7 +50,7 @@ class Creation:
             jobs.append((partial(future._complete, None), ()))
         if value_sink is not None:
             value_sink.replied(None, WITHHELD if payload is None else payload, jobs)
-        elif isinstance(payload, Arrived):  # the thread that wanted it waits no longer
+        elif isinstance(payload, Arrived):  # the thread that wanted it no longer waits
             payload.discard()
 
     def failed(self, exc: BaseException) -> None:
@@ -131,7 +131,7 @@ class Creation:
         return None
 
     def forget(self, value_sink: ValueSink) -> bool:
-        """Records that the sink waits no longer; False if the value has arrived."""
+        """Records that the sink no longer waits; False if the value has arrived."""
         with self._lock:
             if self._value_sink is not value_sink:
                 return False
@@ -154,7 +154,7 @@ class Creation:
 
 
 class ValueSink(SyncReplySink):
-    """One blocked thread that wants the value of a `remote()`. The call continues when the thread waits no longer."""
+    """One blocked thread that wants the value of a `remote()`. The call continues when the thread no longer waits."""
 
     __slots__ = ("_creation",)
 

@@ -41,7 +41,7 @@ class _Line:
 
 
 class InFlightBytes:
-    """One per agent. Any thread may call any method.
+    """Limits the bytes of the calls in flight to each worker; thread-safe.
 
     Invariants:
         1. The admitted calls to one worker have at most `limit_bytes` together, or there is only one, except for calls
@@ -72,7 +72,7 @@ class InFlightBytes:
         return {worker: (line.num_bytes, len(line.waiters)) for worker, line in lines.items()}
 
     def wait(self, to: int, call: int, num_bytes: int, deadline: Deadline) -> bool:
-        """Waits until a call to a worker is admitted; False if its deadline came first."""
+        """Waits until a call to a worker is admitted; False if its deadline passes first."""
         there_is_room = threading.Lock()
         there_is_room.acquire()
         if self._enter(to, call, (num_bytes, there_is_room.release)):
@@ -111,16 +111,16 @@ class InFlightBytes:
                 line.waiters.pop(call, None)
             admitted = []
             while line.waiters:
-                first, (num_bytes, tell) = next(iter(line.waiters.items()))
+                first, (num_bytes, wake) = next(iter(line.waiters.items()))
                 if not self._has_room(line, num_bytes):
                     break
                 del line.waiters[first]
                 self._admit(line, first, num_bytes)
-                admitted.append(tell)
+                admitted.append(wake)
             if not line.num_bytes and not line.waiters:
                 del self._lines[to]
-        for tell in admitted:
-            tell()
+        for wake in admitted:
+            wake()
 
     def _enter(self, to: int, call: int, waiter: _Waiter) -> bool:
         num_bytes = waiter[0]

@@ -44,7 +44,7 @@ class Written(NamedTuple):
     Attributes:
         obj: the object.
         to: the id of the receiving worker.
-        session: for the result of a call, the session on which the call came.
+        session: for the result of a call, the session of the call.
         writer: has written it without pickle; None if that is impossible.
         externals: shares its remote references.
         device_map: a device map for this call alone, or its inverse for the result.
@@ -69,7 +69,7 @@ class Marshal:
 
     Attributes:
         gpu_news: not empty while there is news for workers that lend memory of GPUs.
-        tell: sends that news to the peer of a session, before the next message.
+        send_gpu_news: sends that news to a session's peer, before the next message.
         moves_cpu: see `GpuSharing`.
     """
 
@@ -89,7 +89,7 @@ class Marshal:
         self._rref_type = rref_type
         self._gpus = gpus
         self.gpu_news = gpus.borrowed.news
-        self.tell = gpus.tell
+        self.send_gpu_news = gpus.tell
         self.moves_cpu = gpus.moves_cpu
         self._worker_name = worker_name
 
@@ -108,7 +108,7 @@ class Marshal:
         Args:
             value: the message to fill.
             autograd: records the tensors that require grad, unless it is None.
-            session: for the result of a call, the session on which the call came.
+            session: for the result of a call, the session of the call.
             device_map: a device map for this call alone, or its inverse for the result.
 
         Returns:
@@ -201,7 +201,7 @@ class Marshal:
     ) -> None:
         """Sends a message with an encoded value on a session; returns the shares if the session has ended."""
         if self.gpu_news:
-            self.tell(session)
+            self.send_gpu_news(session)
         session.send(message, large)
         if forks and session.closed_reason is not None:
             self.give_back(forks)

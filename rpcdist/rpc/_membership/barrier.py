@@ -190,9 +190,9 @@ class Gatherings:
                     round_.fail(exc)
 
     async def contribute(self, group: Group, name: str, obj: Any) -> dict[str, Any]:
-        """Adds the object of one worker, and returns all objects when all are there.
+        """Adds the object of one worker, and returns all objects when all have arrived.
 
-        Cancellation (the worker's deadline is over, or it is gone) removes the object again.
+        Cancellation (at the worker's deadline, or if the worker is gone) removes the object again.
         """
         self._loop = asyncio.get_running_loop()
         round_ = self._join(group, name, obj)

@@ -242,8 +242,7 @@ class Coordinator:
 
 
 class CoordinatorSearch:
-    """Looks for the successor of a lost coordinator. One per agent, on the I/O loop; it does nothing at the
-    coordinator.
+    """Looks for the successor of a lost coordinator, on the I/O loop; does nothing at the coordinator.
 
     It makes attempts, with pauses between them. A call to the lost coordinator ends the pause, and waits for the next
     attempt, since the successor may be there already.
@@ -446,7 +445,7 @@ class CoordinatorSearch:
         return await found
 
     async def _attempt(self, address: str) -> bool:
-        """Makes an attempt; returns whether the search is over."""
+        """Makes an attempt; returns whether the search has ended."""
         directory = self._directory
         roster = directory.roster()
         me = directory.member(directory.me.id)

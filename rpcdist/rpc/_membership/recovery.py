@@ -5,8 +5,9 @@
  1. The expected workers are those that the returned workers name. Each names the list that it knew, which may be wrong.
  2. After a while the coordinator probes each missing worker, at every address that was named. The worker may not have
     noticed the loss of the previous coordinator yet; the probe shows it.
- 3. The recovery ends when all have returned; or when the time is over and each missing worker has answered the probe,
-    or failed to.
+ 3. The recovery ends when all have returned; or when the time limit has expired and each missing worker has answered
+ the
+    probe, or failed to.
  4. A worker that has answered stays in the job, even before it announces itself. Only a worker that has neither
     returned nor answered is lost.
 """
@@ -28,7 +29,7 @@ MAX_NAMED = 1000
 
 
 class Recovery:
-    """The state of a recovery, from the first returned worker until all have returned or the time is over.
+    """The state of a recovery, from the first returned worker until all have returned or the time limit has expired.
 
     Args:
         coordinator: the rank of this coordinator, and of the previous one.
@@ -125,7 +126,7 @@ Probe = Callable[[Member], Awaitable[bool]]
 def max_at_once() -> int:
     """Limit on the concurrent probes of this process, each of which takes a descriptor: a quarter of all.
 
-    A probe without an answer lasts for the peer timeout, and those that wait behind it may come too late, so many run.
+    An unanswered probe lasts for the peer timeout and delays those queued behind it, so many run at once.
     """
     num_descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if num_descriptors == resource.RLIM_INFINITY:

@@ -15,7 +15,7 @@ leave). The first worker decides. Rules:
  7. `version` grows with every change of the list of workers. `since(v)` returns the changes since version v, which turn
     a list of any version from v on into the current one.
  8. A coordinator that replaced another one takes back the workers of that one's list, each when it announces itself or
-    answers. When all have, or the time is over, the world has formed, even if workers are missing. Their places are
+    answers. When all have, or on timeout, the world has formed, even if workers are missing. Their places are
     then free for workers of any name, since the names of the missing may be unknown.
 
 Members are notified of changes by these rules (`roster_news.py` sends them):
@@ -80,7 +80,7 @@ class MembershipTable:
         self.formed = False
         self.broken: Verdict | None = None
         self.version = 0
-        self._living: dict[str, Member] = {}  # in the order in which they came
+        self._living: dict[str, Member] = {}  # in the order of joining
         self._by_rank: dict[int, Member] = {}
         self._came: dict[str, int] = {}  # the version with which each of them joined
         self._gone: dict[Identity, tuple[int, str]] = {}  # version and reason of the latest departures, in order
@@ -248,7 +248,7 @@ class MembershipTable:
             self.formed = False
 
     def end_restoring(self) -> None:
-        """Ends the recovery: all workers of the previous list have returned, or their time is over (rule 8)."""
+        """Ends the recovery: all workers of the previous list have returned, or the time limit has expired (rule 8)."""
         self.formed = self._was_restored = bool(self.world_size)
 
     def withdraw(self, identity: Identity) -> bool:

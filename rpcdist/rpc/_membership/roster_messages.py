@@ -115,7 +115,7 @@ def members_of(reply: pb.JoinReply, me: Identity, coordinator: str, waited_s: fl
     Raises:
         DuplicateName: two workers have the same name or rank.
         WorldMismatch: the workers disagree about the size or kind of the world, or it is complete without this one.
-        RendezvousError: not all workers came in time, or this process was declared lost.
+        RendezvousError: not all workers joined in time, or this process was declared lost.
     """
     members = members_from_bytes(reply.members)
     outcome = reply.outcome

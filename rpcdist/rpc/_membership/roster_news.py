@@ -54,7 +54,7 @@ class MembershipNews:
         self._watch = watch
         self._lifetime = lifetime
         self._is_coordinator = is_coordinator
-        self._told_at = float("-inf")
+        self._sent_at = float("-inf")
         self._telling: asyncio.TimerHandle | None = None
 
     async def begin_telling(self) -> None:
@@ -86,7 +86,7 @@ class MembershipNews:
         assert self._service is not None
         num_members = len(self._service.table)
         pause_s = 0.0 if is_urgent else NEWS_PAUSE_S * max(num_members - NEWS_AT_ONCE, 0) / 1000
-        wait_s = self._told_at + pause_s - time.monotonic()
+        wait_s = self._sent_at + pause_s - time.monotonic()
         if wait_s <= 0:
             self._tell()
         elif self._telling is None and not self._lifetime.is_closed:
@@ -99,7 +99,7 @@ class MembershipNews:
         service = self._service
         if service is None or self._lifetime.is_closed:
             return
-        self._told_at = time.monotonic()
+        self._sent_at = time.monotonic()
         messages: dict[int, pb.MembershipMessage] = {}  # most members know the same version
         for identity, known in service.table.due():
             if (message := messages.get(known)) is None:

@@ -85,7 +85,7 @@ class _DepartureRound:
 
 
 class ShutdownRounds:
-    """The rounds that this worker leads; one per agent. Lives on the user loop, unless a method says otherwise.
+    """The rounds that this worker leads. Lives on the user loop, unless a method says otherwise.
 
     Args:
         watch: connects to a worker, so that its death is noticed.
@@ -124,7 +124,7 @@ class ShutdownRounds:
     async def depart(self, name: str, had_work: bool) -> Answer:
         """Adds the report of one worker to the oldest round that lacks it, and waits for the round's end.
 
-        Cancellation (the worker's deadline is over, or it is gone) removes the report again.
+        Cancellation (at the worker's deadline, or if the worker is gone) removes the report again.
         """
         self._loop = asyncio.get_running_loop()
         if (superior := self._superior()) is not None:
@@ -203,7 +203,7 @@ class ShutdownRounds:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Leaving:
-    """Takes a worker out of the job. One per agent; its methods block.
+    """Takes this worker out of the job; the methods block.
 
     Attributes:
         is_static: whether the members are the same from beginning to end.
@@ -297,7 +297,7 @@ class Leaving:
                 self.streams.close_unread(IDLE_LIMIT_S)
             for unwanted in active_calls.abandon(began, SLOW_WORK_LIMIT_S):
                 logger.error(
-                    "shutdown of %s abandons %s: its caller waits no longer, and it has not ended for %.0f s",
+                    "shutdown of %s abandons %s: its caller no longer waits, and the call has not ended for %.0f s",
                     self._me.name, unwanted, SLOW_WORK_LIMIT_S,
                 )  # fmt: skip
             left = [repr(call) for call in calls][:5] + active_calls.describe()[:5] + self.streams.describe()[:5]

@@ -184,5 +184,5 @@ class LeaseWatch:
             self._seen[identity] = at
 
     def forget(self, identity: Identity) -> None:
-        """Forgets a process whose lease is over, and whose return will not matter."""
+        """Forgets a process whose lease has expired and whose return would have no effect."""
         self._over.discard(identity)

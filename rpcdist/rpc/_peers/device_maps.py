@@ -42,13 +42,13 @@ class DeviceMaps:
     _maps: Mapping[str, DeviceMap]
     _name_of: Callable[[int], str]
     _back: dict[AnySession, DeviceMap] = field(default_factory=dict)  # inverse maps of peers, by session
-    _told: set[AnySession] = field(default_factory=set)  # the sessions on which a map has arrived
+    _arrived: set[AnySession] = field(default_factory=set)  # the sessions on which a map has arrived
 
     def find(self, to: int, session: AnySession | None, of_call: DeviceMap | None = None) -> MapDevice | None:
-        """The map for values sent to a worker; None if there is none.
+        """Returns the device map for values sent to a worker, or None.
 
         Args:
-            session: for the result of a call, the session on which the call came.
+            session: for the result of a call, the session of the call.
             of_call: the map of the call alone, or its inverse for the result.
         """
         if of_call is not None:
@@ -79,9 +79,9 @@ class DeviceMaps:
         self, session: AnySession, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
     ) -> None:
         """Records the map of a peer."""
-        if session in self._told:
+        if session in self._arrived:
             raise ProtocolViolation("a second device map arrived on one session")
-        self._told.add(session)
+        self._arrived.add(session)
         try:
             self._back[session] = inverse_of(message.device_map)
         except CallRefused as exc:  # its torch knows other devices
@@ -90,7 +90,7 @@ class DeviceMaps:
     def forget(self, session: Any, reason: str) -> None:
         """Forgets a session that has ended."""
         self._back.pop(session, None)
-        self._told.discard(session)
+        self._arrived.discard(session)
 
 
 def check_own_devices(me: str, target: str, device_map: DeviceMap) -> None:

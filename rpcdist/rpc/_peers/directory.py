@@ -275,7 +275,7 @@ class Directory:
 
         Raises:
             UnknownWorker: no worker of that name or rank is in the job.
-            ConfigError: it is none of the three.
+            ConfigError: `to` is none of the three.
         """
         worker_id = self._by_name.get(to) if type(to) is str else self._find(to)
         if worker_id is None:

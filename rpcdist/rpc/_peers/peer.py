@@ -320,9 +320,9 @@ class Peer:
         """Drops messages that need not be sent any more, and fails those that have waited too long."""
         since = time.monotonic() - ONE_WAY_IN_PEER_TIMEOUTS * self._timeout_s
         with self._lock:
-            told = [sent for _, _, sent, at in self._waiting if sent is not None and at < since and not sent.ended]
+            stale = [sent for _, _, sent, at in self._waiting if sent is not None and at < since and not sent.ended]
             self._waiting = [one for one in self._waiting if one[3] >= since and not (one[2] and one[2].ended)]
-        for sent in told:
+        for sent in stale:
             sent.on_not_sent(time.monotonic() - self.last_up, reason, is_lost=False)
 
     async def _try_now_and_then(self) -> None:

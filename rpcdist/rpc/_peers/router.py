@@ -171,9 +171,9 @@ class Router:
             with self._lock:
                 self._introduce(peer)
         elif self._for_strangers.pop(to, None):
-            nobody = Identity(f"worker {to}", to, 0)
-            lost = WorkerLost(nobody.name, "a remote reference", 0.0, "it is not a member of the job")
-            self._events.lost.publish(nobody, lost)
+            unknown = Identity(f"worker {to}", to, 0)
+            lost = WorkerLost(unknown.name, "a remote reference", 0.0, "it is not a member of the job")
+            self._events.lost.publish(unknown, lost)
 
     # ------------------------------------------------------------ peers
 

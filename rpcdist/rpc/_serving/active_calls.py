@@ -45,8 +45,8 @@ class ActiveCall:
     """One call, from its arrival to its reply.
 
     Attributes:
-        session: the session on which it came, and on which the reply is sent.
-        id: the caller's number of it.
+        session: the session of the call and its reply.
+        id: the caller's number for the call.
         function: its name; empty for a function by value, and for a fetch.
         method: class and name of the method, for a call through a reference whose value exists; for inspection.
         is_by_value: whether the function has no name, and is sent after its arguments.
@@ -140,7 +140,7 @@ class ActiveCall:
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether it waits for a future, which may never complete, while its caller waits no longer."""
+        """Whether it waits for a future, which may never complete, while its caller no longer waits."""
         return self.is_chained and (self.cancelled or self.deadline.expired())
 
     @property
@@ -241,20 +241,20 @@ class ActiveCalls:
         session, calls = active.session, self._calls
         if len(calls) < NUM_UNCOUNTED and active.weight <= UNCOUNTED_BYTES:
             active.weight = 0
-        elif (refusal := session.account.add(active.weight, "came with a call")) is not None:
+        elif (refusal := session.account.add(active.weight, "arrived with a call")) is not None:
             return refusal
         if calls.setdefault((session, active.id), active) is not active:
             session.account.subtract(active.weight)
-            raise ProtocolViolation(f"two calls came under the number {active.id}, and the first has not ended")
+            raise ProtocolViolation(f"a call arrived with the number {active.id} of a call that has not ended")
         self.num_served += 1
         return None
 
     def find(self, session: AnySession, number: int) -> ActiveCall | None:
-        """The call with a number on a session; None if it is over."""
+        """Returns the call with a number on a session; None if it has ended."""
         return self._calls.get((session, number))
 
     def remove(self, active: ActiveCall, outcome: str = OK) -> None:
-        """Removes a call that is over; idempotent. `outcome` is for the recorder and tracing."""
+        """Removes a call that has ended; idempotent. `outcome` is for the recorder and tracing."""
         session = active.session
         key = session, active.id
         # A refused call may have the number of a call that is here.
@@ -320,7 +320,7 @@ class ActiveCalls:
 
 
 class Callables:
-    """Finds the functions that peers may call. One per agent.
+    """Finds the functions that peers may call.
 
     Args:
         options: the allow-list, and whether pickles are accepted.

@@ -29,7 +29,7 @@ MAX_BUFFER_SIZE: Final = 1 << 47
 
 HUGE_PAGES_FROM: Final = 32 << 20
 """Receive buffers of this size request huge pages. The C library maps such buffers again each time, and the first touch
-of so many small pages costs more than the transfer: an echo of 64 MiB takes half as long with huge pages."""
+of many small pages costs more than the transfer: an echo of 64 MiB takes half as long with huge pages."""
 
 _CPU: Final = torch.device("cpu")
 _madvise: Final = getattr(ctypes.CDLL(None), "madvise", None) if hasattr(mmap, "MADV_HUGEPAGE") else None

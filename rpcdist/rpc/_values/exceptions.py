@@ -1,6 +1,6 @@
-"""Exceptions of users: read, copied, described and taken apart without running the users' code.
+"""Reads, copies, describes and dissects users' exceptions without running user code.
 
-[Note: hostile exceptions] An exception is an object of the user: its `str`, its attributes, its pickling and its
+[Note: hostile exceptions] An exception is the user's object: its `str`, its attributes, its pickling and its
 constructor may raise anything, `SystemExit` included; a frozen dataclass refuses to set any attribute, and `isinstance`
 reads its `__class__`. Between the failure of a call and its answer, none of that may run unguarded, or the call would
 never end. So this module reads and writes the fields of `BaseException` with the descriptors of `BaseException`,

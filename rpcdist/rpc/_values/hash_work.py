@@ -55,7 +55,7 @@ class HashWork:
             size_bytes: size of the entries on the wire.
 
         Raises:
-            SerializationError: so many keys collide that filling takes far longer than their size accounts for.
+            SerializationError: too many keys collide, so that filling takes far longer than the size justifies.
         """
         if _KEYED.issuperset(map(type, keys)):
             made.update(zip(keys, values, strict=True))

@@ -1,4 +1,4 @@
-"""The gRPC channel: streams, unary calls and channel options; every grpc error becomes one of ours here."""
+"""The gRPC channel: streams, unary calls and channel options; converts every grpc error into an rpcdist one."""
 
 from __future__ import annotations
 

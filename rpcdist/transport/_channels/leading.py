@@ -16,7 +16,7 @@ The thread arms the socket before it releases the lock. Unread bytes in the sock
 lock is still held; the loop returns and is called again until it gets the lock, so no wake-up is lost. In the other
 order, another thread could begin to lead in between, while the socket is shown to the loop.
 
-A leader may also read other sockets that no thread reads, until its wait is over: a call to many workers reads their
+A leader may also read other sockets that no thread reads, until its wait ends: a call to many workers reads their
 replies without a thread switch for each.
 
 A leader never runs user code. On the main thread, signals are deferred (`SignalShield`) except during the sleep.
@@ -224,7 +224,7 @@ class Lead:
         sleep: Sleep | None = None,
         first: Callable[[], object] | None = None,
     ) -> bool:
-        """Reads until this thread's wait is over, unless another thread reads.
+        """Reads until this thread's wait has ended, unless another thread reads.
 
         Args:
             is_waiting: whether the caller still waits; called after each read and after each ring.
@@ -234,7 +234,7 @@ class Lead:
                 socket is hidden before, so that the reply wakes no other thread.
 
         Returns:
-            True if the wait is over. If False, another thread reads, the limit has passed, or the connection is about
+            True if the wait has ended. If False, another thread reads, the limit has passed, or the connection is about
             to end; the caller then waits in another way, for the rest of its time.
 
         Raises:
@@ -288,7 +288,7 @@ class Lead:
         return True
 
     def take_along(self, other: Lead) -> None:
-        """Makes this thread, if it leads, also read another socket that no thread reads, until its wait is over."""
+        """Makes this thread, if it leads, also read another socket that no thread reads, until its wait ends."""
         me = get_ident()
         if self._holder != me or other._is_stopped or not other._lock.acquire(False):
             return

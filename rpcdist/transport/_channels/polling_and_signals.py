@@ -13,7 +13,7 @@ exception changes nothing.
 Polling must not keep a core from other threads. The thread yields between two polls, so that other threads can run on
 this core; if the peer runs there, its reply is ready afterwards. If another thread keeps the core for long, sleeping is
 better: the next waits then sleep, twice as many after each such failure and half as many after each success. If no
-message came in time, polling only kept an idle core awake, and the history records a long wait. If the host took the
+message arrived in time, polling only kept an idle core awake, and the history records a long wait. If the host took the
 virtual core away for a moment, neither applies: the thread is late, although no other thread has run.
 
 In a container with a processor limit no thread polls: polling would use up the quota, and the system would stop the
@@ -23,8 +23,8 @@ process for the rest of the period. With `RPCDIST_POLLING=off` all waits sleep.
 Python runs signal handlers on the main thread, between any two of its instructions. A handler that raises, such as that
 of Ctrl-C, could run when bytes have left the socket and are not stored yet, or are sent and not counted yet. A handler
 that makes a call would wait for a reply that the interrupted code below it should read. So while the thread reads or
-sends, a handler of ours only records signals, and raises them again microseconds later. While the thread sleeps until a
-message arrives, nothing can be lost, and a signal ends the sleep at once.
+sends, an internal handler only records signals, and raises them again microseconds later. While the thread sleeps until
+a message arrives, nothing can be lost, and a signal ends the sleep at once.
 """
 
 from __future__ import annotations
@@ -287,7 +287,7 @@ class SignalShield:
             self.leave()
 
     def fall_asleep(self) -> None:
-        """Lets signals end the sleep that follows; a signal that came since `enter` ends it at once."""
+        """Lets signals end the sleep that follows; a signal that arrived since `enter` ends it at once."""
         self.is_asleep = True
         if self._noted:
             raise SignalNoted

@@ -162,7 +162,7 @@ class SocketChannel:
         self._can_lead = self._lead.allow(self._descriptor, self._watch)
         if not self._can_lead:  # then the loop alone reads
             self._loop.add_reader(self._descriptor, self._read_some)
-        self._loop.call_soon(self._start)  # bytes that came right after the handshake may be there already
+        self._loop.call_soon(self._start)  # bytes may have arrived right after the handshake
         try:
             await self._done
         finally:
@@ -210,7 +210,7 @@ class SocketChannel:
     def _read(self, limit: int) -> bool:
         """Receives up to `limit` times; True if there is nothing more to receive. [Note: reading to the end]
 
-        When the turn is over, no further frame is delivered: other peers wait behind many small messages.
+        When the turn ends, no further frame is delivered, so that many small messages do not delay other peers.
         """
         self._turn_ends_at = time.monotonic() + READ_TURN_S
         try:

@@ -108,7 +108,7 @@ class Outgoing:
 
     Attributes:
         striper: may take the buffers of a message; None if the session has only one connection.
-        is_overdrawn: whether so many small messages wait for the peer that the session must end.
+        is_overdrawn: whether the session must end, because too many small messages wait for the peer.
 
     Args:
         account: counts the bytes that wait here until the peer reads them; None if the peer has not asked for them.

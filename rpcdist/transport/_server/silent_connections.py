@@ -48,7 +48,7 @@ class SilentConnections:
         self.ports: set[int] = set()
         self._num_named = num_named
         self._check: asyncio.TimerHandle | None = None
-        self._is_told = False
+        self._is_warned = False
         self._num_begun = 0
         self._num_calling = 0
         self._known: dict[Origin, None] = {}  # the connections that have made a call, the oldest first
@@ -65,13 +65,13 @@ class SilentConnections:
     def count(self) -> None:
         """Called when TLS begins on a connection; on the I/O loop."""
         self._num_begun += 1
-        if not self._is_told and self._check is None:
+        if not self._is_warned and self._check is None:
             self._check = asyncio.get_running_loop().call_later(HANDSHAKE_LIMIT_S, self._warn)
 
     def _warn(self) -> None:
         self._check = None
         if self.num_silent > self._num_named():
-            self._is_told = True
+            self._is_warned = True
             logger.warning(
                 "a connection to this process failed in TLS. If it came from a process of the job, that process has "
                 "another job token and reports the same error: give all processes the same RPCDIST_TOKEN. Port scans "

@@ -145,7 +145,7 @@ class UnaryServices(grpc.GenericRpcHandler):
         return grpc.unary_unary_rpc_method_handler(handle)
 
     def _count(self, peer: Identity, num_bytes: int, context: Any) -> None:
-        """Counts bytes of a call until it is over: its reply has been written to the connection, or that has broken.
+        """Counts bytes of a call until its reply is written to the connection, or the connection breaks.
 
         Raises:
             Overloaded: the peer would exceed its limit.
