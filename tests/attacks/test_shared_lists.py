@@ -80,8 +80,10 @@ def test_damaged_numbers_are_shown_in_few_words() -> None:
     with pytest.raises(RpcdistError, match="stream, number, floor") as caught:
         CallNumber.checked(endless)
     assert len(str(caught.value)) < SHORT_CHARS
-    with pytest.raises(TransportError, match="an invalid description"):
-        check_description(("a/1", endless, 0, 0, [], 1))  # type: ignore[arg-type]
+    descriptions: list[Any] = [("a/1", endless, 0, 0, [], 1), endless, None, ("a/1", endless, 1, 0, 3, 1)]
+    for description in descriptions:
+        with pytest.raises(TransportError, match="an invalid description"):
+            check_description(description)
     with pytest.raises(ValueError, match="is no time"):
         tracing._time(endless)
     damaged: list[Any] = [(["a"], ["float32"], [endless], []), ([endless], ["float32"], [[1]], [])]

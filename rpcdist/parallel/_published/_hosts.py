@@ -54,14 +54,17 @@ _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int
 
 def check_description(description: Description) -> None:
     """Raises `TransportError` if the numbers of a description, which a peer has sent, make no sense."""
-    source_name, _, keep, num_changes, addresses, num_shards = description
-    numbers = (keep, num_changes, num_shards)
-    if (
-        any(type(number) is not int or number < 0 for number in numbers)
-        or not 1 <= keep < MAX_SEGMENTS
-        or not 1 <= num_shards <= MAX_SHARDS
-        or any(type(text) is not str for text in (source_name, *addresses))
-    ):
+    try:
+        source_name, _, keep, num_changes, addresses, num_shards = description
+        is_valid = (
+            all(type(number) is int and number >= 0 for number in (keep, num_changes, num_shards))
+            and 1 <= keep < MAX_SEGMENTS
+            and 1 <= num_shards <= MAX_SHARDS
+            and all(type(text) is str for text in (source_name, *addresses))
+        )
+    except (TypeError, ValueError):
+        is_valid = False
+    if not is_valid:
         raise TransportError(f"an invalid description of published tensors arrived: {abridged(description)}")
 
 

@@ -20,7 +20,7 @@ from rpcdist.parallel._published._parts import Box, Pieces
 from rpcdist.parallel._published._reader import VersionReader
 from rpcdist.parallel._published._source import purpose_of, worker_of
 from rpcdist.rpc._current import current_agent
-from rpcdist.time_limits import ATTEMPT_LIMIT_S, CHECK_INTERVAL_S
+from rpcdist.time_limits import ATTEMPT_LIMIT_S, CHECK_INTERVAL_S, MIN_WAIT_S
 from rpcdist.transport import Node
 from rpcdist.transport.sockets import SocketHub
 
@@ -250,7 +250,7 @@ class ShardConnection:
             reader = None
             if selection is not None:
                 # The parts of a tensor that lie in the memory of this host are not made once more.
-                reader = None if self._dtype else self._reader_of_host(layout, description[4])
+                reader = None if self._dtype else self._reader_of_host(layout, description[4], limit_s)
                 if reader is None:
                     described = self._described(origin, seen, selection, limit_s)
                     if described is None:
@@ -267,7 +267,7 @@ class ShardConnection:
             if copy is not None:
                 self.copy = None
                 copy.leave()
-            reader = reader or self._reader_of_host(layout, addresses)
+            reader = reader or self._reader_of_host(layout, addresses, limit_s)
             if reader is not None:
                 self._use(reader, num_publishers)
                 return
@@ -307,8 +307,9 @@ class ShardConnection:
         if before is not None:
             before.close()
 
-    def _reader_of_host(self, layout: VersionLayout, addresses: list[str]) -> VersionReader | None:
-        """A reader of the first source that this process can share memory with."""
+    def _reader_of_host(self, layout: VersionLayout, addresses: list[str], limit_s: float) -> VersionReader | None:
+        """A reader of the first source that this process can share memory with, among those that answer in time."""
+        deadline = Deadline.after(limit_s)
         agent = current_agent()
         network = agent.network
         if not isinstance(network, Node) or not agent.options.share_payloads:
@@ -317,7 +318,8 @@ class ShardConnection:
         try:
             for address in addresses:
                 try:
-                    connection = hub.connect(address, purpose_of(agent.worker_name), ATTEMPT_LIMIT_S, unix=True)
+                    left_s = max(MIN_WAIT_S, deadline.remaining_s())
+                    connection = hub.connect(address, purpose_of(agent.worker_name), left_s, unix=True)
                 except TransportError:
                     continue  # on another host
                 try:
