@@ -150,7 +150,7 @@ class Lender:
         self._unanswered: dict[int, Pack] = {}  # lent before the borrower has accepted it
         self._refused: dict[int, Pack] = {}  # refused, and not reported as unread yet
         self._common: dict[int, Callable[[], None]] = {}  # lent, and shared with other peers, see `offer_common`
-        self._free_common: dict[MappedSegment, int] = {}  # those that the peer has mapped and returned
+        self._free_common: dict[MappedSegment, int] = {}  # mapped and returned by the peer
         self.withdrawn: list[int] = []
         self._lock = threading.Lock()
         self._closed = False
@@ -401,7 +401,7 @@ class Lender:
             self._count(-self._num_bytes)
 
 
-_num_forks = 0  # of this process; each is counted just before it happens
+_num_forks = 0  # in this process; each is counted just before it happens
 
 
 def _count_fork() -> None:

@@ -132,7 +132,7 @@ class Segment:
         Raises:
             SegmentError: the system refuses, or the segment is closed.
         """
-        if self._descriptor < 0:  # for mmap, -1 would mean new memory
+        if self._descriptor < 0:  # mmap would take -1 as new memory
             raise SegmentError(f"cannot map {self!r}")
         protection = mmap.PROT_READ | mmap.PROT_WRITE if is_writable else mmap.PROT_READ
         try:

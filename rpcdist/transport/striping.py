@@ -244,7 +244,7 @@ MIN_STRIPED_BYTES: Final = 2 << 20
 """For smaller messages, the thread switches cost more than the second connection gains."""
 
 _MIN_FAR_BYTES: Final = 256 << 10
-"""The same if a round trip takes long. [Note: far peers]"""
+"""`MIN_STRIPED_BYTES` for peers with a long round trip. [Note: far peers]"""
 
 _FAR_ROUND_TRIP: Final = 2e-3  # seconds; within a data centre it is shorter
 

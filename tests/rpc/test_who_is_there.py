@@ -80,7 +80,7 @@ def test_waiting_for_a_worker() -> None:
         with cluster.use("b"):
             assert rpc.wait_for_worker("a") == rpc.WorkerInfo("a", 0)
             with pytest.raises(
-                DeadlineExceeded, match=r"'c' did not join within 0\.0\d+ s; these are there: a, b\. Check"
+                DeadlineExceeded, match=r"'c' did not join within 0\.0\d+ s; the job has these workers: a, b\. Check"
             ):
                 rpc.wait_for_worker("c", timeout=0.05)
         waiting = cluster.begin("a", rpc.wait_for_worker, "c")

@@ -242,7 +242,9 @@ def _follow(agent: Agent, leader: Identity, members: Members, number: int, limit
             raise RankLost(f"making {title}", str(exc), (0,)) from exc
     host, port = found
     if not isinstance(host, str) or not isinstance(port, int):
-        raise TransportError(f"worker {leader.name!r} said that the store of {title} is at {abridged(found)}")
+        raise TransportError(
+            f"worker {leader.name!r} sent an invalid address of the store of {title}: {abridged(found)}"
+        )
     left = timedelta(seconds=max(1.0, deadline.remaining_s()))
     return TCPStore(host, port, None, False, left, wait_for_workers=False)
 

@@ -191,7 +191,7 @@ class NewCalls:
         return call.is_compact and not (call.context or call.result or call.target)
 
     def for_another(self, made: NewCall, to: int, reply_sink: ReplySink) -> NewCall | None:
-        """The same call for another worker, without encoding it again; None if parts of it are for one worker only."""
+        """Copies a call for another worker without encoding it again; None if parts of it suit one worker only."""
         call, message, large = made
         if not self.is_for_all(made) or (message.num_tensors and self._marshal.moves_cpu(to)):
             return None

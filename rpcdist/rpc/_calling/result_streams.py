@@ -85,7 +85,7 @@ class StreamState:
                 return
             if len(self._items) + self._taken >= self._window:
                 item.discard()
-                raise ProtocolViolation(f"more than {self._window} items of the stream of {self.what} came unread")
+                raise ProtocolViolation(f"more than {self._window} unread items of the stream of {self.what} arrived")
             self._items.append(item)
             self._notify()
 

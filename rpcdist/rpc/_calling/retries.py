@@ -82,7 +82,7 @@ class _Retried:
         self._start = start
         self._deadline = Deadline.after(owner.caller.timeout_of(timeout_s)).earlier(current_deadline.get())
         self._pauses: Iterator[float] = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, self._deadline)
-        self._context = copy_context()  # of the thread that makes the call, for all later attempts
+        self._context = copy_context()  # the calling thread's context, for all later attempts
         self._lock = threading.Lock()
         self._current: Future[Any] | None = None
         self._timer: Timer | None = None

@@ -1,1 +1,1 @@
-"""Where user code runs: a pool of threads, and an event loop."""
+"""Runs user code: a thread pool, and an event loop."""

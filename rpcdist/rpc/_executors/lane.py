@@ -31,7 +31,7 @@ class Lane:
         self._is_closed = False
         self._baton = new_baton()
         self._thread = 0
-        self._led: AnySession | None = None  # where the thread may be reading
+        self._led: AnySession | None = None  # the session that the thread may be reading from
 
     @property
     def is_here(self) -> bool:

@@ -25,7 +25,7 @@ from rpcdist.rpc.future import Future
 from rpcdist.transport.wire_messages import CallMessage, History, ReplyMessage
 
 MAX_GPUS: Final = 256
-MAX_SHORT_BYTES: Final = 64 * 1024  # of a body: decoding it on the I/O loop must not take long
+MAX_SHORT_BYTES: Final = 64 * 1024  # a body up to this size is decoded quickly on the I/O loop
 
 
 class Arrived:

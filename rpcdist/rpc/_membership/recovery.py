@@ -47,7 +47,7 @@ class Recovery:
         ] = {}  # the missing, at each address, and the workers that named them
         self._asked: set[Member] = set()
         self._silent: set[Member] = set()
-        self._living: dict[Identity, Member] = {}  # those that have answered, with the address
+        self._living: dict[Identity, Member] = {}  # workers that have answered, with their addresses
 
     def expect(self, speaker: Identity, known: Iterable[Member]) -> None:
         """Adds the members that a returned worker knew; only once for each worker."""

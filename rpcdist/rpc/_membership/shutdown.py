@@ -339,7 +339,7 @@ class Leaving:
             except RpcdistError as exc:
                 if self.lifetime.is_closed:
                     raise
-                # Also if the leader is just closing. The next iteration asks the next leader.
+                # Perhaps the leader is just closing. The next iteration asks the next leader.
                 level = logging.DEBUG
                 if time.monotonic() - reported >= LOG_PERIOD_S:
                     level, reported = logging.WARNING, time.monotonic()

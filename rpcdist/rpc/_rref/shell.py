@@ -104,7 +104,7 @@ class RRefShell(Actions):
         self._changed = threading.Condition(self._lock)  # notified of each change if threads wait
         self._num_waiting = 0  # threads in `_wait_for`
         self.protocol = RRefProtocol(self.me, self)
-        self._effects: list[Callable[[], object]] = []  # of the current decision; run without the lock
+        self._effects: list[Callable[[], object]] = []  # effects of the current decision; run without the lock
         self._deleted: dict[ProcessId, list[Message]] = {}  # by owner, forks deleted in the current decision
         self._to_myself: list[Message] = []  # delivered after the current decision
         self.states: dict[UniqueId, HandleState] = {}

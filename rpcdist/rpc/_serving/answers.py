@@ -31,7 +31,7 @@ from rpcdist.transport.wire_messages import ReplyMessage
 logger = logging.getLogger(__name__)
 
 _CALLS_OF_METHODS: Final = frozenset(function_name(function) for function in CALLS_OF_METHODS)
-MAX_LOGGED_CHARS: Final = 200  # of a handler's error, which its caller gets in full, and of the function's name
+MAX_LOGGED_CHARS: Final = 200  # of a handler's error (its caller gets all), and of the function's name
 MAX_LOGGED_CALLS: Final = 1000
 """Failures of one peer's calls that are logged as warnings within `LOG_PERIOD_S`: a peer must not fill a disk."""
 
@@ -80,7 +80,9 @@ class Answers:
         try:
             if result is not None and is_generator(result) and active.entry is None:
                 if active.deadline.expired():  # the caller has timed out: it will never take an item, nor cancel
-                    raise DeadlineExceeded("RPC ran for more than set timeout: it was over before the stream began")
+                    raise DeadlineExceeded(
+                        "RPC ran for more than set timeout: the deadline passed before the stream began"
+                    )
                 self._produce(active, result)
                 return None
             large: Sequence[LargeBuffer] = ()

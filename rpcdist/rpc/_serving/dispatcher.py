@@ -337,7 +337,9 @@ class Dispatcher:
 
     def _refuse(self, active: ActiveCall) -> None:
         """Answers a call that its caller no longer wants."""
-        error: RpcdistError = DeadlineExceeded("RPC ran for more than set timeout: it was over before the call ran")
+        error: RpcdistError = DeadlineExceeded(
+            "RPC ran for more than set timeout: the deadline passed before the call ran"
+        )
         if active.cancelled:
             error = Cancelled("the call was cancelled before it ran")
         self._answers.fail(active, error)

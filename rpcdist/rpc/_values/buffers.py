@@ -170,7 +170,7 @@ class ReceiveBuffer:
 
     @property
     def memory(self) -> torch.Tensor:
-        """The same bytes as a tensor of uint8, aligned to 64 bytes; its storage is resizable unless it is borrowed."""
+        """The bytes as a uint8 tensor, aligned to 64 bytes; its storage is resizable unless it is borrowed."""
         memory = self._memory
         if memory is None:
             memory = self._memory = torch.frombuffer(self._view, dtype=torch.uint8)

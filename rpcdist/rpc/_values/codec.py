@@ -108,7 +108,7 @@ def unpicklable_part(obj: object, name: str, externals: Externals | None, by_val
 def _pickles(item: object, externals: Externals | None, by_value: bool) -> bool:
     try:
         write_pickle(item, externals, by_value)
-    except Exception:  # of any kind: the part cannot be sent
+    except Exception:  # for whatever reason, the part cannot be sent
         return False
     return True
 

@@ -79,7 +79,7 @@ class FunctionLookupError(RpcdistError, AttributeError):
 def unwrap(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]:
-    """The same call, with the values that `func` holds moved into the arguments.
+    """Returns an equivalent call, with the values that `func` holds moved into the arguments.
 
     A bound method becomes its function, called with the instance; a `functools.partial` becomes its function, with its
     arguments; an instance with `__call__` becomes that method, called with the instance. Class methods, and callables

@@ -139,7 +139,7 @@ def grpc_ends(fingerprint: str | None) -> str:
 
 
 def accepted_grpc_ends(context: Any) -> str:
-    """The same name on the serving side, from the context of a call."""
+    """Returns the same name as `grpc_ends` on the serving side, from the context of a call."""
     shown = context.auth_context().get("x509_pem_cert")
     return grpc_ends(fingerprint_of_pem(shown[0]) if shown else None)
 

@@ -34,7 +34,7 @@ import os
 import resource
 import signal
 import threading
-from _signal import getsignal  # type: ignore[import-not-found]  # those of `signal` make an enum of every handler
+from _signal import getsignal  # type: ignore[import-not-found]  # `signal.getsignal` makes an enum of every handler
 from _signal import signal as set_handler
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -62,7 +62,7 @@ messages faster."""
 _ROUND_TRIP_AT: Final = 68  # tcpi_rtt in struct tcp_info
 _SHORTEST_AT: Final = 148  # tcpi_min_rtt
 _UNSENT_BYTES: Final = 256 << 10
-"""The same limit for TCP: the bytes that it has not begun to send."""
+"""The limit for TCP, on bytes that the kernel has not begun to send."""
 
 
 class SocketChannel:
@@ -96,7 +96,7 @@ class SocketChannel:
         self._num_target = 0
         self._plain: bytearray | None = None  # a large frame that is not a chunk, or a chunk of an aborted transfer
         self._chunk: tuple[ChunkHead, int] | None = None  # a chunk, and the size of its frame
-        self._turn_ends_at = NEVER.at  # of the loop; a leading thread may read for longer
+        self._turn_ends_at = NEVER.at  # for the loop; a leading thread may read for longer
         self._has_frames = False  # the scratch begins with a frame, since a turn has ended
         self._lead = Lead(self._read_led)
         self._can_lead = False
@@ -429,7 +429,7 @@ class SocketChannel:
                 raise self._broken(exc) from exc
             self._num_sent += sent
             self._rest_segment = None if sent else segment  # the descriptor travels with the first byte
-            # Also under the lock: `abort` reads `_rest` to find out whether a frame was sent in part.
+            # Under the lock, too, because `abort` reads `_rest` to find out whether a frame was sent in part.
             while parts and sent >= len(parts[0]):
                 sent -= len(parts.pop(0))
             if sent:

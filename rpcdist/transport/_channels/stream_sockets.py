@@ -166,14 +166,14 @@ def break_when_silent(connection: socket.socket | TlsSocket, limit_s: float) -> 
 
 
 def connected_ends(connection: socket.socket) -> str:
-    """The name of a connection at the side that opened it. [Note: two ends]"""
+    """Names a connection, at the side that opened it. [Note: two ends]"""
     if connection.family == socket.AF_UNIX:
         return _unix_ends(server=peer_process(connection), client=_me())
     return _tcp_ends(connection.getpeername())
 
 
 def accepted_ends(connection: socket.socket) -> str:
-    """The same name at the side that accepted it."""
+    """Returns the name that `connected_ends` returns, at the side that accepted the connection."""
     if connection.family == socket.AF_UNIX:
         return _unix_ends(server=_me(), client=peer_process(connection))
     return _tcp_ends(connection.getsockname())

@@ -116,7 +116,7 @@ class Outgoing:
 
     def __init__(self, account: AnnouncedBytes | None = None) -> None:
         self._account = account
-        self._owed_bytes = self._owed_small_bytes = 0  # of buffers, and of frames
+        self._owed_bytes = self._owed_small_bytes = 0  # in buffers, and in frames
         self._owing = threading.Lock()  # protects these three
         self._striped: dict[int, int] = {}  # parts of the account that the payload connections write, by transfer
         self.is_overdrawn = False

@@ -55,7 +55,7 @@ class StreamListeners:
     ports: PortRange
     _tcp: dict[str, tuple[str, int]] = field(default_factory=dict)  # address and port, by the requested host
     _accepting: dict[str, asyncio.Task[Any]] = field(default_factory=dict)  # by host, or "@" and a Unix socket's name
-    _lasting_name: str = ""  # of the Unix listener that stays as long as the process serves
+    _lasting_name: str = ""  # the Unix listener that stays while the process serves
     _ours: set[socket.socket] = field(default_factory=set)  # accepted, and not handed to another part yet
 
     @property

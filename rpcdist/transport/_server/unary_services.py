@@ -62,7 +62,7 @@ class UnaryServices(grpc.GenericRpcHandler):
         self._methods: dict[str, tuple[type[Message], Method, bool]] = {}  # by path; the last item: in pieces
         self._proven = proven
         self._num_running = 0
-        self._num_bytes: Counter[Identity] = Counter()  # of unfinished calls, by caller
+        self._num_bytes: Counter[Identity] = Counter()  # in unfinished calls, by caller
         self._one_ended = asyncio.Event()
 
     def add(self, descriptor: ServiceDescriptor, methods: Mapping[str, Method]) -> None:

@@ -33,7 +33,7 @@ _Texts = tuple[bytes, ...]
 
 
 class _Loaded(NamedTuple):
-    texts: _Texts  # of the files, for comparison: a replaced file may have the same time and length
+    texts: _Texts  # the files' contents: a replaced file may have the same time and length
     certificate: Certificate
     prover: CertificateProver
 

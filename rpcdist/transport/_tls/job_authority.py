@@ -30,7 +30,7 @@ CLOCK_TOLERANCE: Final = timedelta(days=1)
 
 _P256_ORDER: Final = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
 _KEY_MATERIAL_BYTES: Final = 48  # 128 bits more than the order, so that all remainders are equally likely
-_MAX_COMMON_NAME_BYTES: Final = 64  # of X.509
+_MAX_COMMON_NAME_BYTES: Final = 64  # X.509's limit
 _AUTHORITY_PERIOD: Final = datetime(2000, 1, 1, tzinfo=UTC), datetime(2100, 1, 1, tzinfo=UTC)
 
 

@@ -78,7 +78,7 @@ class TlsSocket:
         self._read: Callable[[int, memoryview], int] = self._tls.read  # type: ignore[assignment]  # with a buffer
         self._lock = threading.Lock()  # protects OpenSSL's state
         self._is_broken = False
-        self._failure: OSError | None = None  # of reading; OpenSSL reports it only once
+        self._failure: OSError | None = None  # of a read; OpenSSL reports it only once
         self.has_unsent = False  # handshake bytes wait for room in the socket
 
     def __repr__(self) -> str:
