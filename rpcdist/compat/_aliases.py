@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import Any, Final
 
 from rpcdist.compat._replaced_names import ALIASES, LATE_VIEWS, MISSING, TAKES_GROUPS, VIEWS
-from rpcdist.compat._views import install_late, install_views, refuse_torch_groups
+from rpcdist.compat._views import install_late, install_views, own_names, refuse_torch_groups
 from rpcdist.errors import ConfigError
 
 
@@ -148,6 +148,7 @@ def install() -> None:
         raise ConfigError(
             "torch's process group is initialized: call rpcdist.compat.install() before the program starts"
         )
+    from rpcdist.data import DistributedSampler
     from rpcdist.parallel.sync_batch_norm import SyncBatchNorm
 
     install_views(VIEWS)  # first: these modules of torch import some of the others
@@ -157,6 +158,7 @@ def install() -> None:
     places: list[Any] = [nn, nn.modules, nn.modules.batchnorm]
     for place in places:
         place.SyncBatchNorm = SyncBatchNorm  # for torch, too: it is of torch's class
+    own_names(sys.modules["torch.utils.data.distributed"])["DistributedSampler"] = DistributedSampler
     profiler_legacy.profile = profile  # type: ignore[misc]
     _prepare_children()
 

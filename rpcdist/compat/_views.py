@@ -153,14 +153,14 @@ def refuse_torch_groups() -> None:
             "(docs/clusters.md)"
         )
 
-    c10d = _own_names(importlib.import_module("torch.distributed.distributed_c10d"))
+    c10d = own_names(importlib.import_module("torch.distributed.distributed_c10d"))
     originals = {name: c10d[name] for name in ("_get_default_group", "init_process_group")}
     for module in [module for name, module in sys.modules.items() if name.partition(".")[0] == "torch"]:
-        own = _own_names(module)  # of torch's own view; modules that were loaded before have imported the names
+        own = own_names(module)  # of torch's own view; modules that were loaded before have imported the names
         own.update({name: refuse for name, original in originals.items() if own.get(name) is original})
 
 
-def _own_names(module: ModuleType) -> dict[str, Any]:
+def own_names(module: ModuleType) -> dict[str, Any]:
     """The namespace of a module without what programs find there instead."""
     names: dict[str, Any] = object.__getattribute__(module, "__dict__")
     return names

@@ -99,6 +99,8 @@ def check_groups() -> None:
     c10d._abort_process_group(other)
     check(other not in c10d._pg_map and c10d._get_process_group_name(other) == "None", "a group that was destroyed")
     check(c10d._get_default_store() is not None and c10d._get_object_coll_device() == "cpu", "store and device")
+    elastic: Any = importlib.import_module("torch.distributed.elastic.utils.data")
+    check(len(elastic.ElasticDistributedSampler(range(3))) == 3, "torch's sampler that begins anywhere")
     store, rank, size = next(torch.distributed.rendezvous("tcp://127.0.0.1:0", rank=0, world_size=1))
     engines, _ = c10d._new_process_group_helper(size, rank, [], dist.Backend("gloo"), store, group_name="engines")
     c10d._world.pg_group_ranks[engines] = {0: 0}
