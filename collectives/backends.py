@@ -144,9 +144,14 @@ def make_backend(name: Backend | str, context: GroupContext) -> GroupBackend:
     plugin = Backend._plugins.get(name.upper())
     if plugin is not None:
         create, extended_api = plugin
-        if extended_api:
-            return create(context, context.options)
-        return create(context.store, context.rank, context.size, timedelta(seconds=context.timeout_s))
+        store, rank, size, timeout = context.store, context.rank, context.size, timedelta(seconds=context.timeout_s)
+        made = create(context, context.options) if extended_api else create(store, rank, size, timeout)
+        if not isinstance(made, GroupBackend):
+            raise ConfigError(
+                f"the function that was registered for the backend {name} returned {made!r}; return an object of "
+                "rpcdist.collectives.BackendBase, or run the program without compat"
+            )
+        return made
     return _built_in(str(name))(context)
 
 

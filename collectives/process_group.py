@@ -45,6 +45,7 @@ class ProcessGroup(LowerCaseOperations):
         store: the part of the store that only this group uses.
         rank: rank of this process in the group.
         ranks: ranks of the members in the world, by rank in the group; or how many there are, if there is no world.
+            Classes of programs call the constructor with a rank and a size alone, as in torch.
         name: equal on all its ranks, and different from those of all other groups.
         backends: device type to backend; one backend may carry several device types.
         split: makes groups of some of its ranks.
@@ -71,9 +72,9 @@ class ProcessGroup(LowerCaseOperations):
 
     def __init__(
         self,
-        store: Store,
+        store: Store | int,
         rank: int,
-        ranks: tuple[int, ...] | int,
+        ranks: tuple[int, ...] | int | None = None,
         *,
         name: str = "",
         backends: Mapping[str, GroupBackend] = MappingProxyType({}),
@@ -85,12 +86,16 @@ class ProcessGroup(LowerCaseOperations):
         options: object | None = None,
         device: torch.device | None = None,
     ) -> None:
+        self._store = None if isinstance(store, int) else store
+        if isinstance(store, int):  # a rank and a size
+            rank, ranks = store, rank
+        if ranks is None:
+            raise TypeError("ProcessGroup takes a store, a rank and ranks, or a rank and a size")
         self._name = name
         self._rank = rank
         ranks = tuple(range(ranks)) if isinstance(ranks, int) else ranks
         self._ranks = ranks
         self._group_ranks = {world_rank: rank for rank, world_rank in enumerate(ranks)}
-        self._store = store
         self._backends = dict(backends)
         self._bindings = {
             device_type: BackendBinding(
@@ -176,7 +181,9 @@ class ProcessGroup(LowerCaseOperations):
         return GlooOptions(self.timeout) if self._options is None else self._options
 
     def get_group_store(self) -> Store:
-        """The part of the store that only this group uses."""
+        """The part of the store that only this group uses. Raises ConfigError for a group that was made without one."""
+        if self._store is None:
+            raise ConfigError(f"{self!r} was made without a store")
         return self._store
 
     def next_number(self, purpose: str) -> int:
@@ -215,6 +222,11 @@ class ProcessGroup(LowerCaseOperations):
             return ConfigError(f"Invalid process group specified: {self} was destroyed; make a new one")
         if device_type == "meta":
             return ConfigError("groups carry values, and a tensor on the device meta has none; call to_empty() first")
+        if type(self) is not ProcessGroup:
+            return ConfigError(
+                f"{type(self).__name__} is a class of the program: call its methods, such as allreduce, instead of "
+                "functions of torch.distributed, or run the program without compat"
+            )
         return ConfigError(
             f"No backend type associated with device type {device_type}: the group carries {self.backend_config}; name "
             f"one when you make it, e.g. backend='cpu:tcp,{device_type}:...'"

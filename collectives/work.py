@@ -36,6 +36,7 @@ class Work:
 
     Args:
         title: names the operation in errors, e.g. "all_reduce #41 of group 'default'"; made text by `str` when needed.
+            Classes of programs call the constructor without arguments, as in torch.
         result: the output tensors.
         callbacks: runs the callbacks of futures; without it, those of each future have a thread of their own.
 
@@ -47,7 +48,11 @@ class Work:
     __reduce_ex__ = refuse_pickling
 
     def __init__(
-        self, title: object, result: list[torch.Tensor] | None = None, *, callbacks: Callbacks | None = None
+        self,
+        title: object = "of a program",
+        result: list[torch.Tensor] | None = None,
+        *,
+        callbacks: Callbacks | None = None,
     ) -> None:
         self._title = title
         self._process = _this_process

@@ -313,6 +313,43 @@ def test_a_group_is_found_by_further_names(world_of_one: None) -> None:
         collectives._resolve_process_group("trainers")
 
 
+class OneRank(collectives.ProcessGroup):
+    """A group of a program, as torch's tests and torchft have some."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+
+    def allreduce(self, tensors: Any, *_: object, **__: object) -> DoneWork:
+        return DoneWork(tensors)
+
+
+class DoneWork(collectives.Work):
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.tensors = tensors
+
+    def wait(self, timeout: object = None) -> bool:
+        return len(self.tensors) == 1
+
+
+def test_classes_of_programs_derive_from_groups_and_works(world_of_one: None) -> None:
+    group = OneRank(1, 3)
+    assert (group.rank(), group.size(), collectives.get_rank(group)) == (1, 3, 1)
+    assert group.allreduce([torch.ones(1)]).wait() and "of a program" in repr(group.allreduce([]))
+    with pytest.raises(ConfigError, match="OneRank is a class of the program: call its methods, such as allreduce"):
+        collectives.all_reduce(torch.ones(1), group=group)
+    with pytest.raises(ConfigError, match="without a store"):
+        group.get_group_store()
+
+
+def test_a_registered_function_returns_a_backend(world_of_one: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collectives.Backend, "_plugins", {"GLOO": (lambda *_: OneRank(0, 1), False)})
+    with pytest.raises(
+        ConfigError, match=r"returned <ProcessGroup .*; return an object of rpcdist.collectives.Backend"
+    ):
+        collectives.new_group([0], backend="gloo")
+
+
 def test_options_of_torchs_gloo(world_of_one: None) -> None:
     torchs: Any = collectives.ProcessGroupGloo
     options = torchs._Options()
