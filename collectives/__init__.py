@@ -1,22 +1,21 @@
 """Collectives, point-to-point messages and the store, with the names of torch.distributed.
 
-It is installed as `rpcdist.collectives`. Importing it is cheap: neither torch nor gRPC is loaded before the first use.
-A type checker reads the imports below; when the program runs, `_MODULES` says which module has a name. Modules all
-of whose names are public are imported whole there.
+It is installed as `rpcdist.collectives`. Importing it is cheap: torch and gRPC are loaded at the first use. A type
+checker reads the imports below; at run time, `_MODULES` maps names to modules.
 """
 
-# ruff: noqa: F403  # the modules imported whole name what is public in their __all__
+# ruff: noqa: F403  # the modules imported with * define __all__
 
 if __name__ != "rpcdist.collectives":
     raise ImportError(
-        "this folder is installed as rpcdist.collectives; write `import rpcdist.collectives`, and take the "
-        "repository's root off sys.path (run your script from another folder, or install the project with pip)"
+        "this folder is installed as rpcdist.collectives; write `import rpcdist.collectives`, and remove the "
+        "repository's root from sys.path (run your script from another folder, or install the project with pip)"
     )
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-# At once and not lazily: later, importing the module of this name would hide the function behind the module.
+# Imported here, as a later import of the module with this name would replace the function by the module.
 from rpcdist.collectives.rendezvous import register_rendezvous_handler as register_rendezvous_handler
 from rpcdist.collectives.rendezvous import rendezvous as rendezvous
 
@@ -72,7 +71,7 @@ _MODULES = {
     ),
     ".process_group": "ProcessGroup",
     ".work": "Work _Work",
-    # Of the layer above: scripts of torch name these types in annotations of communication hooks.
+    # From the layer above: scripts for torch use these types in annotations of communication hooks.
     "..parallel.comm_hooks": "BuiltinCommHookType GradBucket",
     "..parallel._ddp._reducer": "Reducer",
 }

@@ -1,18 +1,18 @@
-"""Our parts that torch's C++ code and its compiler see.
+"""The parts of rpcdist that torch's C++ code and its compiler use.
 
-Our Work stands where torch expects its own, alive for as long as torch's C++ code holds it. Functional collectives
-whose C++ code asks a group for a backend of torch's, which ours do not have, get kernels of ours; the others call
-methods of the group that C++ code finds in Python. The compiler runs some functions as they are.
+Our Work takes the place of torch's, and lives as long as torch's C++ code holds it. Some functional collectives have
+C++ code that asks a group for a backend of torch, which our groups do not have; these get our kernels. The others call
+methods of the group that C++ code finds in Python. The compiler does not trace some functions.
 
-[Note: halves] An object of a Python class that is derived from a class of torch's has two halves. The half in C++ calls
-the methods of the half in Python, if that lives; if it does not, it runs torch's own methods, which for a Work wait for
-ever, as nothing ever ends it. C++ code that keeps such an object keeps its own half only. So each function of torch
-that keeps a Work gets one that owns both halves (`held`). torch makes these itself of what a group's methods return to
-C++. It does not in the functions of `keep_what_torch_holds`, which take what the program passes.
+[Note: halves] An object of a Python class that is derived from a class of torch has two halves. The C++ half calls the
+methods of the Python half, if that is alive. Otherwise it runs torch's own methods, which for a Work wait forever,
+since no code ends it. C++ code that keeps such an object keeps only the C++ half. So each function of torch that keeps
+a Work gets one that owns both halves (`held`). torch makes such an owner itself for values that a group's methods
+return to C++, but not in the functions of `keep_what_torch_holds`, which take values from the program.
 
-Groups live until they are destroyed, even if no Python code refers to them, except those of `torch_group`, which a
-library holds that makes them. A future is ended by C++ code of its own;
-for an error of one, see `fail_future`. Our stores, backends and options have no half in C++.
+Groups live until they are destroyed, even without references from Python code. The exceptions are groups of
+`torch_group`, which the library that makes them holds. C++ code completes futures; for their errors, see
+`fail_future`. Our stores, backends and options have no C++ half.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _c10d: Any = torch._C._distributed_c10d
 
 
 class TorchWork(_c10d.Work):  # type: ignore[misc]  # see _c10d
-    """Our Work, one or several, where torch expects its own."""
+    """One or several Works of rpcdist as a Work of torch."""
 
     def __init__(self, *works: Work) -> None:
         super().__init__()
         self._works = works
 
     def wait(self, timeout: timedelta | float = timedelta(0)) -> bool:
-        """Blocks until it is done; 0 leaves the limit to the operations' own."""
+        """Blocks until it is done; 0 means the limits of the operations."""
         for work in self._works:
             work.wait(timeout)
         return True
@@ -97,7 +97,7 @@ def _worst(done: torch.futures.Future[list[torch.futures.Future[int]]]) -> int:
 
 
 class _OwnerMaker(_c10d.ProcessGroup):  # type: ignore[misc]  # see _c10d
-    """A group whose only use is that torch's C++ code makes an owner of the Work that a method of it returns."""
+    """A group whose only purpose is that torch's C++ code makes an owner of the Work that its method returns."""
 
     def __init__(self) -> None:
         super().__init__(0, 1)
@@ -119,18 +119,18 @@ _owner_maker: Final = _OwnerMaker()
 
 
 def held(work: object) -> Any:
-    """A Work of torch's that owns both halves of one of ours, for C++ code alone; others come back as they are."""
+    """Returns a Work of torch that owns both halves of ours, for C++ code; returns other objects unchanged."""
     return _owner_maker.owner_of(work) if isinstance(work, TorchWork) else work
 
 
 def keep_what_torch_holds() -> None:
-    """Has the functions of torch that keep a Work get one that owns both halves. Idempotent."""
+    """Makes torch's functions that keep a Work get one that owns both halves. Idempotent."""
     _change(_c10d.Reducer, "_set_forward_pass_work_handle", lambda self, work, static: (self, held(work), static))
     _change(_c10d, "_register_work", lambda tensor, work: (tensor, held(work)))
 
 
 def _change(owner: Any, name: str, arguments: Callable[..., tuple[object, ...]]) -> None:
-    """Replaces a function of torch's by one that changes its arguments."""
+    """Replaces a function of torch by one that changes its arguments."""
     original = getattr(owner, name)
     if hasattr(original, "__wrapped__"):
         return
@@ -147,7 +147,7 @@ _libraries: Final[list[torch.library.Library]] = []
 
 
 def serve_functional_ops(group_type: type, devices: Sequence[str]) -> None:
-    """Gives these operations kernels of ours for groups of a type; other groups keep torch's. Idempotent."""
+    """Registers our kernels of these operations for groups of a type; other groups keep torch's. Idempotent."""
     if _libraries:
         return
     library = torch.library.Library(_NAMESPACE, "IMPL")  # ends with the process
@@ -161,7 +161,7 @@ def serve_functional_ops(group_type: type, devices: Sequence[str]) -> None:
 
 
 def _choose(name: str, position: int, ours: Callable[..., Any], group_type: type, key: str) -> Callable[..., Any]:
-    """A kernel that looks at the group, which is an argument, or its name is."""
+    """Makes a kernel that chooses by the group; the group or its name is an argument."""
     theirs = torch.library.get_kernel(f"{_NAMESPACE}::{name}", key)
 
     def kernel(keys: torch._C.DispatchKeySet, *arguments: Any, **named: Any) -> Any:
@@ -182,7 +182,7 @@ def _all_gather_out(group: Any, given: torch.Tensor, _size: int, *, out: torch.T
 def _batch_p2p(
     group: Any, names: Sequence[str], peers: Sequence[int], tags: Sequence[int], tensors: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """As torch: what is received into comes back, and an empty tensor for each message that is sent."""
+    """Like torch, returns the tensors that were received, and an empty tensor for each message that was sent."""
     results = []
     for name, peer, tag, tensor in zip(names, peers, tags, tensors, strict=True):
         sends = name == "isend"
@@ -193,10 +193,10 @@ def _batch_p2p(
 
 
 def hide_from_compiler(*classes: type) -> None:
-    """Hides the methods of the classes, and what these call.
+    """Hides the methods of the classes, and the functions that they call.
 
-    torch's compiler would trace them, and from there the engine of a group. `torch.compiler.disable` does the same, but
-    imports the compiler.
+    torch's compiler would trace them, and through them the engine of a group. `torch.compiler.disable` does the same,
+    but imports the compiler.
     """
     frames = torch._C._dynamo.eval_frame
     skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
@@ -207,7 +207,7 @@ def hide_from_compiler(*classes: type) -> None:
 
 
 def hide_frame_from_compiler(function: Any) -> None:
-    """Hides a function; functions that it calls are compiled."""
+    """Hides a function, but not the functions that it calls."""
     frames = torch._C._dynamo.eval_frame
     strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
     frames.set_code_exec_strategy(function.__code__, strategy)

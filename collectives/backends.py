@@ -1,4 +1,4 @@
-"""Which backend carries which device: names, the registry, and strings such as "cpu:tcp,cuda:nccl"."""
+"""The backends of device types: names, the registry, and strings such as "cpu:tcp,cuda:nccl"."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ BackendFactory = Callable[..., GroupBackend]
 class Backend(str):
     """The name of a backend, in lower case; `Backend("GLOO") == "gloo" == Backend.GLOO`.
 
-    "tcp" carries CPU tensors through sockets and shared memory, and answers to "gloo" as well; "nccl" carries CUDA
-    tensors; "mpi" uses mpi4py; others can be registered.
+    "tcp" carries CPU tensors through sockets and shared memory, and has the second name "gloo"; "nccl" carries CUDA
+    tensors; "mpi" uses mpi4py; other backends can be registered.
     """
 
     UNDEFINED = "undefined"
@@ -50,7 +50,7 @@ class Backend(str):
     XCCL = "xccl"
     FAKE = "fake"
 
-    _plugins: ClassVar[dict[str, tuple[BackendFactory, bool]]] = {}  # and whether it takes the extended arguments
+    _plugins: ClassVar[dict[str, tuple[BackendFactory, bool]]] = {}  # whether it takes the extended arguments
     backend_list: ClassVar[list[str]] = [UNDEFINED, TCP, GLOO, NCCL, MPI]
     default_device_backend_map: ClassVar[dict[str, str]] = {"cpu": TCP, "cuda": NCCL}
     backend_capability: ClassVar[dict[str, list[str]]] = {
@@ -69,13 +69,13 @@ class Backend(str):
     def register_backend(
         cls, name: str, func: BackendFactory, extended_api: bool = False, devices: str | Sequence[str] | None = None
     ) -> None:
-        """Makes a backend known.
+        """Registers a backend.
 
         Args:
             name: as in `init_process_group(backend=name)`.
             func: returns an object of `rpcdist.collectives.BackendBase`; called as `func(store, rank, size, timeout)`.
-            extended_api: call `func(context, pg_options)` instead, with a `GroupContext`.
-            devices: the types of devices whose tensors it carries; "cpu" and "cuda", with a warning, by default.
+            extended_api: whether to call `func(context, pg_options)` instead, with a `GroupContext`.
+            devices: the device types whose tensors it carries; by default "cpu" and "cuda", with a warning.
         """
         lower = name.lower()
         if not hasattr(cls, name.upper()):
@@ -111,7 +111,7 @@ class BackendConfig:
         else:
             known = ", ".join(sorted(Backend.backend_capability))
             raise ConfigError(
-                f"Unknown backend type {text}; known are {known}. Register others with Backend.register_backend."
+                f"Unknown backend type {text}; known types are {known}. Register others with Backend.register_backend."
             )
 
     def _parse(self, text: str) -> None:
@@ -131,7 +131,7 @@ class BackendConfig:
         return ",".join(f"{device}:{backend}" for device, backend in self.device_backend_map.items())
 
     def get_device_backend_map(self) -> dict[str, Backend]:
-        """The backend of each kind of device."""
+        """Returns the backend of each device type."""
         return self.device_backend_map
 
 
@@ -172,12 +172,12 @@ def _built_in(name: str) -> BackendFactory:
 
 
 def default_backend() -> str:
-    """The backend of `init_process_group()` without arguments: "cpu:tcp,cuda:nccl" where both can run, else "tcp"."""
+    """Returns the default of `init_process_group()`: "cpu:tcp,cuda:nccl" if both can run, otherwise "tcp"."""
     return "cpu:tcp,cuda:nccl" if is_nccl_available() else "tcp"
 
 
 def get_default_backend_for_device(device: str | torch.device) -> str:
-    """The name of the backend that carries this device's tensors unless another is asked for."""
+    """Returns the name of the default backend for this device's tensors."""
     device_type = torch.device(device).type
     backend = Backend.default_device_backend_map.get(device_type)
     if backend is None:
@@ -186,17 +186,17 @@ def get_default_backend_for_device(device: str | torch.device) -> str:
 
 
 def is_available() -> bool:
-    """Whether this package works here; always."""
+    """Returns True: this package works on every machine."""
     return True
 
 
 def is_gloo_available() -> bool:
-    """Always: the `tcp` backend answers to the name."""
+    """Returns True: "gloo" is a name of the `tcp` backend."""
     return True
 
 
 def is_nccl_available() -> bool:
-    """Whether there are a CUDA device, a CuPy that is new enough, and an NCCL that it can load."""
+    """Whether this machine has a CUDA device, a recent enough CuPy, and an NCCL that CuPy can load."""
     if not torch.cuda.is_available():
         return False
     from rpcdist.collectives._nccl.communicator_calls import nccl_is_usable
@@ -210,17 +210,17 @@ def is_mpi_available() -> bool:
 
 
 def is_ucc_available() -> bool:
-    """Never."""
+    """Returns False."""
     return False
 
 
 def is_xccl_available() -> bool:
-    """Never."""
+    """Returns False."""
     return False
 
 
 def is_backend_available(backend: str) -> bool:
-    """Whether the backend, or each one of a string such as "cpu:tcp,cuda:nccl", is registered and can be used here."""
+    """Whether the backend, or each backend in a string such as "cpu:tcp,cuda:nccl", is registered and usable here."""
     if ":" in backend:
         return all(is_backend_available(str(name)) for name in BackendConfig(backend).device_backend_map.values())
     name = backend.lower()

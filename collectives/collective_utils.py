@@ -1,6 +1,6 @@
-"""Steps that all ranks take together, or none: a rank that fails takes its exception to all others.
+"""Steps that succeed on all ranks or fail on all ranks: every rank raises the exception of a rank that fails.
 
-Without a group (`pg=None`) there is only this process, and nothing is sent.
+Without a group (`pg=None`) only this process takes part, and sends nothing.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class _StageOutcome:
 
     Attributes:
         stage: name of the step that the rank is in.
-        data: the pickled value; a value that cannot be pickled is an error before anything is sent.
-        error: why there is no value.
+        data: the pickled value; a value that cannot be pickled is an error of this rank.
+        error: why the rank has no value.
         failed: whether the rank failed.
     """
 
@@ -66,20 +66,20 @@ def broadcast(
     rank: int = 0,
     pg: ProcessGroup | None = None,
 ) -> T:
-    """A value of one rank on all ranks, or, if it has none, an error on all ranks.
+    """Returns the value of one rank on all ranks, or raises on all ranks if that rank failed.
 
     Args:
         data_or_fn: the value, or a function that returns it, which only that rank calls. It is pickled.
-        success: False there says that the rank has failed already; then the value is None.
-        stage_name: for errors.
-        rank: the rank in the group whose value counts.
+        success: False on that rank if it has already failed; then the value is None.
+        stage_name: the name of the step, for errors.
+        rank: the rank in the group that has the value.
         pg: the group; None for this process alone.
 
     Raises:
         DistBackendError: that rank failed; its exception is the cause, on all ranks.
     """
     if not success and data_or_fn is not None:
-        raise ConfigError("data_or_fn has to be None when success is False: a rank that failed has no value")
+        raise ConfigError("data_or_fn must be None when success is False: a rank that failed has no value")
     outcomes = [_StageOutcome(stage_name)]
     if pg is None or pg.rank() == rank:
         outcomes = [_outcome(data_or_fn, stage_name) if success else _StageOutcome(stage_name, failed=True)]
@@ -104,11 +104,11 @@ def all_gather(data_or_fn: T, stage_name: str | None = None, pg: ProcessGroup | 
 def all_gather(
     data_or_fn: T | Callable[[], T], stage_name: str | None = None, pg: ProcessGroup | None = None
 ) -> list[T]:
-    """The values of all ranks, by rank, or, if one of them has none, an error on all ranks.
+    """Returns the values of all ranks, by rank, or raises on all ranks if one of them failed.
 
     Args:
         data_or_fn: this rank's value, or a function that returns it. It is pickled.
-        stage_name: must be the same on all ranks, so that no rank is a step ahead.
+        stage_name: the name of the step; must be equal on all ranks, so that no rank is a step ahead.
         pg: the group; None for this process alone.
 
     Raises:
@@ -129,7 +129,7 @@ def all_gather(
 
 
 def _outcome(data_or_fn: object, stage: str | None) -> _StageOutcome:
-    """Any error on this rank is sent to the other ranks."""
+    """Calls the function of this rank; an error becomes a part of the outcome, for all ranks."""
     try:
         value = data_or_fn() if callable(data_or_fn) else data_or_fn
         return _StageOutcome(stage, pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
@@ -138,7 +138,7 @@ def _outcome(data_or_fn: object, stage: str | None) -> _StageOutcome:
 
 
 def _portable(exc: Exception) -> Exception:
-    """The exception, or one with its text if it does not survive pickling."""
+    """Returns the exception, or one with its text if it cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(exc))
     except Exception:

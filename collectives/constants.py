@@ -13,4 +13,4 @@ default_pg_timeout: Final = timedelta(seconds=GROUP_TIMEOUT_S)
 """Limit of every operation, and of making the group."""
 
 default_pg_nccl_timeout: Final = timedelta(seconds=NCCL_GROUP_TIMEOUT_S)
-"""The same for groups of the `nccl` backend alone."""
+"""The limit for groups with the `nccl` backend alone."""

@@ -3,7 +3,7 @@
     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicas", "shards"))
     all_reduce(gradient, group=mesh["replicas"].get_group())
 
-All ranks of the world make the same meshes in the same order, as they do with groups.
+All ranks of the world make the same meshes in the same order, as with groups.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ Dimension = int | str
 
 
 class DeviceMesh:
-    """See above; `init_device_mesh` is the usual way.
+    """See the module's docstring. Programs usually call `init_device_mesh`.
 
     Args:
         device_type: "cpu" or "cuda", without an index.
         mesh: ranks in the world, each once, as a tensor or nested sequences.
         mesh_dim_names: one for each dimension.
-        backend_override: dimension, by number or name, to the backend of its groups; that of the default group
-            otherwise.
+        backend_override: the backend of a dimension's groups, by number or name of the dimension; by default that of
+            the default group.
 
     Attributes:
         device_type: as given.
@@ -43,7 +43,7 @@ class DeviceMesh:
         mesh_dim_names: as given.
 
     Raises (constructor):
-        ConfigError: ranks that do not exist, or names that do not fit.
+        ConfigError: ranks do not exist, or the number of names is wrong.
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class DeviceMesh:
         """Sets all attributes.
 
         Args:
-            slices: all parts of the whole mesh that have these dimensions, one behind the other; every rank makes the
-                groups of all of them.
+            slices: all parts of the whole mesh that have these dimensions, concatenated; every rank makes the groups of
+                all of them.
             flattened: the meshes that `_flatten` made from the whole mesh and its parts, by name.
         """
         self.device_type = device_type
@@ -89,7 +89,7 @@ class DeviceMesh:
         self._coordinate: tuple[int, ...] | None = None
 
     def _make_groups(self, dim: int, backend: str | None) -> ProcessGroup:
-        """Makes the groups along one dimension, on all ranks; returns this one's."""
+        """Makes the groups along one dimension, on all ranks; returns this rank's group."""
         name = f"mesh_{dim}" if self.mesh_dim_names is None else f"mesh_{self.mesh_dim_names[dim]}"
         everybody = list(range(get_world_size()))
         own_group: ProcessGroup | None = None
@@ -109,7 +109,7 @@ class DeviceMesh:
         groups: tuple[ProcessGroup, ...],
         flattened: dict[str, DeviceMesh],
     ) -> DeviceMesh:
-        """The slice that this rank is in, or else the first one."""
+        """Returns the slice that contains this rank, otherwise the first slice."""
         made = cls.__new__(cls)
         own = (slices == get_rank()).flatten(1).any(1).nonzero().flatten().tolist()
         made._set(device_type, slices[own[0] if own else 0].clone(), names, groups, slices, flattened)
@@ -123,7 +123,7 @@ class DeviceMesh:
         *,
         mesh_dim_names: Sequence[str] | None = None,
     ) -> DeviceMesh:
-        """A mesh of groups that there are already: of one group, or of one for each dimension of `mesh`.
+        """Makes a mesh from existing groups: from one group, or from one for each dimension of `mesh`.
 
         Raises:
             ConfigError: the groups do not fit the mesh.
@@ -134,7 +134,7 @@ class DeviceMesh:
             raise ConfigError("Must pass mesh if passing several ProcessGroups, or none")
         ranks = torch.tensor(groups[0].ranks) if mesh is None else torch.as_tensor(mesh, dtype=torch.int64).clone()
         if ranks.dim() != len(groups):
-            raise ConfigError(f"the mesh has {ranks.dim()} dimensions and {len(groups)} groups; give one for each")
+            raise ConfigError(f"the mesh has {ranks.dim()} dimensions, but {len(groups)} groups; pass one for each")
         made = DeviceMesh._part(device_type, ranks[None], checked_names(mesh_dim_names, ranks.dim()), groups, {})
         for dim, each in enumerate(groups):
             if (line := made._line(dim)) != list(each.ranks):
@@ -142,7 +142,7 @@ class DeviceMesh:
         return made
 
     def _line(self, dim: int) -> list[int]:
-        """The ranks along one dimension, through this rank."""
+        """Returns the ranks along one dimension, through this rank."""
         coordinate = self.get_coordinate()
         if coordinate is None:
             raise ConfigError(f"rank {get_rank()} is not in the mesh")
@@ -163,7 +163,7 @@ class DeviceMesh:
         return hash(self._key())
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the groups, which belong to this process. A copy takes those of their names where it is made."""
+        """Leaves out the groups, which belong to this process; a copy uses those with the same names in its process."""
         return {**self.__dict__, "_groups": [None if each is None else each.group_name for each in self._groups]}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -174,7 +174,7 @@ class DeviceMesh:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Nothing ends: torch's DTensor takes the mesh that is entered for the current one, and here nothing asks."""
+        """Does nothing: torch's DTensor uses an entered mesh as the current one, but rpcdist does not."""
 
     def _key(self) -> tuple[object, ...]:
         return self.device_type, self.shape, tuple(self.mesh.flatten().tolist()), self.mesh_dim_names
@@ -192,15 +192,15 @@ class DeviceMesh:
         return tuple(self.mesh.shape)
 
     def size(self, mesh_dim: int | None = None) -> int:
-        """The number of ranks, in all or along one dimension."""
+        """Returns the number of ranks in the mesh, or along one dimension."""
         return self.mesh.numel() if mesh_dim is None else self.mesh.shape[mesh_dim]
 
     def get_rank(self) -> int:
-        """This process's rank in the world."""
+        """Returns this process's rank in the world."""
         return get_rank()
 
     def get_coordinate(self) -> tuple[int, ...] | None:
-        """The coordinates of this rank in the mesh; None when it is not in it."""
+        """Returns the coordinates of this rank in the mesh; None if it is not in the mesh."""
         if self._rank != get_rank():
             self._rank = get_rank()
             coordinates = (self.mesh == self._rank).nonzero().tolist()
@@ -208,21 +208,21 @@ class DeviceMesh:
         return self._coordinate
 
     def get_local_rank(self, mesh_dim: Dimension | None = None) -> int:
-        """This rank's rank along a dimension, which may be left out where there is only one.
+        """Returns this rank's index along a dimension, which is optional if the mesh has only one.
 
         Raises:
-            ConfigError: there are several dimensions and none is named, or this rank is not in the mesh.
+            ConfigError: the mesh has several dimensions and `mesh_dim` is missing, or this rank is not in the mesh.
         """
         return self.get_group(mesh_dim).rank()
 
     # ------------------------------------------------------------ groups and parts
 
     def get_group(self, mesh_dim: Dimension | None = None) -> ProcessGroup:
-        """The group of this rank along a dimension, which may be left out where there is only one.
+        """Returns the group of this rank along a dimension, which is optional if the mesh has only one.
 
         Raises:
-            ConfigError: there are several dimensions and none is named, or this rank is not in the mesh.
-            KeyError: there is no dimension of this name.
+            ConfigError: the mesh has several dimensions and `mesh_dim` is missing, or this rank is not in the mesh.
+            KeyError: the mesh has no dimension with this name.
         """
         if mesh_dim is None and self.ndim != 1:
             raise ConfigError(
@@ -232,7 +232,7 @@ class DeviceMesh:
         return self.get_all_groups()[0 if mesh_dim is None else self._dimension(mesh_dim)]
 
     def get_all_groups(self) -> list[ProcessGroup]:
-        """The groups of this rank, by dimension. Raises ConfigError when it is not in the mesh."""
+        """Returns the groups of this rank, by dimension. Raises ConfigError if the rank is not in the mesh."""
         if self.get_coordinate() is None:
             raise ConfigError(f"rank {get_rank()} is not in the mesh {self!r}, so it has no group there")
         if None in self._groups:
@@ -242,21 +242,21 @@ class DeviceMesh:
     def _dimension(self, key: Dimension) -> int:
         if not isinstance(key, str):
             if not -self.ndim <= (number := whole_number(key, "mesh_dim")) < self.ndim:
-                raise ConfigError(f"the mesh has {self.ndim} dimensions, and no number {number}")
+                raise ConfigError(f"the mesh has {self.ndim} dimensions, but no dimension {number}")
             return number % self.ndim
         if self.mesh_dim_names is None:
             raise KeyError("No `mesh_dim_names` found: name the dimensions when you make the mesh")
         if key not in self.mesh_dim_names:
-            raise KeyError(f"Invalid mesh_dim_name {key!r}; there are {', '.join(self.mesh_dim_names)}")
+            raise KeyError(f"Invalid mesh_dim_name {key!r}; valid names are {', '.join(self.mesh_dim_names)}")
         return self.mesh_dim_names.index(key)
 
     def __getitem__(self, mesh_dim_names: str | Sequence[str]) -> DeviceMesh:
-        """The part of the mesh that this rank is in, with some of the dimensions, in their order; nothing is sent.
+        """Returns the part of the mesh that contains this rank, with some of the dimensions, in order; sends nothing.
 
-        On a rank outside of the mesh it is the first such part.
+        On a rank outside the mesh it is the first such part.
 
         Raises:
-            KeyError: names that do not exist, or are in another order.
+            KeyError: names do not exist or are in another order.
         """
         names = (mesh_dim_names,) if isinstance(mesh_dim_names, str) else tuple(mesh_dim_names)
         if len(names) == 1 and names[0] in self._flattened:
@@ -264,7 +264,7 @@ class DeviceMesh:
         dims = [self._dimension(name) for name in names]
         if not dims or dims != sorted(set(dims)):
             raise KeyError(
-                f"Invalid mesh_dim_names {names}: give some of {self.mesh_dim_names}, each once, in this order"
+                f"Invalid mesh_dim_names {names}: pass some of {self.mesh_dim_names}, each once, in this order"
             )
         if len(dims) == self.ndim:
             return self
@@ -274,10 +274,10 @@ class DeviceMesh:
         return self._part(self.device_type, slices, names, groups, self._flattened)
 
     def _flatten(self, mesh_dim_name: str | None = None, backend_override: str | None = None) -> DeviceMesh:
-        """A mesh of one dimension of this one's ranks, with a group of its own; all ranks of the world call it.
+        """Returns a mesh of one dimension with all ranks of this mesh and a new group; all ranks of the world call it.
 
         Args:
-            mesh_dim_name: finds it as `mesh[name]` afterwards; by default the dimensions' names with "_" between them.
+            mesh_dim_name: its name for `mesh[name]`; by default the names of the dimensions, joined by "_".
             backend_override: the group's backend.
 
         Raises:
@@ -289,11 +289,11 @@ class DeviceMesh:
         if self.mesh_dim_names == (name,):
             return self
         if name in self.mesh_dim_names:
-            raise ConfigError(f"{name!r} is a dimension of the mesh; give the flattened one another name")
+            raise ConfigError(f"{name!r} is a dimension of the mesh; pass another name for the flattened mesh")
         made = self._part(self.device_type, self._slices.flatten(1), (name,), (), self._flattened)
         if (known := self._flattened.get(name)) is not None:
             if known._slices.tolist() != made._slices.tolist():
-                raise ConfigError(f"{name!r} is the name of other flattened dimensions; give this one another name")
+                raise ConfigError(f"{name!r} is the name of other flattened dimensions; pass another name")
             return known
         made._groups = (made._make_groups(0, backend_override),)
         self._flattened[name] = made
@@ -306,13 +306,13 @@ class DeviceMesh:
         mesh_dim_names: Sequence[str],
         backend_override: Mapping[Dimension, str] | None = None,
     ) -> DeviceMesh:
-        """The mesh with several dimensions instead of one, the last one fastest; all ranks of the world call it.
+        """Returns the mesh with one dimension split into several, the last one fastest; all ranks of the world call it.
 
         Args:
-            dim: which one, by number or name.
-            mesh_sizes: of the new dimensions.
+            dim: the dimension to split, by number or name.
+            mesh_sizes: the sizes of the new dimensions.
             mesh_dim_names: one for each new dimension.
-            backend_override: new dimension, by number or name, to the backend of its groups.
+            backend_override: the backend of a new dimension's groups, by number or name of the dimension.
 
         Raises:
             ConfigError: sizes or names do not fit.
@@ -333,10 +333,10 @@ class DeviceMesh:
 
     @staticmethod
     def _concatenate(device_mesh_list: Sequence[DeviceMesh]) -> DeviceMesh:
-        """A mesh with the dimensions of several parts of one mesh, in this order; nothing is sent.
+        """Returns a mesh with the dimensions of several parts of one mesh, in this order; sends nothing.
 
         Raises:
-            ConfigError: they are parts of different meshes, have no names, or share a dimension.
+            ConfigError: the parts belong to different meshes, have no names, or share a dimension.
         """
         first, *others = device_mesh_list
         slices = first._slices
@@ -370,14 +370,14 @@ def init_device_mesh(
         device_type: "cpu" or "cuda", without an index.
         mesh_shape: the number of ranks along each dimension.
         mesh_dim_names: one for each dimension.
-        backend_override: dimension, by number or name, to the backend of its groups.
+        backend_override: the backend of a dimension's groups, by number or name of the dimension.
 
     Raises:
-        ConfigError: names that do not fit the shape, or more ranks than the world has.
+        ConfigError: the names do not fit the shape, or the mesh has more ranks than the world.
     """
     shape = tuple(mesh_shape)
     if not shape or any(length < 1 for length in shape):
-        raise ConfigError(f"mesh_shape has at least one dimension, and no empty ones; it is {shape}")
+        raise ConfigError(f"mesh_shape must have at least one dimension, none of size 0, but is {shape}")
     if mesh_dim_names is not None and len(mesh_dim_names) != len(shape):
         raise ConfigError(
             "mesh_shape and mesh_dim_names should have same length! Found "
@@ -400,7 +400,7 @@ def checked_names(names: Sequence[str] | None, ndim: int) -> tuple[str, ...] | N
         return None
     unique = tuple(names)
     if len(unique) != ndim:
-        raise ConfigError(f"the mesh has {ndim} dimensions, and {len(unique)} names: {unique}")
+        raise ConfigError(f"the mesh has {ndim} dimensions, but {len(unique)} names: {unique}")
     if len(set(unique)) != len(unique):
         raise ConfigError(f"Each mesh_dim_name must be unique; found {unique}")
     return unique
@@ -409,7 +409,7 @@ def checked_names(names: Sequence[str] | None, ndim: int) -> tuple[str, ...] | N
 def check_ranks(ranks: torch.Tensor) -> None:
     flat, size = ranks.flatten().tolist(), get_world_size()
     if len(set(flat)) != len(flat):
-        raise ConfigError(f"every rank is in a mesh once; found {flat}")
+        raise ConfigError(f"a mesh must contain each rank once, but has {flat}")
     if flat and not (0 <= min(flat) and max(flat) < size):
         raise ConfigError(
             f"Mesh should not be bigger than default world size {size}, but found ranks up to {max(flat)}"
@@ -417,7 +417,7 @@ def check_ranks(ranks: torch.Tensor) -> None:
 
 
 def set_up_world(device_type: str) -> None:
-    """Makes the default group where there is none, as torch does before it makes the first mesh."""
+    """Makes the default group if necessary, as torch does before it makes the first mesh."""
     if not is_initialized():
         init_process_group()
     if device_type == "cuda" and torch.cuda.is_available() and not torch.cuda.is_initialized():

@@ -1,18 +1,17 @@
 """`ElasticGroup`: a default group whose ranks may die and be replaced while the others continue.
 
-Each time that a rank is lost, leaves or wants to come in, the processes form the default group again, in numbered
-rounds. It needs only a store that outlives the ranks: no rank is special, and each may die, including rank 0.
-`rpcdist.parallel.ElasticDataParallel` does it for training.
+Each time that a rank is lost, leaves or wants to join, the processes form the default group again, in numbered rounds.
+They need only a store that outlives the ranks: any rank may die, including rank 0.
+`rpcdist.parallel.ElasticDataParallel` uses it for training.
 
 Guarantees:
 
- 1. A process is in one group at most, and all members of a round know the same members by the same ranks: the store
-    takes the outcome of a round once.
- 2. A process whose address refuses connections, or that said that it leaves, is not waited for. One that only does not
-    come, because it is stopped or computes, is waited for as long as `timeout` says; it may come later.
- 3. Records are signed with the job's token. Records of others are refused with `AuthenticationFailed`, and records that
- make
-    no sense with `RendezvousError`.
+ 1. A process is in at most one group, and all members of a round agree on the members and their ranks, because the
+    store accepts the outcome of a round only once.
+ 2. The others do not wait for a process whose address refuses connections, or that said that it leaves. For a process
+    that does not join because it is stopped or computes, they wait up to `timeout`; it may join later.
+ 3. Records are signed with the job's token. A wrong signature raises `AuthenticationFailed`, and an invalid record
+    raises `RendezvousError`.
 """
 
 from __future__ import annotations
@@ -70,19 +69,19 @@ __all__ = ["ElasticGroup"]
 logger = logging.getLogger(__name__)
 
 _ATTEMPT_FAILED = (CollectiveError, RendezvousError, DistNetworkError, StoreTimeout, TransportError)
-"""The errors of creating a group if one of its ranks ends in the meantime."""
+"""The errors of creating a group if one of its ranks ends meanwhile."""
 
 
 class ElasticGroup:
-    """This process's part in a default group that is formed again and again; use it from one thread.
+    """This process's part in a default group that is formed repeatedly; use it from one thread.
 
     Args:
-        store: outlives the ranks, e.g. a `FileStore`, or a `TCPStore` that the launcher serves. All processes of the
-            job pass the same one, or the same part of one, which nothing else uses.
+        store: a store that outlives the ranks, e.g. a `FileStore`, or a `TCPStore` that the launcher serves. All
+            processes of the job pass the same store, or the same part of one, which has no other users.
         num_ranks: the number of ranks that must join before the first group is formed.
-        min_ranks: how many are enough later; with fewer, those that are left wait for others.
+        min_ranks: the number of ranks for later groups; with fewer, the remaining ranks wait for others.
         timeout: limit of each operation of the group, and of the wait for a living rank that does not join.
-        backend: of the group, as in `init_process_group`.
+        backend: as in `init_process_group`.
         description: the work of the processes; a process with another description is refused.
 
     Attributes:
@@ -104,7 +103,7 @@ class ElasticGroup:
         description: str = "",
     ) -> None:
         if not 1 <= min_ranks <= num_ranks:
-            raise ConfigError(f"1 <= min_ranks <= num_ranks has to hold, not {min_ranks=}, {num_ranks=}")
+            raise ConfigError(f"min_ranks must be from 1 to num_ranks, but {min_ranks=} and {num_ranks=}")
         self._store = PrefixStore("elastic", store)
         self._num_ranks = num_ranks
         self._min_ranks = min_ranks
@@ -114,7 +113,7 @@ class ElasticGroup:
         self._identity = uuid.uuid4().hex
         self._world = current_world()
         if self._world.default is not None:
-            raise ConfigError("there is a default group already: ElasticGroup replaces init_process_group")
+            raise ConfigError("the default group exists already; ElasticGroup replaces init_process_group")
         self._records = ElasticRecords(self._store, self._world.process.records())
         self._sockets: SharedSockets | None = self._world.process.acquire_sockets(bind_host(store))
         self._address = self._sockets.hub.address
@@ -129,11 +128,11 @@ class ElasticGroup:
     # ------------------------------------------------------------ forming
 
     def form(self, progress: int, *, is_new: bool) -> ProcessGroup:
-        """Leaves the group that was, and makes the next one, the default group; blocks until enough have come.
+        """Leaves the old group and makes the next default group; blocks until enough processes have joined.
 
         Args:
-            progress: what this process's state has behind it; see `round.source` and `round.behind`.
-            is_new: whether this process has not taken over, or given, the state of a group yet.
+            progress: the number of steps of this process's state; see `round.source` and `round.behind`.
+            is_new: whether this process has neither taken over nor given the state of a group yet.
 
         Raises:
             JobEnded: the other ranks have finished.
@@ -157,11 +156,11 @@ class ElasticGroup:
                     f"{closed.refused[self._identity]}. Start it with the same program and options."
                 )
             rank = closed.rank_of(self._identity)
-            if rank is None:  # it came when the round was closed already
+            if rank is None:  # this process joined after the round was closed
                 if deadline.expired():
                     raise RendezvousError(
-                        f"round {number} was closed without this process, and so were those before it, for "
-                        f"{GROUP_TIMEOUT_S:g} s"
+                        f"round {number} and all rounds of the last {GROUP_TIMEOUT_S:g} s were closed without this "
+                        "process"
                     )
                 continue
             try:
@@ -172,13 +171,13 @@ class ElasticGroup:
                 if deadline.expired():
                     raise
                 logger.info("the group of round %d could not be made: %s", number, exc)
-                time.sleep(next(pauses))  # somebody was lost on the way: the next round is without him
+                time.sleep(next(pauses))  # a rank was lost meanwhile; it is not in the next round
                 continue
             self.round = closed
             return group
 
     def others_wait(self) -> bool:
-        """Whether a process waits to join the next group. Asks the store; cheap, but not free."""
+        """Whether a process waits to join the next group. Costs one small request to the store."""
         return self._records.somebody_came(self._number + 1)
 
     def _outcome(self, number: int, own: Candidate, previous: tuple[Candidate, ...], deadline: Deadline) -> ClosedRound:
@@ -189,7 +188,7 @@ class ElasticGroup:
             if self._records.is_closed(number):
                 return self._records.closed_round(number)
             if self._records.has_ended():
-                raise JobEnded(f"the job in {self._store.address} has finished; there is nothing left to take part in")
+                raise JobEnded(f"the job in {self._store.address} has finished; this process can end")
             candidates = self._records.candidates(number, own)
             missing = [each for each in awaited(previous, candidates) if each.identity not in gone]
             gone.update(each.identity for each in missing if not deadline.expired() and self._is_gone(each))
@@ -230,7 +229,7 @@ class ElasticGroup:
         return group
 
     def _is_gone(self, member: Candidate) -> bool:
-        """Whether a process has left or died. A host that does not answer at all may only be slow: it is not gone."""
+        """Whether a process has left or died. A host that does not answer may only be slow, so it counts as alive."""
         if self._records.has_left(member.identity):
             return True
         place = HubAddress.parse(member.address)
@@ -245,21 +244,21 @@ class ElasticGroup:
     # ------------------------------------------------------------ leaving
 
     def close(self, timeout_s: float) -> None:
-        """The steps at the end of the process."""
+        """Runs the steps at the end of the process."""
         del timeout_s  # each step is bounded
         self.leave()
 
     def end(self) -> None:
-        """Says that the job has finished: a process that asks to come in later gets `JobEnded`."""
+        """Records that the job has finished, so that a process that wants to join later gets `JobEnded`."""
         self._records.end()
 
     def leave(self) -> None:
-        """Leaves the group, if there is one, and the job; the other ranks continue immediately. Idempotent, bounded."""
+        """Leaves the group, if any, and the job; the other ranks continue at once. Idempotent, bounded."""
         if self._sockets is None:
             return
         sockets, self._sockets = self._sockets, None
         try:
-            with suppress(RpcdistError):  # without the store, the others see it at the address
+            with suppress(RpcdistError):  # without the store, the others notice that the address refuses connections
                 self._records.leave(self._identity)
             self._leave_group()
         finally:

@@ -1,9 +1,8 @@
-"""The flight recorder: the last operations of this process's groups, to see what ran when something failed.
+"""The flight recorder: the last operations of this process's groups, to show what ran when a group failed.
 
-Collective operations and messages alike: the newest 1,000 over all groups (`RPCDIST_FLIGHT_RECORDER_SIZE`; 0 switches
-it off). When a group fails, they are written to a file of their own for each rank in `RPCDIST_FLIGHT_RECORDER_DIR` (by
-default the folder `rpcdist-flight-<user id>` of the system's temporary folder), where the next failure of that rank
-overwrites it.
+It keeps the newest 1,000 collective operations and messages of all groups (`RPCDIST_FLIGHT_RECORDER_SIZE`; 0 switches
+it off). When a group fails, each rank writes them to its own file in `RPCDIST_FLIGHT_RECORDER_DIR` (by default the
+folder `rpcdist-flight-<user id>` of the system's temporary folder), which the next failure of that rank overwrites.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ __all__ = ["Record", "dump", "entries", "record_comm"]
 
 
 def entries() -> list[Record]:
-    """The operations that are remembered, oldest first."""
+    """Returns the remembered operations, oldest first."""
     return current_world().process.recorder.entries()
 
 
 def dump(rank: int | None = None) -> str:
-    """All of it as JSON text: `{"version", "pid", "rank", "time_ns", "entries": [...]}`."""
+    """Returns all records as JSON text: `{"version", "pid", "rank", "time_ns", "entries": [...]}`."""
     return current_world().process.recorder.dump(rank)
 
 
 @contextmanager
 def record_comm(name: str) -> Iterator[None]:
-    """Names the operations that are called inside: in the flight recorder, and as a range in torch's profiler."""
+    """Names the operations of a `with` block: in the flight recorder, and as a range in torch's profiler."""
     token = label.set(name)
     try:
         with record_function(name):

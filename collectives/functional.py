@@ -1,11 +1,12 @@
-"""Collectives that gradients flow through, with the names of `torch.distributed.nn.functional`.
+"""Collectives with gradients, with the names of `torch.distributed.nn.functional`.
 
-Each function returns new tensors, and leaves its input alone. Its backward is a collective as well, so every rank has
-to run the backward pass of the same calls: on every rank the input requires grad or on none, and a rank whose result is
-of no use to it (`gather` and `reduce` elsewhere than at `dst`) still calls `backward`, e.g. on the sum of what it got.
+Each function returns new tensors and does not change its input. Its backward is a collective as well, so every rank
+must run the backward pass of the same calls: the input requires grad on every rank or on none, and a rank that does not
+need its result (`gather` and `reduce` on ranks other than `dst`) still calls `backward`, e.g. on the sum of its result.
 Gradients are those of the sum of all ranks' losses; they can be differentiated again.
 
-Only sums and averages have gradients. Where torch computes wrong ones (of MAX, for example), these functions raise.
+Only sums and averages have gradients. For other operations, such as MAX, torch computes wrong gradients; these
+functions raise.
 """
 
 from __future__ import annotations
@@ -40,28 +41,28 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 def broadcast(tensor: torch.Tensor, src: int, group: Group = None) -> torch.Tensor:
-    """The tensor of rank `src`. Its gradient is the sum of all ranks' gradients at `src`, and zero elsewhere."""
+    """Returns the tensor of rank `src`. Its gradient is the sum of all ranks' gradients on `src`, zero elsewhere."""
     pg = group_or_default(group)
     return _broadcast(pg, resolve_group_rank(pg, src, None), tensor)
 
 
 def gather(tensor: torch.Tensor, dst: int = 0, group: Group = None) -> tuple[torch.Tensor, ...]:
-    """All ranks' tensors, by rank, at `dst`; zeros of the same shapes elsewhere."""
+    """Returns all ranks' tensors, by rank, on `dst`; zeros of the same shapes elsewhere."""
     pg = group_or_default(group)
     return _gather(pg, resolve_group_rank(pg, dst, None), tensor)
 
 
 def scatter(tensors: Sequence[torch.Tensor], src: int = 0, group: Group = None) -> torch.Tensor:
-    """Tensor i of rank `src` on rank i. The other ranks pass tensors of the same shape, whose values do not count."""
+    """Returns tensor i of rank `src` on rank i. Other ranks pass tensors of the same shape, with any values."""
     pg = group_or_default(group)
     return _scatter(pg, resolve_group_rank(pg, src, None), tensors)
 
 
 def reduce(tensor: torch.Tensor, dst: int, op: object = ReduceOp.SUM, group: Group = None) -> torch.Tensor:
-    """The sum or average of all ranks' tensors at `dst`; a copy of its own on every other rank.
+    """Returns the sum or average of all ranks' tensors on `dst`; a copy of the input on every other rank.
 
     Raises:
-        ConfigError: another operation, where a gradient is wanted.
+        ConfigError: the input requires grad, and `op` is another operation.
     """
     pg = group_or_default(group)
     return _reduce(pg, resolve_group_rank(pg, dst, None), _check(op, tensor), tensor)
@@ -70,23 +71,23 @@ def reduce(tensor: torch.Tensor, dst: int, op: object = ReduceOp.SUM, group: Gro
 def reduce_scatter(
     output: torch.Tensor, input_list: Sequence[torch.Tensor], op: object = ReduceOp.SUM, group: Group = None
 ) -> torch.Tensor:
-    """The sum or average of all ranks' `input_list[i]` on rank i; `output` gets it, too, without its gradient.
+    """Returns the sum or average of all ranks' `input_list[i]` on rank i, and copies it to `output` without gradient.
 
     Raises:
-        ConfigError: another operation, where a gradient is wanted.
+        ConfigError: an input requires grad, and `op` is another operation.
     """
     return _reduce_scatter(group_or_default(group), _check(op, *input_list), output, input_list)
 
 
 def all_gather(tensor: torch.Tensor, group: Group = None) -> tuple[torch.Tensor, ...]:
-    """All ranks' tensors, by rank; the gradient of the own one is the sum of all ranks' gradients of it."""
+    """Returns all ranks' tensors, by rank; the gradient of the input is the sum of all ranks' gradients of it."""
     return _all_gather(group_or_default(group), tensor)
 
 
 def all_to_all(
     output_tensor_list: list[torch.Tensor], input_tensor_list: Sequence[torch.Tensor], group: Group = None
 ) -> tuple[torch.Tensor, ...]:
-    """Tensor j of rank i is tensor i of what rank j gets; `output_tensor_list` gets them, too, without gradients."""
+    """Returns on rank j, as tensor i, tensor j of rank i; copies them to `output_tensor_list` without gradients."""
     return _all_to_all(group_or_default(group), output_tensor_list, input_tensor_list)
 
 
@@ -97,15 +98,15 @@ def all_to_all_single(
     input_split_sizes: Sequence[int] | None = None,
     group: Group = None,
 ) -> torch.Tensor:
-    """The same with the parts of all ranks in one tensor, cut along its first dimension; equal parts by default."""
+    """Like `all_to_all`, with all parts in one tensor, cut along its first dimension; equal parts by default."""
     return _all_to_all_single(group_or_default(group), output, output_split_sizes, input_split_sizes, input)
 
 
 def all_reduce(tensor: torch.Tensor, op: object = ReduceOp.SUM, group: Group = None) -> torch.Tensor:
-    """The sum or average of all ranks' tensors; its gradient is the sum or average of all ranks' gradients.
+    """Returns the sum or average of all ranks' tensors; its gradient is the sum or average of all ranks' gradients.
 
     Raises:
-        ConfigError: another operation, where a gradient is wanted.
+        ConfigError: the input requires grad, and `op` is another operation.
     """
     return _all_reduce(group_or_default(group), _check(op, tensor), tensor)
 
@@ -115,7 +116,7 @@ def _check(op: object, *tensors: torch.Tensor) -> object:
         kind = canonical_op(op)[0]
         if kind not in (ReduceOp.SUM, ReduceOp.AVG):
             raise ConfigError(
-                f"{kind.name} has no gradient here, only SUM and AVG have; detach() the tensor, or use no_grad()"
+                f"{kind.name} has no gradient in rpcdist, only SUM and AVG have; detach() the tensor, or use no_grad()"
             )
     return op
 
@@ -128,9 +129,8 @@ def _check(op: object, *tensors: torch.Tensor) -> object:
 class _Collective(Function):
     """A collective with a gradient.
 
-    `run` runs without gradients on the tensors. `back` makes their gradients of those of the results, and records
-    gradients of its own if it can be differentiated itself; it must not hold tensors, which would live as long as the
-    graph.
+    `run` runs on the tensors without gradients. `back` computes their gradients from those of the results, and records
+    its own gradients if it can be differentiated; it must not hold tensors, which would live as long as the graph.
     """
 
     @staticmethod
@@ -151,7 +151,7 @@ def _broadcast(group: ProcessGroup, root: int, tensor: torch.Tensor) -> torch.Te
 
     def back(gradient: torch.Tensor) -> Tensors:
         total = _reduce(group, root, ReduceOp.SUM, gradient)
-        if group.rank() != root:  # zero, whatever is in it, and still a part of the graph
+        if group.rank() != root:  # zero for any content, and still a part of the graph
             total = total.masked_fill(torch.ones((), dtype=torch.bool, device=total.device), 0)
         return (total,)
 
@@ -186,7 +186,7 @@ def _scatter(group: ProcessGroup, root: int, tensors: Sequence[torch.Tensor]) ->
     def run(*tensors: torch.Tensor) -> torch.Tensor:
         shapes = {tensor.shape for tensor in tensors}
         if len(tensors) != group.size() or len(shapes) != 1:
-            raise ConfigError(f"scatter needs {group.size()} tensors of one shape on every rank, one for each of them")
+            raise ConfigError(f"scatter needs {group.size()} tensors of one shape on every rank, one for each rank")
         output = torch.empty_like(tensors[0], memory_format=torch.contiguous_format)
         given = list(tensors) if group.rank() == root else None
         operations.scatter(output, given, group=group, group_src=root)
@@ -281,5 +281,5 @@ def _zeros_like_all(tensor: torch.Tensor, group: ProcessGroup) -> list[torch.Ten
 
 
 def _share(group: ProcessGroup, op: object, gradient: torch.Tensor) -> torch.Tensor:
-    """The gradient, divided by the number of ranks where their average was taken."""
+    """Returns the gradient, divided by the number of ranks for AVG."""
     return gradient / group.size() if canonical_op(op)[0] is ReduceOp.AVG else gradient

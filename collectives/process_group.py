@@ -1,4 +1,4 @@
-"""`ProcessGroup`: ranks of the world that run operations together, and the backends that carry them out."""
+"""`ProcessGroup`: ranks of the world that run operations together, and the backends that run the operations."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ if TYPE_CHECKING:
 __all__ = ["ProcessGroup"]
 
 CPU_BACKENDS: Final = frozenset({"tcp", "gloo", "mpi"})
-"""Backends that reach CPU memory only: tensors of other devices are staged in it."""
+"""Backends that use only CPU memory, in which tensors of other devices are staged."""
 
 
 _INSTEAD: Final = "call grow_group, shrink_group or new_group, or use ElasticDataParallel (docs/collectives.md)"
 
 
 class ProcessGroup(LowerCaseOperations):
-    """Ranks of the world that run operations together. Made by `init_process_group`, `new_group` and the like.
+    """Ranks of the world that run operations together, made by `init_process_group`, `new_group` and similar functions.
 
-    Its own methods with torch's lower-case names (`allreduce`, `_allgather_base`, ...) take ranks in the group and
-    return Work; the functions of `rpcdist.collectives` are the usual way. Inference engines make groups beside the
-    default one by `ProcessGroup(store, rank, size)`, which have no backend before `_register_backend`.
+    Its methods with torch's lower-case names (`allreduce`, `_allgather_base`, ...) take ranks in the group and return
+    Work; programs usually call the functions of `rpcdist.collectives`. Inference engines make groups in addition to the
+    default group by `ProcessGroup(store, rank, size)`, which have no backend before `_register_backend`.
 
     Args:
         store: the part of the store that only this group uses.
         rank: rank of this process in the group.
-        ranks: ranks of the members in the world, by rank in the group; or how many there are, if there is no world.
+        ranks: ranks of the members in the world, by rank in the group; or the size of a group outside a world.
             Classes of programs call the constructor with a rank and a size alone, as in torch.
-        name: equal on all its ranks, and different from those of all other groups.
-        backends: device type to backend; one backend may carry several device types.
+        name: equal on all its ranks, and unique among groups.
+        backends: the backend of each device type; one backend may carry several device types.
         split: makes groups of some of its ranks.
-        backend_name: as the caller of `init_process_group` or `new_group` gave it.
-        names: device type to the name that the caller gave the backend ("gloo" for `tcp`).
+        backend_name: the name that the caller of `init_process_group` or `new_group` passed.
+        names: the caller's name of the backend ("gloo" for `tcp`) for each device type.
         timeout_s: default limit of each operation, in seconds.
         description: the purpose of the group, for people.
         options: `pg_options` of the caller.
@@ -122,15 +122,15 @@ class ProcessGroup(LowerCaseOperations):
     # ------------------------------------------------------------ identity
 
     def rank(self) -> int:
-        """This process's rank in the group."""
+        """Returns this process's rank in the group."""
         return self._rank
 
     def size(self) -> int:
-        """Number of ranks in the group."""
+        """Returns the number of ranks in the group."""
         return len(self._ranks)
 
     def name(self) -> str:
-        """The name of its backend, as in torch; the group's own is `group_name`."""
+        """Returns the name of its backend, as in torch; the group's name is `group_name`."""
         return self._backend_name
 
     _get_backend_name = name
@@ -142,7 +142,7 @@ class ProcessGroup(LowerCaseOperations):
 
     @property
     def group_name(self) -> str:
-        """Equal on all its ranks, and different from those of all other groups."""
+        """The group's name, equal on all its ranks and unique among groups."""
         return self._name
 
     @property
@@ -152,7 +152,7 @@ class ProcessGroup(LowerCaseOperations):
 
     @property
     def backend_config(self) -> str:
-        """Which backend carries which device type, e.g. "cpu:tcp,cuda:nccl"."""
+        """The backend of each device type, e.g. "cpu:tcp,cuda:nccl"."""
         return ",".join(f"{device}:{name}" for device, name in self._names.items())
 
     @property
@@ -162,7 +162,7 @@ class ProcessGroup(LowerCaseOperations):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """The same as torch's checkpoints ask for it."""
+        """The device types as devices, for torch's checkpoints."""
         return [torch.device(device_type) for device_type in self._backends]
 
     @property
@@ -181,25 +181,25 @@ class ProcessGroup(LowerCaseOperations):
         return GlooOptions(self.timeout) if self._options is None else self._options
 
     def get_group_store(self) -> Store:
-        """The part of the store that only this group uses. Raises ConfigError for a group that was made without one."""
+        """Returns the part of the store that only this group uses. Raises ConfigError if it was made without one."""
         if self._store is None:
             raise ConfigError(f"{self!r} was made without a store")
         return self._store
 
     def next_number(self, purpose: str) -> int:
-        """Counts from 1 for each purpose. All ranks get the same number if all ask in the same order."""
+        """Counts from 1 for each purpose. Ranks get equal numbers if they all call it in the same order."""
         self._numbers[purpose] += 1
         return self._numbers[purpose]
 
     def group_rank(self, world_rank: int) -> int:
-        """The rank in this group of a rank in the world. Raises ConfigError for one that is not a member."""
+        """Returns the rank in this group of a rank in the world. Raises ConfigError if that is not a member."""
         try:
             return self._group_ranks[world_rank]
         except (KeyError, TypeError):
             raise ConfigError(f"Global rank {world_rank} is not part of group {self}") from None
 
     def world_rank(self, group_rank: int) -> int:
-        """The rank in the world of a rank in this group. Raises ConfigError for one that it does not have."""
+        """Returns the rank in the world of a rank in this group. Raises ConfigError if the group has no such rank."""
         if not 0 <= group_rank < len(self._ranks):
             raise ConfigError(f"Group rank {group_rank} is not part of group {self}")
         return self._ranks[group_rank]
@@ -207,10 +207,10 @@ class ProcessGroup(LowerCaseOperations):
     # ------------------------------------------------------------ backends
 
     def binding(self, device_type: str) -> BackendBinding:
-        """The backend binding for tensors of a device type.
+        """Returns the backend binding for tensors of a device type.
 
         Raises:
-            ConfigError: the group has no backend for it, or was destroyed.
+            ConfigError: the group has no backend for the device type, or was destroyed.
         """
         try:
             return self._bindings[device_type]
@@ -221,7 +221,7 @@ class ProcessGroup(LowerCaseOperations):
         if self._closed:
             return ConfigError(f"Invalid process group specified: {self} was destroyed; make a new one")
         if device_type == "meta":
-            return ConfigError("groups carry values, and a tensor on the device meta has none; call to_empty() first")
+            return ConfigError("groups carry values, but a tensor on the device meta has none; call to_empty() first")
         if type(self) is not ProcessGroup:
             return ConfigError(
                 f"{type(self).__name__} is a class of the program: call its methods, such as allreduce, instead of "
@@ -234,31 +234,31 @@ class ProcessGroup(LowerCaseOperations):
 
     @property
     def object_device(self) -> str:
-        """The type of device on which pickled objects travel: the CPU where there is a backend for it."""
+        """The device type for pickled objects: the CPU if the group has a backend for it."""
         if "cpu" in self._backends or not self._backends:
             return "cpu"
         return next(iter(self._backends))
 
     def backend(self, device: torch.device | str) -> GroupBackend:
-        """The backend for a device."""
+        """Returns the backend for a device."""
         return self.binding(torch.device(device).type).backend
 
     get_backend = backend
 
     def _get_backend(self, device: torch.device | str) -> ProcessGroup:
-        """The group itself: programs call methods of torch's backends on what this returns, and it has these."""
+        """Returns the group, which has the methods of torch's backends that programs call."""
         self.binding(torch.device(device).type)
         return self
 
     def _set_default_backend(self, kind: BackendType) -> None:
-        """The name of the backend from now on, as torch has it when groups are made by hand."""
+        """Sets the name of the backend, for programs that construct groups, as in torch."""
         self._backend_name = kind.name.lower()
 
     def _register_backend(self, device: torch.device, kind: BackendType, backend: ProcessGroup | None = None) -> None:
-        """Has the backend of a group, as `ProcessGroupGloo(store, rank, size)` makes one, carry a type of device here.
+        """Uses the backend of another group, such as `ProcessGroupGloo(store, rank, size)`, for a device type.
 
         Raises:
-            ConfigError: the backend is none of ours, or that of other ranks.
+            ConfigError: the backend is not a group of rpcdist, or has other ranks.
         """
         if not isinstance(backend, ProcessGroup) or (backend.rank(), backend.size()) != (self.rank(), self.size()):
             raise ConfigError(
@@ -279,10 +279,10 @@ class ProcessGroup(LowerCaseOperations):
         self._description = description
 
     def _set_sequence_number_for_group(self) -> None:
-        """Nothing to do: groups number their operations from the beginning."""
+        """Does nothing, as groups always number their operations."""
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Sets the limit of the operations that start from now on."""
+        """Sets the limit of later operations."""
         if not isinstance(timeout, timedelta):
             raise TypeError(f"Expected timeout argument to be of type datetime.timedelta, got {timeout}")
         self._timeout_s = timeout.total_seconds()
@@ -292,7 +292,7 @@ class ProcessGroup(LowerCaseOperations):
     _set_default_timeout = set_timeout
 
     def lost_ranks(self) -> dict[int, str]:
-        """World ranks of the members that are known to be gone, and why."""
+        """Returns the world ranks of members that are known to be gone, with the reason."""
         lost_ranks = [backend.lost_ranks() for backend in self._distinct_backends()]
         return {self._ranks[rank]: reason for lost in lost_ranks for rank, reason in lost.items()}
 
@@ -301,26 +301,26 @@ class ProcessGroup(LowerCaseOperations):
     def register_pre_hook(self, hook_id: int, hook: Callable[[PreHookArgs], object]) -> None:
         """Calls `hook` before each operation of this rank, on the caller's thread; it must not change the tensors.
 
-        An error of it reaches the caller, and the operation does not start. A hook of the same id is replaced.
+        If it raises, the caller gets the error, and the operation does not start. It replaces a hook of the same id.
         """
         self._hooks.pre[hook_id] = hook
         self._use_hooks()
 
     def unregister_pre_hook(self, hook_id: int) -> None:
-        """Forgets a hook, if there is one of that id."""
+        """Forgets the hook with this id, if it exists."""
         self._hooks.pre.pop(hook_id, None)
         self._use_hooks()
 
     def register_post_hook(self, hook_id: int, hook: Callable[[PostHookArgs], object]) -> None:
         """Calls `hook` when an asynchronous operation has started, or a blocking one is done, on the caller's thread.
 
-        Its error reaches the caller; the operation continues.
+        If it raises, the caller gets the error, and the operation continues.
         """
         self._hooks.post[hook_id] = hook
         self._use_hooks()
 
     def unregister_post_hook(self, hook_id: int) -> None:
-        """Forgets a hook, if there is one of that id."""
+        """Forgets the hook with this id, if it exists."""
         self._hooks.post.pop(hook_id, None)
         self._use_hooks()
 
@@ -332,7 +332,7 @@ class ProcessGroup(LowerCaseOperations):
         """Calls `hook` once when the group fails or is aborted, before its operations fail, such as to record its
         state.
 
-        It runs on the thread that finds the failure, perhaps one that watches over the ranks, so it must be short. Its
+        It runs on the thread that finds the failure, which may be one that watches the ranks, so it must be short. Its
         errors are logged.
 
         Raises:
@@ -342,7 +342,7 @@ class ProcessGroup(LowerCaseOperations):
             hooks[hook_id] = hook
 
     def unregister_abort_hook(self, hook_id: int) -> None:
-        """Forgets a hook, if there is one of that id. Raises ConfigError as `register_abort_hook`."""
+        """Forgets the hook with this id, if it exists. Raises ConfigError like `register_abort_hook`."""
         for hooks in self._abort_hooks("unregister_abort_hook"):
             hooks.pop(hook_id, None)
 
@@ -365,24 +365,24 @@ class ProcessGroup(LowerCaseOperations):
     supports_window: Final = False
 
     def get_reconfigure_handle(self) -> str:
-        """Refused, see `reconfigure`."""
+        """Not supported, see `reconfigure`."""
         raise ConfigError(f"Backend {self._backend_name} does not support get_reconfigure_handle: {_INSTEAD}")
 
     def reconfigure(self, opts: object) -> Work:
-        """Refused: a group keeps its ranks. Raises ConfigError that names what makes groups of other ranks."""
+        """Not supported, as a group keeps its ranks. Raises ConfigError, which names functions to call instead."""
         raise ConfigError(f"Backend {self._backend_name} does not support reconfigure: {_INSTEAD}")
 
     def new_window(self, tensor: torch.Tensor | None = None) -> object:
-        """Refused, as by torch's Gloo: there is no memory that other ranks write to. Raises ConfigError."""
+        """Not supported, as by torch's Gloo: no memory is shared for writing. Raises ConfigError."""
         raise ConfigError(f"Backend {self._backend_name} does not support new_window; use send and recv")
 
     # ------------------------------------------------------------ beside the operations of one backend
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Waits for all ranks; its error names those that did not come, all of them in either case.
+        """Waits for all ranks; `ranks` of its error has all that did not call it.
 
-        Its text is torch's, which programs parse: on rank 0 it names the first of them, or all with `wait_all_ranks`.
-        For a group of several ranks, a timeout of 0 is over immediately.
+        The text is torch's, which programs parse: on rank 0 it names the first missing rank, or all with
+        `wait_all_ranks`. In a group of several ranks, a timeout of 0 fails at once.
         """
         limit_s = self.timeout_s if timeout is None or timeout < timedelta(0) else timeout.total_seconds()
         binding = self.binding(self.object_device)
@@ -403,15 +403,15 @@ class ProcessGroup(LowerCaseOperations):
         return list({id(backend): backend for backend in self._backends.values()}.values())
 
     def abort(self, reason: str = "abort() was called") -> None:
-        """Ends all operations immediately, on all ranks, with `GroupAborted`; never waits; idempotent.
+        """Ends all operations at once, on all ranks, with `GroupAborted`. Never waits; idempotent.
 
-        The group is of no use; `destroy_process_group` frees it, and a new one can be made. `reason` is in the error.
+        The group cannot be used afterwards; `destroy_process_group` frees it. The error contains `reason`.
         """
         for backend in self._distinct_backends():
             backend.abort(reason)
 
     def shutdown(self) -> None:
-        """Waits for submitted operations, up to the group's timeout, and frees everything; idempotent."""
+        """Waits for submitted operations, up to the group's timeout, and frees all resources. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -429,18 +429,18 @@ class ProcessGroup(LowerCaseOperations):
         group_name: str | None = None,
         group_desc: str | None = None,
     ) -> ProcessGroup | None:
-        """A group of some ranks of this one; only they call it.
+        """Makes a group of some ranks of this one; only they call it.
 
         Args:
             ranks: ranks in this group.
-            timeout: limit of each operation of the new group; the backend's default without one.
+            timeout: limit of each operation of the new group; the backend's default if missing.
             opts: `pg_options`; those of this group by default.
             group_name: equal on all the ranks; derived from the ranks by default.
             group_desc: the purpose of the group, for people.
 
         Returns:
-            None on a rank that is not among them.
+            The new group; None on a rank that is not in `ranks`.
         """
         if self._split is None:
-            raise ConfigError(f"{self} was made by its class, and is not split; make a group of the ranks' own")
+            raise ConfigError(f"{self} was made by its class, so it cannot be split; make a group of these ranks")
         return self._split(self, ranks, timeout=timeout, options=opts, name=group_name, description=group_desc)

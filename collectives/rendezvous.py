@@ -1,4 +1,4 @@
-"""The rendezvous of a job's processes: an address becomes a store, a rank and a world size."""
+"""The rendezvous of a job's processes: turns an address into a store, a rank and a world size."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = [
 ATTEMPT_VARIABLE: Final = "RPCDIST_ATTEMPT"
 
 STORE_VARIABLE: Final = "RPCDIST_STORE"
-"""Names the host and port of a store that no rank serves, so that rank 0, too, can be lost and come back elsewhere."""
+"""Names the host and port of a store that no rank serves, so that rank 0 may be lost and return elsewhere."""
 
 FILE_SUFFIX: Final = ".rpcdist"
 
@@ -42,15 +42,15 @@ RendezvousHandler = Callable[..., Iterator[tuple["Store", int, int]]]
 """Called with the URL and the keyword arguments of `rendezvous`; yields (store, rank, world_size)."""
 
 _handlers: dict[str, RendezvousHandler] = {}
-"""Scheme to handler. An extension point, as in torch: filled when modules are imported, for the whole process."""
+"""The handlers by scheme, an extension point as in torch: modules register theirs on import, for the process."""
 
 
 def register_rendezvous_handler(scheme: str, handler: RendezvousHandler) -> None:
-    """Makes `scheme://` known to `rendezvous`.
+    """Registers the handler of `scheme://` for `rendezvous`.
 
     Args:
         scheme: the part of the URL before the colon.
-        handler: see `RendezvousHandler`; a generator function usually.
+        handler: see `RendezvousHandler`; usually a generator function.
 
     Raises:
         RendezvousError: the scheme has a handler already.
@@ -63,15 +63,15 @@ def register_rendezvous_handler(scheme: str, handler: RendezvousHandler) -> None
 def rendezvous(url: str, rank: int = -1, world_size: int = -1, **options: object) -> Iterator[tuple[Store, int, int]]:
     """Finds the other processes; the first `next()` yields (store, rank, world_size).
 
-    `env://` reads MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE, or what Slurm, Open MPI and Kubernetes set instead
-    (docs/clusters.md); `tcp://host:port?rank=0&world_size=2` and `file:///path?rank=0&world_size=2` say it themselves,
-    or through `rank` and `world_size`. Rank 0 serves the store on the host and port; when `torchrun` started the
-    process, its agent serves it already.
+    `env://` reads MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE, or the variables of Slurm, Open MPI and Kubernetes
+    (docs/clusters.md). `tcp://host:port?rank=0&world_size=2` and `file:///path?rank=0&world_size=2` contain the values,
+    or the arguments `rank` and `world_size` do. Rank 0 serves the store on the host and port; if `torchrun` started
+    the process, its agent serves the store.
 
     Args:
-        url: as above, or of a registered scheme.
-        rank: rank of this process; -1 leaves it to the URL or the environment.
-        world_size: -1 likewise.
+        url: as above, or with a registered scheme.
+        rank: rank of this process; -1 takes it from the URL or the environment.
+        world_size: the number of processes; -1 as for `rank`.
         **options: for the handler, e.g. `timeout` (a `timedelta` or seconds) for connecting and for the store.
 
     Raises:
@@ -89,15 +89,15 @@ def rendezvous(url: str, rank: int = -1, world_size: int = -1, **options: object
 
 
 def open_rendezvous(url: str, rank: int, world_size: int | None, **options: object) -> Iterator[tuple[Store, int, int]]:
-    """`rendezvous`, also for groups without a fixed size: a `world_size` of None, for which -1 is yielded.
+    """Like `rendezvous`, also for groups without a fixed size: for a `world_size` of None it yields -1.
 
-    With None, `env://` takes RANK and WORLD_SIZE from the environment where they are set, and does without them else.
+    With None, RANK and WORLD_SIZE are optional for `env://`.
     """
     parts = urlsplit(url)
     query = _query(parts)
     size = -1 if world_size is None else world_size
     if world_size is None and parts.scheme == "env":
-        # An engine's word does not replace a rank that the caller gives, as RANK does.
+        # An engine's variables, unlike RANK, do not replace a rank that the caller gives.
         found = torch_variables(os.environ, socket.getfqdn) if rank == -1 else os.environ
         rank = _number("RANK", found.get("RANK") or str(rank))
         size = _number("WORLD_SIZE", found.get("WORLD_SIZE") or "-1")
@@ -108,7 +108,7 @@ def open_rendezvous(url: str, rank: int, world_size: int | None, **options: obje
         if query.keys() & {"rank", "world_size"}:
             raise ConfigError(f"The url: {url} has node-specific arguments(rank, world_size) already.")
         text = "&".join(f"{name}={value}" for name, value in {**query, **given}.items())
-        # Put together by hand where there is no host: urlunsplit would drop the slashes of `env://`.
+        # Without a host, urlunsplit would drop the slashes of `env://`.
         url = urlunsplit(parts._replace(query=text)) if parts.netloc else f"{parts.scheme}://{parts.path}?{text}"
     if parts.scheme not in _handlers:
         known = ", ".join(f"{scheme}://" for scheme in sorted(_handlers))
@@ -122,16 +122,16 @@ def open_rendezvous(url: str, rank: int, world_size: int | None, **options: obje
 def create_store(
     host: str, port: int, rank: int, world_size: int, timeout: Timeout | None = None, wait_for_workers: bool = True
 ) -> Store:
-    """The store at an address: served by rank 0, called by the others; or that of `torchrun`'s agent, or RPCDIST_STORE.
+    """Returns the store at an address, which rank 0, `torchrun`'s agent or the host in RPCDIST_STORE serves.
 
     Args:
         host: MASTER_ADDR.
         port: MASTER_PORT.
-        rank: rank of this process; 0 serves, and shares the store if this process serves it there already.
-        world_size: how many take part; -1 for any number.
+        rank: rank of this process; 0 serves the store, or shares it if this process already serves it there.
+        world_size: the number of processes; -1 for any number.
         timeout: limit for connecting and for the store's own waits; 30 minutes by default.
-        wait_for_workers: whether rank 0 waits for the others. RPC does not: its list of members does, and can name the
-            missing workers.
+        wait_for_workers: whether rank 0 waits for the others. With RPC its list of members waits instead, and can name
+            the missing workers.
 
     Raises:
         ConnectFailed: no process answered at the address within `timeout`.
@@ -158,24 +158,25 @@ def create_store(
 
 
 def job_attempt() -> str:
-    """Names this start of the job's processes, where something does; a part of every key under which they meet.
+    """Returns a name of this start of the job's processes, if it has one; it is a part of every key in the store.
 
-    It keeps apart processes of two starts that live at the same time. Those that are dead need no name: the ranks of a
-    group agree on who is there (`agreement`), and workers of RPC look again where a coordinator does not answer.
+    It separates processes of two starts that live at the same time. Dead processes of an earlier start do no harm: the
+    ranks of a group agree on the members (`agreement`), and workers of RPC search again if a coordinator does not
+    answer.
 
     Returns:
-        RPCDIST_ATTEMPT where it is set, the same on all ranks and another one for each start; else SLURM_RESTART_COUNT,
+        RPCDIST_ATTEMPT if it is set, equal on all ranks and different for each start; otherwise SLURM_RESTART_COUNT,
         which is one number for the whole job. Not TORCHELASTIC_RESTART_COUNT: each agent of `torchrun` counts its own
-        failures, so that it differs between the nodes of one start.
+        failures, so it differs between the nodes of one start.
     """
     return os.environ.get(ATTEMPT_VARIABLE) or os.environ.get("SLURM_RESTART_COUNT") or "0"
 
 
 def outside_store() -> tuple[str, int] | None:
-    """Host and port of the store that RPCDIST_STORE names; None without one, or under `torchrun`, which has its own.
+    """Returns host and port of the store in RPCDIST_STORE; None if it is not set, or under `torchrun`.
 
     Raises:
-        ConfigError: the variable is not written host:port.
+        ConfigError: the variable does not have the form host:port.
     """
     from rpcdist.transport.addresses import split_address
 
@@ -200,7 +201,7 @@ def _agent_store(host: str, port: int, world_size: int, timeout: Timeout) -> Sto
     from rpcdist.collectives._stores.store_base import seconds
 
     timeout_s = seconds(timeout)
-    # torch's constructor cannot be interrupted while it tries to connect, so it is called when somebody listens there.
+    # torch's constructor cannot be interrupted while it connects, so it is called only when a process listens there.
     _wait_for_listener(host, port, timeout_s)
     try:
         store = torch_distributed.TCPStore(
@@ -226,7 +227,7 @@ def _wait_for_listener(host: str, port: int, timeout_s: float) -> None:
             if deadline.expired():
                 reason = f"the store of torchrun's agent did not answer ({exc.strerror or exc}); is the agent running?"
                 raise ConnectFailed(f"{host}:{port}", reason, timeout_s) from exc
-        time.sleep(next(pauses))  # another machine's listener gives no event to wait for
+        time.sleep(next(pauses))  # no event tells that a process on another machine listens
 
 
 # ---------------------------------------------------------------- env://, tcp://, file://
@@ -256,10 +257,10 @@ def _env_handler(
     rank = _number("rank", query["rank"]) if "rank" in query else _number("RANK", variable("RANK"))
     size = query["world_size"] if "world_size" in query else variable("WORLD_SIZE")
     world_size = _number("WORLD_SIZE", size)
-    # A store outside of the ranks is the only address that all of them need: rank 0's own stands there.
+    # Ranks need only the address of an outside store, from which they read that of rank 0.
     host, port = outside_store() or (variable("MASTER_ADDR"), _number("MASTER_PORT", variable("MASTER_PORT")))
     if not 0 <= port <= 65535:
-        raise _error("env", f"MASTER_PORT is a number from 0 to 65535, not {port}")
+        raise _error("env", f"MASTER_PORT must be a number from 0 to 65535, not {port}")
     _check_rank("env", rank, world_size)
     yield create_store(host, port, rank, world_size, timeout, wait_for_workers), rank, world_size
     raise _once("env")
@@ -289,7 +290,7 @@ def _file_handler(url: str, timeout: Timeout | None = None, **_: object) -> Iter
     if not parts.path:
         raise _error("file", "path missing")
     rank, world_size = _rank_and_size("file", _query(parts))
-    # A name of its own: torch's process groups may be given the same URL, and their file has another format.
+    # Another name than torch's file for the same URL, which has another format.
     store = FileStore(parts.path + FILE_SUFFIX, world_size, DEFAULT_TIMEOUT if timeout is None else timeout)
     yield store, rank, world_size
     raise _once("file")
@@ -308,7 +309,7 @@ def _rank_and_size(scheme: str, query: dict[str, str]) -> tuple[int, int]:
 def _check_rank(scheme: str, rank: int, world_size: int) -> None:
     if world_size == 0:
         raise _error(
-            scheme, "the world size is 0, and must be at least 1. Check the argument world_size, or WORLD_SIZE"
+            scheme, "the world size must be at least 1, but is 0. Check the argument world_size, or WORLD_SIZE"
         )
     if world_size >= 0 and not 0 <= rank < world_size:
         raise _error(scheme, f"rank {rank} is not from 0 to {world_size - 1}, though the world size is {world_size}")

@@ -1,6 +1,6 @@
-"""Stores: a table of keys through which the processes of a job find each other.
+"""Stores: tables of keys through which the processes of a job find each other.
 
-The operations are for new kinds of stores: what `Store.execute` gets, and the `Missing` that it may return.
+The operations are for new kinds of stores: `Store.execute` gets them, and may return `Missing`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The `tcp` backend: groups of CPU tensors over shared memory within a host and TCP between hosts.
 
-Which ranks share a host, and the memory that they share, is found out by trying, never by comparing names. Every rank
-publishes the address of its socket hub. Ranks r and j < r share a host if r can open j's Unix socket, whose name is
-abstract and random, so that it exists in one network namespace of one kernel only; and then only if j's memory arrives
-at r. The lowest rank of a host leads it, and makes the memory. Every rank says in the store if it worked; a host on
-which it did not work for all its ranks uses sockets.
+Ranks find out by trying, never by comparing names, whether they share a host and memory. Every rank publishes the
+address of its socket hub. Ranks r and j < r share a host if r can open j's Unix socket, whose name is abstract and
+random, so that it exists in only one network namespace of one kernel; and if j can pass its memory to r. The lowest
+rank of a host leads it, and makes the memory. Every rank reports in the store whether it worked; if it failed for one
+rank of a host, that host uses sockets.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 def find_hosts(rank: int, watch: GroupWatch, allowed: bool, deadline: Deadline) -> Hosts:
-    """Groups the ranks by host. A rank that passes `allowed` as False stays alone; rank 0 need not be tried again."""
+    """Groups the ranks by host. A rank that passes `allowed` as False stays alone."""
     prefix = f"{watch.uid}/probe/"
     watch.hub.announce(prefix, _close_probe)
     try:
@@ -50,7 +50,7 @@ def find_hosts(rank: int, watch: GroupWatch, allowed: bool, deadline: Deadline) 
     finally:
         watch.hub.withdraw(prefix)
     entries = [json.loads(text) for text in texts]
-    # A rank that is not allowed to share can be reached by others all the same: they must not follow it.
+    # Others can reach a rank that is not allowed to share memory, but must not take it as their leader.
     leaders = [leader if entries[leader][1] else rank for rank, (leader, _) in enumerate(entries)]
     return Hosts.from_leaders(leaders)
 
@@ -74,10 +74,10 @@ def _close_probe(purpose: str, sock: StreamSocket) -> None:
 def share_memory(
     context: GroupContext, watch: GroupWatch, hosts: Hosts, size_bytes: int, deadline: Deadline
 ) -> tuple[Segment | None, Hosts]:
-    """Gives every host with several ranks its memory.
+    """Makes the shared memory of every host with several ranks.
 
     Returns:
-        This host's segment, or None; and the hosts that work, ranks of the others standing alone.
+        This host's segment, or None; and the hosts, of which those without shared memory are split into single ranks.
     """
     segment: Segment | None = None
     reason = ""
@@ -92,7 +92,7 @@ def share_memory(
     works = [all(not outcomes[rank] for rank in ranks) for ranks in hosts.members]
     if not works[hosts.index_of(context.rank)]:
         failed = "; ".join(f"rank {context.ranks[rank]}: {outcomes[rank]}" for rank in members if outcomes[rank])
-        logger.warning("group %r uses sockets on this host, since shared memory failed: %s", context.name, failed)
+        logger.warning("group %r uses sockets on this host, because shared memory failed: %s", context.name, failed)
         if segment is not None:
             segment.close()
             segment = None
@@ -123,7 +123,7 @@ def _share_on_host(
 
 
 def _await_offer(watch: GroupWatch, connection: socket.socket, deadline: Deadline) -> None:
-    """Waits until something can be read, or the time is over; the leader may have given up because of another rank."""
+    """Waits until the connection is readable, up to the deadline; the leader may give up because of another rank."""
     poller = select.poll()
     poller.register(connection, select.POLLIN)
     while not poller.poll(1000 * CHECK_INTERVAL_S) and not deadline.expired():
@@ -138,22 +138,22 @@ class TcpOptions:
     """`pg_options` of the `tcp` backend.
 
     Attributes:
-        shared_memory: whether ranks of one host may use shared memory. A rank that says no takes part through sockets.
-        unix_sockets: whether ranks of one host may reach this one through Unix sockets; without them only TCP is left.
+        shared_memory: whether ranks of one host may use shared memory. A rank with False takes part through sockets.
+        unix_sockets: whether ranks of one host may reach this one through Unix sockets; otherwise they use TCP.
     """
 
     shared_memory: bool = True
     unix_sockets: bool = True
 
     def allows_shared_memory(self) -> bool:
-        return self.shared_memory and self.unix_sockets  # the memory is handed over through the sockets
+        return self.shared_memory and self.unix_sockets  # ranks pass the memory through Unix sockets
 
 
 class TcpBackend(EngineBackend):
     """See `GroupBackend`; made on every rank of the group at about the same time.
 
     Raises (constructor):
-        RendezvousError: some ranks did not come; names them.
+        RendezvousError: some ranks did not join; names them.
         TransportError: a rank cannot be reached, or did not prove the job token.
     """
 
@@ -203,8 +203,8 @@ class TcpBackend(EngineBackend):
         self._end_callbacks(deadline)
         if left := self._mailboxes.drain(deadline.remaining_s()):
             logger.warning(
-                "group %r was closed before %d sends had left this process, which are lost. The first is %s. Wait for "
-                "the Work of each isend, or destroy the group before the program ends, which leaves it more time",
+                "group %r was closed before %d sends had left this process; they are lost. The first is %s. Wait for "
+                "the Work of each isend, or destroy the group before the program ends, so that sends have more time",
                 self.context.name,
                 len(left),
                 left[0].title,
@@ -227,7 +227,7 @@ def _make_mailboxes(context: GroupContext, watch: GroupWatch | None) -> Mailboxe
 def _connect(
     context: GroupContext, watch: GroupWatch | None, options: TcpOptions, deadline: Deadline, undo: ExitStack
 ) -> Transport:
-    """Connects this rank with the others; `undo` closes what was opened, and tells them that this one gives up."""
+    """Connects this rank with the others; `undo` closes the connections, and tells the others that it gives up."""
     if watch is None:
         return SingleRankTransport()
     undo.callback(watch.give_up)
@@ -237,7 +237,7 @@ def _connect(
 
 
 def _make_transport(context: GroupContext, watch: GroupWatch, options: TcpOptions, deadline: Deadline) -> Transport:
-    """The fastest transport that the ranks share."""
+    """Makes the fastest transport that the ranks share."""
     refused = unsupported_here()
     allowed = options.allows_shared_memory()
     if refused is not None and allowed:

@@ -5,10 +5,10 @@
 
     dist.init_process_group("rpcdist")
 
-The groups of `torch.distributed` are then ours, for its functions, its DistributedDataParallel and its FSDP alike. CPU
-tensors go through the backend `tcp`; CUDA tensors through `nccl` where that can be used, else through the CPU's memory.
-The import also replaces `torch.distributed.monitored_barrier`, which refuses our groups, and a method of torch's DDP;
-both serve other groups as before.
+The functions of `torch.distributed`, its DistributedDataParallel and its FSDP then use our groups. CPU tensors go
+through the backend `tcp`; CUDA tensors through `nccl` if it is usable, otherwise through CPU memory. The import also
+replaces `torch.distributed.monitored_barrier`, which refuses our groups, and a method of torch's DDP; both work as
+before with other groups.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from rpcdist.errors import ConfigError
 __all__ = ["NAME", "TorchProcessGroup", "TorchWork", "as_torch_group", "register", "torch_group"]
 
 if not torch_distributed.is_available():
-    raise ConfigError("this torch was built without torch.distributed; use rpcdist.collectives itself instead")
+    raise ConfigError("this torch was built without torch.distributed; call rpcdist.collectives directly")
 
 NAME: Final = "rpcdist"
 """The value of `backend` for torch's `init_process_group` and `new_group`."""
 
 _DEVICES: Final = ["cpu", "cuda"]
-_LENT: Final = "rpcdist group "  # names what `as_torch_group` makes
+_LENT: Final = "rpcdist group "  # the first part of the names of groups that `as_torch_group` makes
 
 _Split = Callable[..., Iterator[tuple[object, ...]]]
 
@@ -56,7 +56,7 @@ _ProcessGroup: Any = torch._C._distributed_c10d.ProcessGroup
 
 
 def _forward(name: str, split: _Split | None = None) -> Callable[..., TorchWork]:
-    """A method that runs our group's method `name`: with its arguments, or once for each part that `split` makes."""
+    """Makes a method that runs our group's method `name` with its arguments, or once for each part from `split`."""
 
     def method(self: TorchProcessGroup, *arguments: Any, **named: Any) -> TorchWork:
         run = getattr(self.group, name)
@@ -69,7 +69,7 @@ def _forward(name: str, split: _Split | None = None) -> Callable[..., TorchWork]
 
 
 def _delegate(name: str) -> Callable[..., Any]:
-    """A method that calls our group's method `name`."""
+    """Makes a method that calls our group's method `name`."""
 
     def method(self: TorchProcessGroup, *arguments: Any, **named: Any) -> Any:
         return getattr(self.group, name)(*arguments, **named)
@@ -88,7 +88,7 @@ def _for_each_dtype(tensors: Sequence[torch.Tensor], opts: object = None) -> Ite
 def _for_each_input(
     output_lists: Sequence[Sequence[torch.Tensor]], input_list: Sequence[torch.Tensor], opts: object = None
 ) -> Iterator[tuple[object, ...]]:
-    """`output_lists[i][k]` is what rank i passed as `input_list[k]`."""
+    """`output_lists[i][k]` gets `input_list[k]` of rank i."""
     return (([outputs[index] for outputs in output_lists], given, opts) for index, given in enumerate(input_list))
 
 
@@ -99,15 +99,15 @@ def _for_each_pair(
 
 
 class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]  # see _ProcessGroup
-    """A group of ours as one of torch's. The methods are torch's lower-case ones, see `ProcessGroup` there and here.
+    """A group of rpcdist as a group of torch, with torch's lower-case methods.
 
     Args:
-        store: torch's, for this group alone.
-        group: does the work.
-        name: torch's name of the group, which its functional collectives find it by.
+        store: a store of torch, for this group alone.
+        group: the group of rpcdist, which runs the operations.
+        name: torch's name for the group, by which torch's functional collectives find it.
     """
 
-    # C++ code of torch reads these, and so do its Python functions, which expect one backend for each device.
+    # torch's C++ code and Python functions read these; the latter expect one backend for each device.
     supports_coalescing = False
     supports_splitting = False
     supports_shrinking = False
@@ -118,7 +118,7 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]  # see _ProcessGro
     use_pg_for_symm_mem_rendezvous = False
 
     def __init__(self, store: torch_distributed.Store, group: ProcessGroup, name: str) -> None:
-        super().__init__(group.rank(), group.size())  # this form, without the store, lets C++ call what we override
+        super().__init__(group.rank(), group.size())  # this overload lets C++ call the methods that we override
         self._store = store
         self._group = group
         self._names = [name, ""]  # and a description
@@ -131,7 +131,7 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]  # see _ProcessGro
 
     @property
     def group(self) -> ProcessGroup:
-        """The group that does the work."""
+        """The group of rpcdist, which runs the operations."""
         return self._group
 
     # ------------------------------------------------------------ who it is
@@ -142,7 +142,7 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]  # see _ProcessGro
     def name(self) -> str:
         return NAME
 
-    # C++ code of torch asks by these four; Python code by the two properties.
+    # torch's C++ code calls these four methods; its Python code reads the two properties.
 
     def getGroupName(self) -> str:
         return self._names[0]
@@ -171,7 +171,7 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]  # see _ProcessGro
         return [torch.device(name) for name in self._group.device_types]
 
     def _get_backend(self, device: torch.device) -> TorchProcessGroup:
-        self._group.binding(torch.device(device).type)  # raises for one that the group does not carry
+        self._group.binding(torch.device(device).type)  # raises for a device that the group does not carry
         return self
 
     get_backend = _get_backend
@@ -236,7 +236,7 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]  # see _ProcessGro
         group_desc: str | None = None,
         device_types: object | None = None,
     ) -> TorchProcessGroup | None:
-        """A group of some ranks of this one, which they alone call; None on others. Ends like that of `torch_group`."""
+        """Makes a group of some ranks of this one, which alone call it. Ends like a group of `torch_group`."""
         check_split(ranks, self._group)
         if self.rank() not in ranks:
             return None
@@ -257,7 +257,7 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]  # see _ProcessGro
         group_name: str | None = None,
         group_desc: str | None = None,
     ) -> TorchProcessGroup:
-        """A group of all processes that join at `store`: `torch_group` with ranks in the order of arrival."""
+        """Makes a group of all processes that join at `store`, like `torch_group`, with ranks in order of arrival."""
         name = group_name or f"{self.getGroupName()}:merge"
         merged = torch_group(store, store.add("mergeGroupRank", 1) - 1, size, timeout=timeout)
         merged._names = [name, group_desc or name]
@@ -275,16 +275,16 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]  # see _ProcessGro
 
 
 _open_groups: Final[set[TorchProcessGroup]] = set()
-"""Until they end, since C++ code of torch that holds a group does not hold its Python object, see [Note: halves]."""
+"""The open groups, since torch's C++ code that holds a group does not hold its Python object; see [Note: halves]."""
 
 
 def _make_group(
     given: torch._C._distributed_c10d._DistributedBackendOptions, options: object | None = None
 ) -> TorchProcessGroup:
-    """Torch calls it to make a group: `given` says which ranks, and brings the store."""
+    """Makes a group for torch; `given` has the ranks and the store."""
     ranks = tuple(given.global_ranks_in_group) or tuple(range(given.group_size))
-    # torch gives groups of one name the same keys: those of the next initialisation and of the next start, and those
-    # that the members of two parents make at once.
+    # torch gives groups of one name the same keys, also in the next initialisation and start, and if the members of two
+    # parents make groups at the same time.
     members = hashlib.sha256(str(ranks).encode()).hexdigest()[:16]
     store = PrefixStore(f"attempt_{job_attempt()}/{members}", TorchStoreAdapter(given.store))
     group = _open(f"torch {given.group_id}", given.group_rank, ranks, store, given.timeout, options)
@@ -294,32 +294,32 @@ def _make_group(
 def torch_group(
     store: torch_distributed.Store, rank: int, size: int, *, timeout: timedelta | None = None
 ) -> TorchProcessGroup:
-    """A group of ours as one of torch's, without `init_process_group`, for libraries that make groups from a store.
+    """Makes a group of rpcdist as a group of torch, for libraries that make groups from a store.
 
-    All ranks call it at the same time; it blocks until they have. torch's default group need not exist, and only the
-    caller knows the group: end it with its `shutdown()`, or with `abort()` if ranks may hang. A group to which no
-    Python code refers any more ends as by `shutdown()`, on a thread of its own: libraries drop torch's like that.
+    All ranks call it, and it blocks until all have. torch's default group need not exist, and the group is not
+    registered anywhere: end it with `shutdown()`, or with `abort()` if ranks may hang. A group without references from
+    Python code ends as by `shutdown()`, on a separate thread, because libraries drop torch's groups in this way.
 
     Args:
-        store: torch's, for this group alone: a group that takes its place needs a `PrefixStore` with another prefix.
-        rank: this process's, from 0.
-        size: how many ranks there are.
-        timeout: of the ranks' arrival, and of each operation; torch's default of 30 minutes.
+        store: torch's, for this group alone: the group that replaces it needs a `PrefixStore` with another prefix.
+        rank: the rank of this process, from 0.
+        size: the number of ranks.
+        timeout: the limit until all ranks have called it, and of each operation; torch's default of 30 minutes.
 
     Raises:
         ConfigError: the rank, the size, the timeout or the store is wrong.
-        RankLost, DistError: a rank did not come.
+        RankLost, DistError: a rank did not join.
     """
     limit = timeout_of_group(default_backend(), timeout)
     group = _open("torch_group", rank, tuple(range(size)), TorchStoreAdapter(store), limit, None)
     made = TorchProcessGroup(store, group, "")
-    _open_groups.discard(made)  # a library that hands it to C++ code of torch, to DDP say, keeps it as well
+    _open_groups.discard(made)  # a library that passes it to C++ code of torch, such as DDP, keeps it as well
     weakref.finalize(made, _end_dropped, os.getpid(), group).atexit = False
     return made
 
 
 def _end_dropped(pid: int, group: ProcessGroup) -> None:
-    """Runs in a finalizer, which may interrupt a thread that holds any lock: `threading` could wait for one."""
+    """Runs in a finalizer, which may interrupt a thread that holds a lock, so it must not use `threading`."""
     if pid == os.getpid():
         _thread.start_new_thread(group.shutdown, ())
 
@@ -349,7 +349,7 @@ def _monitored_barrier(
     timeout: timedelta | float | None = None,
     wait_all_ranks: bool = False,
 ) -> None:
-    """See `torch.distributed.monitored_barrier`, which refuses every backend but Gloo before it asks the group."""
+    """See `torch.distributed.monitored_barrier`, which refuses every backend except Gloo."""
     own = torch_distributed.group.WORLD if group is None else group
     if isinstance(own, TorchProcessGroup):
         own.monitored_barrier(barrier_timeout(timeout), wait_all_ranks)
@@ -361,7 +361,7 @@ _torch_monitored_barrier: Final = torch_distributed.distributed_c10d.monitored_b
 
 
 def _register_builtin_comm_hook(self: DistributedDataParallel, comm_hook_type: Any) -> None:
-    """See torch's DDP, whose hook FP16_COMPRESS in C++ wants a future that only C++ can make; Python's is the same."""
+    """See torch's DDP. Its C++ hook FP16_COMPRESS needs a future that only C++ can make; this uses the Python hook."""
     if isinstance(self.process_group, TorchProcessGroup) and comm_hook_type.name == "FP16_COMPRESS":
         self.register_comm_hook(self.process_group, fp16_compress_hook)
         assert self.logger is not None
@@ -374,9 +374,9 @@ _torch_builtin_comm_hook: Final = DistributedDataParallel._register_builtin_comm
 
 
 def as_torch_group(group: ProcessGroup) -> TorchProcessGroup:
-    """A group of ours for functions of `torch.distributed` that take a group, such as torch's communication hooks.
+    """Returns a group of rpcdist for functions of `torch.distributed` that take a group, such as communication hooks.
 
-    torch's default group need not exist. The group stays ours: destroy it here, not there.
+    torch's default group need not exist. Destroy the group with rpcdist, not with torch.
     """
     world = torch_distributed.distributed_c10d._world
     tables: tuple[Any, ...] = (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config)
@@ -384,10 +384,10 @@ def as_torch_group(group: ProcessGroup) -> TorchProcessGroup:
         if known.group is group:
             return known
         if not known.group.device_types and world.pg_names.get(known, "").startswith(_LENT):
-            for table in tables:  # its group was destroyed here, which torch does not hear of
+            for table in tables:  # rpcdist destroyed its group, which torch does not know
                 table.pop(known, None)
     name = f"{_LENT}{group.group_name}"
-    store = torch_distributed.HashStore()  # of no use: torch wants one
+    store = torch_distributed.HashStore()  # torch requires one, but does not use it
     made = TorchProcessGroup(store, group, name)
     ranks = {world_rank: rank for rank, world_rank in enumerate(group.ranks)}
     devices = ",".join(f"{device}:{NAME}" for device in _DEVICES)
@@ -397,12 +397,12 @@ def as_torch_group(group: ProcessGroup) -> TorchProcessGroup:
 
 
 def register() -> None:
-    """Makes the name known to torch; importing this module has done it already. Idempotent."""
+    """Registers the name with torch, as importing this module does. Idempotent."""
     torch_distributed.Backend.register_backend(NAME, _make_group, extended_api=True, devices=_DEVICES)
     hide_from_compiler(TorchProcessGroup, TorchWork)
     keep_what_torch_holds()
     serve_functional_ops(TorchProcessGroup, _DEVICES)
-    # Since 2.15 torch attaches its recorder, which asks C++ for a backend that ours has not, to all but these.
+    # Since 2.15 torch attaches its recorder to all backends except these; it needs a C++ backend, which ours lacks.
     exempt: set[str] = getattr(torch_distributed.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
     exempt.add(NAME)
     for module in (torch_distributed, torch_distributed.distributed_c10d):

@@ -27,21 +27,21 @@ def _after_fork() -> None:
     _this_process = object()
 
 
-if hasattr(os, "register_at_fork"):  # not on Windows, where nothing forks
+if hasattr(os, "register_at_fork"):  # Windows has no fork
     os.register_at_fork(after_in_child=_after_fork)
 
 
 class Work:
-    """An operation called with `async_op=True`: wait for it, await it, or ask it. Any thread may use it.
+    """An operation called with `async_op=True`, to wait for, to await or to query. Any thread may use it.
 
     Args:
-        title: names the operation in errors, e.g. "all_reduce #41 of group 'default'"; made text by `str` when needed.
+        title: names the operation in errors, e.g. "all_reduce #41 of group 'default'"; converted by `str` when needed.
             Classes of programs call the constructor without arguments, as in torch.
         result: the output tensors.
-        callbacks: runs the callbacks of futures; without it, those of each future have a thread of their own.
+        callbacks: runs the callbacks of futures; if missing, the callbacks of each future have their own thread.
 
     Attributes:
-        limit_s: the operation's own limit, in seconds; 0 where there is none.
+        limit_s: the operation's own limit, in seconds; 0 without a limit.
     """
 
     limit_s: float = 0.0
@@ -62,8 +62,8 @@ class Work:
         self._waiter: threading.Event | None = None
         self._callbacks: list[Callable[[Work], object]] = []
         self._done = False
-        self._settled = False  # done, and its callbacks were called: a future that it gave out is done when `wait` ends
-        self._awaited_by = 0  # the thread whose `wait` ended last
+        self._settled = False  # done, and its callbacks were called, so that its futures are done when `wait` returns
+        self._awaited_by = 0  # the thread whose `wait` last returned
         self._settler = 0  # the thread that runs the callbacks, which may wait for it
         self._error: BaseException | None = None
         self._source: int = -1
@@ -74,12 +74,12 @@ class Work:
 
     @property
     def title(self) -> str:
-        """Name of the operation."""
+        """The name of the operation."""
         return str(self._title)
 
     @classmethod
     def finished(cls, title: object, result: list[torch.Tensor] | None = None, source: int = -1) -> Work:
-        """Work that is done already."""
+        """Makes a work that is already done."""
         work = cls(title, result)
         work._done = work._settled = True
         work._source = source
@@ -88,12 +88,12 @@ class Work:
     # ------------------------------------------------------------ for backends
 
     def complete(self, source: int = -1) -> None:
-        """Ends it with success; `source` is the sender's rank in the group, for a receive."""
+        """Completes the operation; `source` is the sender's rank in the group, for a receive."""
         self._source = source
         self._finish(None)
 
     def fail(self, error: BaseException) -> None:
-        """Ends it with an error. Of several calls of `complete` and `fail`, only the first counts."""
+        """Fails the operation. Only the first call of `complete` or `fail` has an effect."""
         self._finish(error)
 
     def _finish(self, error: BaseException | None) -> None:
@@ -116,7 +116,7 @@ class Work:
                 waiter.set()
 
     def when_done(self, callback: Callable[[Work], object]) -> None:
-        """Calls back once, on the thread that finishes it, or immediately; the callback must not block or raise."""
+        """Calls `callback` once, on the thread that finishes the operation, or at once; it must not block or raise."""
         with self._lock:
             if not self._done:
                 self._callbacks.append(callback)
@@ -124,16 +124,16 @@ class Work:
         callback(self)
 
     def _hurry(self) -> None:
-        """Called when something waits for it that is no thread which could run it."""
+        """Called when a future or a coroutine waits, and so no waiting thread can run the operation."""
 
     # ------------------------------------------------------------ for users
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
-        """Blocks until it is done. On the thread of an event loop, `await` the work instead.
+        """Blocks until the operation is done. On the thread of an event loop, `await` the work instead.
 
         Args:
-            timeout: seconds or a `timedelta`; without one, the operation's own limit ends it. An operation whose wait
-                timed out continues.
+            timeout: seconds or a `timedelta`; the operation's own limit by default. If the wait times out, the
+                operation continues.
 
         Returns:
             True.
@@ -141,18 +141,18 @@ class Work:
         Raises:
             CollectiveError: the operation failed.
             CollectiveTimeout: the wait's own timeout passed.
-            ForkedProcess: it runs in another process, from which this one was forked.
+            ForkedProcess: the operation runs in another process, from which this one was forked.
         """
         if not self._settled and self._settler != threading.get_ident():
             self._check_not_forked()
             self._block(timeout.total_seconds() if isinstance(timeout, timedelta) else timeout)
         self._awaited_by = threading.get_ident()
         if self._error is not None:
-            raise self._error.with_traceback(None)  # which each `wait` would lengthen
+            raise self._error.with_traceback(None)  # otherwise each `wait` would lengthen the traceback
         return True
 
     def _check_not_forked(self) -> None:
-        """Threads of the parent run it, and may have held its locks at the fork."""
+        """Raises in a forked child: threads of the parent run the operation, and may have held its locks."""
         if self._process is not _this_process:
             raise ForkedProcess()
 
@@ -172,25 +172,25 @@ class Work:
             )
 
     def is_completed(self) -> bool:
-        """Whether it is done, well or not."""
+        """Whether it succeeded or failed."""
         return self._done
 
     def is_success(self) -> bool:
-        """Whether it is done and did not fail."""
+        """Whether it succeeded."""
         return self._done and self._error is None
 
     def exception(self) -> BaseException | None:
-        """Why it failed; None when it did not, or still runs."""
+        """Returns the error; None if it succeeded or still runs."""
         return self._error
 
     def result(self) -> list[torch.Tensor]:
-        """The output tensors; waits until they are there. Raises like `wait`."""
+        """Waits for the output tensors and returns them. Raises like `wait`."""
         self.wait()
         return self._result
 
     @property
     def timeout(self) -> timedelta:
-        """The operation's own limit, not that of `wait`; 0 where there is none."""
+        """The operation's own limit, not that of `wait`; 0 without a limit."""
         return timedelta(seconds=self.limit_s)
 
     def synchronize(self) -> None:
@@ -198,18 +198,18 @@ class Work:
         self.wait()
 
     def block_current_stream(self) -> None:
-        """Makes the current stream wait, where there are streams, else the caller."""
+        """Makes the current stream wait on devices with streams, otherwise the caller."""
         self.wait()
 
     def source_rank(self) -> int:
-        """The sender of a finished receive, as a rank in the group; -1 for everything else."""
+        """Returns the sender of a finished receive, as a rank in the group; -1 for other operations."""
         return self._source
 
     def _source_rank(self) -> int:
         return self.source_rank()
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """A future of the output tensors. Its callbacks may call further operations, and wait for them in any way."""
+        """Returns a future of the output tensors. Its callbacks may call further operations, and wait for them."""
         ordered = self._callbacks_of_group
         future: torch.futures.Future[list[torch.Tensor]]
         future = torch.futures.Future() if ordered is None else OrderedFuture(ordered, self._was_awaited)
@@ -224,7 +224,7 @@ class Work:
             name = f"rpcdist callbacks of {self.title}"
             try:
                 threading.Thread(target=settle, args=(work,), name=name, daemon=True).start()
-            except RuntimeError as exc:  # the system gives no more threads
+            except RuntimeError as exc:  # the system cannot start a thread
                 own_shortage(exc)
                 settle(work)
 
@@ -236,7 +236,7 @@ class Work:
         return self._awaited_by == threading.get_ident()
 
     def get_future_result(self) -> torch.futures.Future[int]:
-        """A future of 0 for success and 1 for failure; it never fails."""
+        """Returns a future of 0 for success and 1 for failure; the future never fails."""
         future: torch.futures.Future[int] = torch.futures.Future()
 
         def settle(work: Work) -> None:
@@ -247,7 +247,7 @@ class Work:
         return future
 
     def __await__(self) -> Generator[Any, None, list[torch.Tensor]]:
-        """Waits without blocking the loop; cancelling leaves the operation running."""
+        """Waits without blocking the loop; after a cancellation the operation continues."""
         if not self._done:
             self._check_not_forked()
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -37,7 +37,7 @@ __all__ = ["close_stores", "destroy_process_group", "get_node_local_rank", "init
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_NAME = "0"  # torch's; the names of other groups go on from here
+DEFAULT_NAME = "0"  # torch's; the other groups have the next numbers
 
 
 def init_process_group(
@@ -53,29 +53,30 @@ def init_process_group(
     _ranks: Sequence[int] | None = None,
     enable_reconfigure: bool = False,
 ) -> None:
-    """Makes the default group, of all processes of the job; blocks until all of them have come.
+    """Makes the default group, of all processes of the job; blocks until all of them have joined.
 
     Without arguments it reads MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE, as `torchrun` sets them. `init_rpc` may
     use the same host and port.
 
     Args:
-        backend: "tcp" (also "gloo"), "nccl", "mpi", a registered one, or by device type, e.g. "cpu:tcp,cuda:nccl". By
-            default that of `device_id`'s type, or else "cpu:tcp,cuda:nccl" where there is a GPU with CuPy, or "tcp".
+        backend: "tcp" (also "gloo"), "nccl", "mpi", a registered name, or one per device type, e.g.
+            "cpu:tcp,cuda:nccl". The default is the backend for `device_id`'s type; without a `device_id`,
+            "cpu:tcp,cuda:nccl" on a machine with a GPU and CuPy, otherwise "tcp".
         init_method: `env://` (the default), `tcp://host:port` or `file:///path`; see `rendezvous`. With the backend
             "mpi" and neither RANK nor WORLD_SIZE in the environment, the default is to ask MPI.
         timeout: limit of making the group, and of each operation; 30 minutes by default, 10 for `nccl` alone.
-        world_size: number of processes; needed with `store`.
-        rank: rank of this process; needed with `store`.
-        store: where the ranks find each other, instead of `init_method`; this package's or torch's.
-        group_name: accepted for scripts written for torch, without effect.
-        pg_options: for the backend.
-        device_id: the one device that this process works on.
-        _ranks: accepted for scripts written for torch, without effect.
-        enable_reconfigure: refused: see `ProcessGroup.reconfigure`.
+        world_size: number of processes; required with `store`.
+        rank: rank of this process; required with `store`.
+        store: the store in which the ranks find each other, of this package or torch; replaces `init_method`.
+        group_name: accepted for compatibility with torch and ignored.
+        pg_options: options of the backend.
+        device_id: the only device that this process uses.
+        _ranks: accepted for compatibility with torch and ignored.
+        enable_reconfigure: not supported; see `ProcessGroup.reconfigure`.
 
     Raises:
-        ConfigError: there is a default group already, or an argument is wrong or missing.
-        StoreTimeout: naming the ranks that did not come in time.
+        ConfigError: a default group exists already, or an argument is wrong or missing.
+        StoreTimeout: some ranks did not join in time; names them.
         ConnectFailed: the coordinator did not answer in time.
         CollectiveMismatch: another rank passed another backend or world size.
     """
@@ -86,16 +87,16 @@ def init_process_group(
     _check_rendezvous(init_method, store, rank, world_size)
     if enable_reconfigure:
         raise ConfigError(
-            "enable_reconfigure is not supported: no backend here can change a group's ranks. Leave it out, and call "
-            "grow_group or shrink_group when ranks come or go"
+            "enable_reconfigure is not supported: no backend of rpcdist can change a group's ranks. Leave it out, and "
+            "call grow_group or shrink_group when ranks come or go"
         )
     device = _device(device_id)
     name = Backend(_backend_name(backend, device))
     config = BackendConfig(name)
     timeout = timeout_of_group(name, timeout)
     shared, rank, world_size = _open_store(world.kept_store, name, init_method, store, rank, world_size, timeout)
-    if world_size < 1:  # a store alone may be opened without a number
-        raise ConfigError(f"the world size is {world_size}, and must be at least 1: check world_size, or WORLD_SIZE")
+    if world_size < 1:  # a store can be opened without a world size, but a group cannot
+        raise ConfigError(f"the world size must be at least 1, but is {world_size}: check world_size, or WORLD_SIZE")
     timeout_s = timeout.total_seconds()
     described = f"the default group of {world_size} ranks with backend {config}"
     ranks = tuple(range(world_size))
@@ -124,18 +125,18 @@ def init_process_group(
         if isinstance(exc, RpcdistError):
             shared.note_failure(str(exc))
         raise
-    shared.note_failure("")  # an earlier try may have failed
+    shared.note_failure("")  # an earlier attempt may have failed
     if metrics_are_wanted():
         load("metrics")()
 
 
 def _until_all_have_it(own: Store, default: ProcessGroup, timeout_s: float) -> None:
-    """Until the default group is set on all ranks: code that the first rank has run on another one, such as a call by
-    RPC, finds it there."""
+    """Waits until the default group is set on all ranks, so that code which one rank runs on another, such as a call by
+    RPC, finds the group there."""
 
     def check() -> None:
         for lost, reason in default.lost_ranks().items():
-            if reason != LEFT:  # a rank that has left was through
+            if reason != LEFT:  # a rank that has left had the group
                 raise RankLost("making the default group", f"it is not set on rank {lost}: {reason}", (lost,))
 
     rank, world_size = default.rank(), default.size()
@@ -143,7 +144,7 @@ def _until_all_have_it(own: Store, default: ProcessGroup, timeout_s: float) -> N
         own.set(f"set/{rank}", b"1")
         try:
             wait_for_keys(own, ["all set"], timeout_s, check)
-        except DistNetworkError as exc:  # rank 0 was through, and has ended; if not, the group's operations will say so
+        except DistNetworkError as exc:  # rank 0 has ended: the group's operations will tell
             logger.debug("the store was lost at the end of init_process_group: %s", exc)
         return
     try:
@@ -181,10 +182,10 @@ def destroy_process_group(group: Group = None) -> None:
 
 
 def get_node_local_rank(fallback_rank: int | None = None) -> int:
-    """This process's rank among those of its machine, from LOCAL_RANK or the engine; `fallback_rank` without both.
+    """Returns this process's rank on its machine, from LOCAL_RANK or the engine, otherwise `fallback_rank`.
 
     Raises:
-        ConfigError: neither is there.
+        ConfigError: all of them are missing.
     """
     if local := launcher_variable("LOCAL_RANK"):
         return int(local)
@@ -207,7 +208,7 @@ def _check_rendezvous(
     if init_method is not None:
         raise ConfigError("Cannot specify both init_method and store.")
     if not isinstance(store, Store | torch_distributed.Store):
-        raise TypeError(f"`store` is a store of this package or of torch, not {store!r}")
+        raise TypeError(f"`store` must be a store of this package or of torch, not {store!r}")
     if world_size <= 0:
         raise ConfigError("world_size must be positive if using store")
     if not 0 <= rank < world_size:
@@ -219,7 +220,7 @@ def _device(device_id: torch.device | int | None) -> torch.device | None:
         return None
     if isinstance(device_id, int):
         if not torch.cuda.is_available():
-            raise ConfigError("device_id is an int, but there is no CUDA device here; leave it out, or pass a device")
+            raise ConfigError("device_id is an int, but this machine has no CUDA device; leave it out or pass a device")
         device_id = torch.device("cuda", device_id)
     if device_id.type == "cpu":
         return None
@@ -228,7 +229,7 @@ def _device(device_id: torch.device | int | None) -> torch.device | None:
     if device_id.type != "cuda" or not torch.cuda.is_available():
         raise ConfigError(f"device_id {device_id} does not match the accelerators of this machine")
     if device_id.index >= torch.cuda.device_count():
-        raise ConfigError(f"device_id {device_id} is out of range: there are {torch.cuda.device_count()} devices")
+        raise ConfigError(f"device_id {device_id} is out of range: the machine has {torch.cuda.device_count()} devices")
     return device_id
 
 
@@ -252,7 +253,7 @@ def _open_store(
     world_size: int,
     timeout: timedelta,
 ) -> StoreAndRank:
-    """The store at which all ranks find each other, the rank of this process, and the world size."""
+    """Returns the store in which the ranks find each other, the rank of this process, and the world size."""
     if store is not None:
         return (store if isinstance(store, Store) else TorchStoreAdapter(store)), rank, world_size
     if name == Backend.MPI and init_method is None and not {"RANK", "WORLD_SIZE"} & os.environ.keys():
@@ -261,10 +262,10 @@ def _open_store(
 
 
 def close_stores() -> None:
-    """Closes the store that `init_process_group` opened, once the default group is destroyed; idempotent, bounded.
+    """Closes the store that `init_process_group` opened, after the default group is destroyed. Idempotent, bounded.
 
     Raises:
-        ConfigError: there still is a default group.
+        ConfigError: the default group still exists.
     """
     world = current_world()
     if world.default is not None:

@@ -1,7 +1,7 @@
 """The methods of `ProcessGroup` with torch's lower-case names: they take ranks in the group and return Work.
 
-Options may be this package's or torch's own; where torch has an overload that takes a reduce operation or a root
-directly, so has this.
+Options may be those of this package or of torch. Like torch's methods, some accept a reduce operation or a root instead
+of options.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ TensorLists = Sequence[torch.Tensor] | Sequence[Sequence[torch.Tensor]]
 
 
 class LowerCaseOperations:
-    """The operations as methods, for a class that knows which backend carries which device type.
+    """The operations as methods, for a class that knows the backend of each device type.
 
     Not an ABC: that would slow down the `isinstance` test for groups, which every call makes.
     """
 
     def binding(self, device_type: str) -> BackendBinding:
-        """The backend binding for tensors of a device type."""
+        """Returns the backend binding for tensors of a device type."""
         raise NotImplementedError
 
     @property
@@ -67,7 +67,7 @@ class LowerCaseOperations:
         return self._binding_of(tensor).all_reduce(tensor, given.reduceOp, given.asyncOp, given.timeout_s)
 
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: object = None) -> Work:
-        """All tensors have one dtype; they are reduced in one operation."""
+        """Reduces tensors of one dtype in one operation."""
         given = _options(AllreduceCoalescedOptions, opts, "reduceOp")
         binding = self._binding_of(tensors[0])
         return _submit(binding, lowering.all_reduce_coalesced(binding.place, list(tensors), given.reduceOp), given)
@@ -99,14 +99,14 @@ class LowerCaseOperations:
     # ------------------------------------------------------------ gathering
 
     def allgather(self, output_tensors: TensorLists, input_tensors: Tensors, opts: object = None) -> Work:
-        """One list of outputs (in a list, or itself) and one input (in a list, or itself)."""
+        """Takes one list of outputs and one input, each of which may be in a further list."""
         tensor, outputs = _one(input_tensors), _list(output_tensors)
         given = _options(AllgatherOptions, opts)
         binding = self._binding_of(tensor)
         return _submit(binding, lowering.all_gather(binding.place, outputs, tensor), given)
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: object = None) -> Work:
-        """The inputs of all ranks in one tensor."""
+        """Gathers the inputs of all ranks in one tensor."""
         given = _options(AllgatherOptions, opts)
         binding = self._binding_of(input)
         return _submit(binding, lowering.all_gather_single(binding.place, output, input), given)
@@ -122,14 +122,14 @@ class LowerCaseOperations:
         *,
         root: int | None = None,
     ) -> Work:
-        """`opts`: GatherOptions, or the root's rank, also as `root`; `output_tensors` is empty everywhere else."""
+        """`opts`: GatherOptions, or the root's rank, also as `root`; `output_tensors` is empty on other ranks."""
         tensor, outputs = _one(input_tensors), _list(output_tensors)
         given = _options(GatherOptions, _either(opts, root), "rootRank", timeout)
         binding = self._binding_of(tensor)
         return _submit(binding, lowering.gather(binding.place, outputs, tensor, given.rootRank), given)
 
     def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: object = None) -> Work:
-        """The inputs of all ranks in one tensor of the root; on the others `output` is not used, and may be empty."""
+        """Gathers the inputs of all ranks in one tensor of the root; other ranks do not use `output`."""
         given = _options(GatherOptions, opts, "rootRank")
         binding = self._binding_of(input)
         return _submit(binding, lowering.gather_single(binding.place, output, input, given.rootRank), given)
@@ -145,7 +145,7 @@ class LowerCaseOperations:
         *,
         root: int | None = None,
     ) -> Work:
-        """`opts`: ScatterOptions, or the root's rank, also as `root`; `input_tensors` is empty everywhere else."""
+        """`opts`: ScatterOptions, or the root's rank, also as `root`; `input_tensors` is empty on other ranks."""
         tensor, inputs = _one(output_tensors), _list(input_tensors)
         given = _options(ScatterOptions, _either(opts, root), "rootRank", timeout)
         binding = self._binding_of(tensor)
@@ -161,7 +161,7 @@ class LowerCaseOperations:
         return _submit(binding, lowering.reduce_scatter(binding.place, tensor, inputs, given.reduceOp), given)
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: object = None) -> Work:
-        """One chunk of the input for each rank."""
+        """The input has one chunk for each rank."""
         given = _options(ReduceScatterOptions, opts, "reduceOp")
         binding = self._binding_of(output)
         return _submit(binding, lowering.reduce_scatter_single(binding.place, output, input, given.reduceOp), given)
@@ -182,7 +182,7 @@ class LowerCaseOperations:
     def all_gather_single_coalesced(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: object = None
     ) -> Work:
-        """`all_gather_single` of each."""
+        """Runs `all_gather_single` for each pair."""
         return _last(self.all_gather_single(*each, opts) for each in zip(outputs, inputs, strict=True))
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -190,7 +190,7 @@ class LowerCaseOperations:
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: object = None
     ) -> Work:
-        """`reduce_scatter_single` of each."""
+        """Runs `reduce_scatter_single` for each pair."""
         return _last(self.reduce_scatter_single(*each, opts) for each in zip(outputs, inputs, strict=True))
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -200,7 +200,7 @@ class LowerCaseOperations:
     def alltoall(
         self, output_tensors: Sequence[torch.Tensor], input_tensors: Sequence[torch.Tensor], opts: object = None
     ) -> Work:
-        """One tensor from and one for each rank."""
+        """Takes one output from and one input for each rank."""
         given = _options(AllToAllOptions, opts)
         binding = self._binding_of(input_tensors[0])
         return _submit(binding, lowering.all_to_all(binding.place, list(output_tensors), list(input_tensors)), given)
@@ -213,7 +213,7 @@ class LowerCaseOperations:
         input_split_sizes: Sequence[int] = (),
         opts: object = None,
     ) -> Work:
-        """Parts of one tensor, cut along its first dimension."""
+        """Exchanges parts of one tensor, cut along its first dimension."""
         given = _options(AllToAllOptions, opts)
         binding = self._binding_of(input)
         lowered = lowering.all_to_all_single(binding.place, output, input, output_split_sizes, input_split_sizes)
@@ -224,19 +224,19 @@ class LowerCaseOperations:
     # ------------------------------------------------------------ point to point, barriers
 
     def send(self, tensors: Tensors, dstRank: int, tag: int = 0) -> Work:
-        """To a rank of the group; done when the tensor may be changed again."""
+        """Sends to a rank of the group; done when the tensor may be changed again."""
         return self._binding_of(_one(tensors)).send(_one(tensors), whole_number(dstRank, "dstRank"), tag)
 
     def recv(self, tensors: Tensors, srcRank: int, tag: int = 0) -> Work:
-        """From a rank of the group."""
+        """Receives from a rank of the group."""
         return self._binding_of(_one(tensors)).recv(_one(tensors), whole_number(srcRank, "srcRank"), tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
-        """From whichever rank sends first."""
+        """Receives from the first rank that sends."""
         return self._binding_of(_one(tensors)).recv(_one(tensors), None, tag)
 
     def barrier(self, opts: object = None, timeout: timedelta | None = None) -> Work:
-        """Done when all ranks have come."""
+        """Done when all ranks have called it."""
         given = _options(BarrierOptions, opts, timeout=timeout)
         device = getattr(given, "device", None)
         binding = self.binding(self.object_device if device is None else device.type)
@@ -244,14 +244,14 @@ class LowerCaseOperations:
 
 
 def _either(opts: object, named: object) -> object:
-    """The options, or the one value that a keyword of torch's gives instead."""
+    """Returns the options, or the value of a keyword of torch that replaces them."""
     if opts is not None and named is not None:
-        raise TypeError(f"got {opts!r} as well as the keyword argument {named!r}; give one of them")
+        raise TypeError(f"got both {opts!r} and the keyword argument {named!r}; pass one of them")
     return named if opts is None else opts
 
 
 def _last(works: Iterable[Work]) -> Work:
-    """The last of several in the order of their calls: it is done when all are, and fails when one has failed."""
+    """Returns the last work in the order of the calls: it is done when all are, and fails if one has failed."""
     started = list(works)
     return started[-1] if started else Work.finished("nothing")
 
@@ -263,7 +263,7 @@ def _submit(binding: BackendBinding, lowered: lowering.Lowered, given: Operation
 def _options(
     kind: type[Given], opts: object, direct: str = "", timeout: timedelta | None = None, **rest: object
 ) -> Given:
-    """Options from options of ours or torch's, from the one value `direct` alone, or from nothing."""
+    """Makes options from our options or torch's, from the value of the field `direct`, or from nothing."""
     made = kind()
     for name, value in rest.items():
         setattr(made, name, value)
@@ -283,7 +283,7 @@ def _options(
 
 
 def _one(tensors: Tensors) -> torch.Tensor:
-    """The tensor, given as itself or in a list of one: lists are left from calls on several GPUs, which are gone."""
+    """Returns the tensor, which may be in a list of one; torch once took a tensor for each GPU."""
     if isinstance(tensors, torch.Tensor):
         return tensors
     if len(tensors) != 1:
@@ -293,7 +293,7 @@ def _one(tensors: Tensors) -> torch.Tensor:
 
 
 def _list(tensors: TensorLists) -> list[torch.Tensor]:
-    """The list of tensors, given as itself or in another list."""
+    """Returns the list of tensors, which may be in another list."""
     if len(tensors) == 1 and not isinstance(tensors[0], torch.Tensor):
         return list(tensors[0])
     checked = [each for each in tensors if isinstance(each, torch.Tensor)]

@@ -43,37 +43,37 @@ class group(metaclass=_WorldProperty):
 
 
 class GroupMember(metaclass=_WorldProperty):
-    """`GroupMember.WORLD` is the default group; `NON_GROUP_MEMBER` stands for a group that this rank is not in."""
+    """`GroupMember.WORLD` is the default group; `NON_GROUP_MEMBER` replaces a group in which this rank is not."""
 
     NON_GROUP_MEMBER: Final = NON_GROUP_MEMBER
 
 
 def is_initialized() -> bool:
-    """Whether `init_process_group` was called, and `destroy_process_group` was not."""
+    """Whether the default group exists."""
     return current_world().default is not None
 
 
 def get_rank(group: Group = None) -> int:
-    """This process's rank in the group; -1 when it is not in it."""
+    """Returns this process's rank in the group; -1 if the process is not a member."""
     return -1 if group == NON_GROUP_MEMBER else group_or_default(group).rank()
 
 
 def get_world_size(group: Group = None) -> int:
-    """Number of ranks in the group; -1 when this rank is not in it."""
+    """Returns the number of ranks in the group; -1 if this rank is not a member."""
     return -1 if group == NON_GROUP_MEMBER else group_or_default(group).size()
 
 
 def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
-    """The rank in `group` of a rank in the world.
+    """Returns the rank in `group` of a rank in the world.
 
     Raises:
-        ConfigError: it is not a member.
+        ConfigError: the rank is not a member.
     """
     return group_or_default(group).group_rank(whole_number(global_rank, "global_rank"))
 
 
 def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
-    """The rank in the world of a rank in `group`.
+    """Returns the rank in the world of a rank in `group`.
 
     Raises:
         ConfigError: the group has no such rank.
@@ -82,42 +82,42 @@ def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
 
 
 def get_process_group_ranks(group: ProcessGroup | None) -> list[int]:
-    """Ranks of the members in the world, by rank in the group."""
+    """Returns the ranks of the members in the world, by rank in the group."""
     return list(group_or_default(group).ranks)
 
 
 def get_backend(group: Group = None) -> Backend:
-    """The backend's name, as it was given when the group was made."""
+    """Returns the name of the backend with which the group was made."""
     return Backend(group_or_default(group).name())
 
 
 def get_backend_config(group: Group = None) -> str:
-    """Which backend carries which type of device, e.g. "cpu:tcp,cuda:nccl"."""
+    """Returns the backend of each device type, e.g. "cpu:tcp,cuda:nccl"."""
     return group_or_default(group).backend_config
 
 
 def get_backend_impl(group: Group | str = None, device: torch.device | str | None = None) -> GroupBackend:
-    """The object that carries out a group's operations, for methods that only some backends have.
+    """Returns the object that runs a group's operations, for methods that only some backends have.
 
     Args:
-        group: the default group by default; also its `group_name`.
-        device: whose tensors it carries; by default the device that the group is bound to, or any where there is one
-            backend for all.
+        group: the default group by default; also a `group_name`.
+        device: the device of the tensors; by default the device to which the group is bound, or any device if the
+            group has only one backend.
 
     Raises:
-        ConfigError: the group has several backends and no `device` was given, or none for that device, or this rank is
-            not in it.
+        ConfigError: the group has several backends and `device` is missing, or no backend for that device, or this
+            rank is not in the group.
     """
     if isinstance(group, str):
         if group not in current_world().groups:
-            raise ConfigError(f"this process has no group of the name {group!r}")
+            raise ConfigError(f"this process has no group with the name {group!r}")
         group = current_world().groups[group]
     pg = group_or_default(group)
     if device is None:
         device = pg.bound_device_id
     if device is not None:
         return pg.backend(device)
-    first, *others = pg.device_types or ("cpu",)  # without a backend, the CPU's error says so
+    first, *others = pg.device_types or ("cpu",)  # without a backend, the error for the CPU says so
     backend = pg.backend(first)
     if any(pg.backend(other) is not backend for other in others):
         raise ConfigError(
@@ -128,7 +128,7 @@ def get_backend_impl(group: Group | str = None, device: torch.device | str | Non
 
 
 def set_timeout(timeout: timedelta, group: Group = None) -> None:
-    """Sets the limit of a group's operations that start from now on, on this rank: with all its backends.
+    """Sets the limit of a group's later operations on this rank, for all its backends.
 
     Raises:
         ConfigError: this rank is not in the group.
@@ -138,5 +138,5 @@ def set_timeout(timeout: timedelta, group: Group = None) -> None:
 
 
 def get_pg_count() -> int:
-    """Number of groups made: with the default one, without those made with `use_local_synchronization`."""
+    """Returns the number of groups made, with the default one, without those with `use_local_synchronization`."""
     return current_world().num_created

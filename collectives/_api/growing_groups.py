@@ -1,4 +1,4 @@
-"""`grow_group`: the default group takes in processes that were started later."""
+"""`grow_group`: adds processes that were started later to the default group."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DESCRIPTION = "the default group, grown to {} ranks"
 
 @dataclass(frozen=True, slots=True)
 class _Invitation:
-    """The answer to a process that waits: its rank in a group that is about to be made."""
+    """The answer to a process that waits: its rank in the group that is about to be made."""
 
     number: int
     rank: int
@@ -40,14 +40,14 @@ class _Invitation:
 
     @classmethod
     def from_json(cls, text: str) -> _Invitation:
-        """The inverse of `json.dumps(asdict(...))`. Raises `ValueError` for anything else."""
+        """The inverse of `json.dumps(asdict(...))`. Raises `ValueError` for invalid text."""
         values = json.loads(text)
         kinds = {"number": int, "rank": int, "world_size": int, "name": str, "backend": str, "timeout_s": float}
         if not isinstance(values, dict) or {name: type(value) for name, value in values.items()} != kinds:
             raise ValueError(f"it does not consist of {', '.join(kinds)}")
         invitation = cls(**values)
         if not 0 <= invitation.rank < invitation.world_size or not invitation.timeout_s > 0:
-            raise ValueError("its rank is not one of the group, or its time limit is none")
+            raise ValueError("its rank is not a rank of the group, or its time limit is invalid")
         return invitation
 
 
@@ -58,15 +58,15 @@ def grow_group(
     timeout: timedelta | None = None,
     device_id: torch.device | None = None,
 ) -> ProcessGroup:
-    """Makes a default group of the ranks that are there and of new processes; all of both call it, and wait.
+    """Makes a new default group of the present ranks and of new processes, all of which call it and wait.
 
-    The ranks that are there keep their numbers, and the new ones come after them, in the order of their calls. The old
-    groups are destroyed when the new one is open; until then they stay as they are, also if this fails, and the call
-    can be repeated. The new processes know nothing yet: broadcast model, optimizer and step next.
+    Present ranks keep their numbers; new processes get the next numbers, in the order of their calls. The old groups
+    are destroyed when the new group is open. Until then they stay usable, also if this call fails, and the call can be
+    repeated. New processes have no state yet: broadcast the model, the optimizer and the step next.
 
     Args:
-        store: the same part of a store on all of them; it must outlive the groups that use it.
-        world_size: the number of ranks after this; needed on the ranks that are there. A new process may leave it out.
+        store: the same part of a store on all processes; it must outlive the groups that use it.
+        world_size: the new number of ranks; required on present ranks, optional in a new process.
         timeout: how long to wait for the others; by default the group's timeout, and in a new process
             `default_pg_timeout`.
         device_id: this process's device, in a new process; as in `init_process_group`.
@@ -75,11 +75,11 @@ def grow_group(
         The default group.
 
     Raises:
-        ConfigError: `world_size` is missing, or no larger than the group.
-        RendezvousError: this new process was not taken in, in time or because others want another size.
-        StoreTimeout: naming the ranks that did not come. A new process among them is not waited for again.
+        ConfigError: `world_size` is missing, or not larger than the group.
+        RendezvousError: this new process could not join in time, or the present ranks want another size.
+        StoreTimeout: some ranks did not join; names them. Later calls do not wait for a new process among them.
         RankLost: a rank of the group is gone; call `shrink_group` first.
-        AuthenticationFailed: somebody who has not the job's token writes to the store.
+        AuthenticationFailed: a process without the job's token writes to the store.
     """
     world = current_world()
     desk = PrefixStore("grow", store)
@@ -97,7 +97,7 @@ def grow_group(
 
 
 def _take_in(world: World, old: ProcessGroup, desk: PrefixStore, world_size: int, limit_s: float) -> ProcessGroup:
-    """On a rank that is there."""
+    """Runs `grow_group` on a present rank."""
     numbers: list[Any] = [_invite(world, old, desk, world_size) if old.rank() == 0 else None]
     broadcast_object_list(numbers, 0)
     number: int = numbers[0]
@@ -116,13 +116,13 @@ def _take_in(world: World, old: ProcessGroup, desk: PrefixStore, world_size: int
 
 
 def _invite(world: World, old: ProcessGroup, desk: PrefixStore, world_size: int) -> int:
-    """Gives ranks to the processes that have waited longest, and to the next ones to come."""
+    """Gives ranks to the processes that have waited longest, then to the next that arrive."""
     number = int(desk.add("rounds", 1))
     records = SignedRecords(desk, world.process.records())
     for rank in range(old.size(), world_size):
         ticket = int(desk.add("invited", 1))
         while desk.check([f"left/{ticket}"]):
-            records.get([f"left/{ticket}"])  # what a stranger says is an error
+            records.get([f"left/{ticket}"])  # raises if a process without the token wrote it
             ticket = int(desk.add("invited", 1))
         invitation = _Invitation(number, rank, world_size, old.group_name, old.name(), old.timeout_s)
         records.set(f"ticket/{ticket}", json.dumps(asdict(invitation)))
@@ -132,7 +132,7 @@ def _invite(world: World, old: ProcessGroup, desk: PrefixStore, world_size: int)
 def _enter(
     world: World, desk: PrefixStore, world_size: int | None, limit_s: float, device: torch.device | None
 ) -> ProcessGroup:
-    """In a new process."""
+    """Runs `grow_group` in a new process."""
     ticket = int(desk.add("waiting", 1))
     records = SignedRecords(desk, world.process.records())
     try:
@@ -179,7 +179,7 @@ def _open(invitation: _Invitation, own: Store, options: object | None, device: t
         description="default_pg",
     )
     try:
-        barrier(group)  # nobody leaves the old group before everybody can do without it
+        barrier(group)  # no rank leaves the old group before all ranks have the new one
     except BaseException:
         group.abort()
         group.shutdown()

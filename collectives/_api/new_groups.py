@@ -1,4 +1,4 @@
-"""Groups beside the default one: `new_group` and its relatives."""
+"""`new_group` and related functions, which make groups in addition to the default group."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ def new_group(
 
     Args:
         ranks: ranks in the world; all by default.
-        timeout: limit of making it, and of each operation; as in torch 30 minutes by default, 10 for `nccl` alone, and
-            not that of the default group. After 10 s a rank logs whom it waits for.
+        timeout: limit of making the group, and of each operation; as in torch, 30 minutes by default, 10 for `nccl`
+            alone, independent of the default group. After 10 s a rank logs the ranks for which it waits.
         backend: as in `init_process_group`; that of the default group by default.
         pg_options: options of the backend.
-        use_local_synchronization: only the members need to call it.
+        use_local_synchronization: whether only the members call it.
         group_desc: the purpose of the group, for people.
-        device_id: the device that the group is bound to; that of the default group by default.
-        sort_ranks: whether the rank in the group follows the rank in the world, and not the order in `ranks`.
+        device_id: the device to which the group is bound; that of the default group by default.
+        sort_ranks: whether ranks in the group follow the ranks in the world instead of the order in `ranks`.
 
     Returns:
-        The group. On a rank that is not in it `GroupMember.NON_GROUP_MEMBER` (-100), or None with
-        `use_local_synchronization`; it is annotated as a group because every function takes it as one.
+        The group. On a rank outside the group `GroupMember.NON_GROUP_MEMBER` (-100), or None with
+        `use_local_synchronization`; the annotation is a group because every function accepts it as one.
 
     Raises:
-        ConfigError: wrong ranks, or no such backend.
-        StoreTimeout: naming the ranks that did not come.
+        ConfigError: wrong ranks, or an unknown backend.
+        StoreTimeout: some ranks did not join; names them.
         CollectiveMismatch: another rank asked for another group.
     """
     world, parent = current_world(), default_group()
@@ -77,7 +77,7 @@ def _make(
     device_id: torch.device | None = None,
     sort_ranks: bool = True,
 ) -> ProcessGroup:
-    """The group on its members, under a name that no other group gets."""
+    """Makes the group on its members, with a name that no other group gets."""
     world, parent = current_world(), default_group()
     backend, timeout = _checked(backend, timeout, parent)
     members = _members(ranks, parent.size(), sort_ranks)
@@ -103,7 +103,7 @@ def _members(ranks: Sequence[int] | None, world_size: int, sort_ranks: bool) -> 
     if sort_ranks:
         members = tuple(sorted(members))
     if not members:
-        raise ConfigError("ranks is empty; a group has at least one rank")
+        raise ConfigError("ranks is empty; a group needs at least one rank")
     if len(set(members)) != len(members):
         raise ConfigError(f"ranks list must not contain duplicate entries, got {list(members)}")
     if len(members) > world_size:
@@ -136,15 +136,15 @@ def new_subgroups(
     pg_options: object | None = None,
     group_desc: str | None = None,
 ) -> tuple[ProcessGroup, list[ProcessGroup]]:
-    """Cuts a group into groups of `group_size` neighbours; all ranks of that group call it.
+    """Splits a group into groups of `group_size` consecutive ranks; all ranks of the group call it.
 
     Args:
         group_size: the number of CUDA devices by default.
-        group: what is cut; the default group by default.
+        group: the group to split; the default group by default.
         timeout, backend, pg_options, group_desc: as in `new_group`.
 
     Returns:
-        This rank's group, and all of them.
+        This rank's group, and all groups.
     """
     if group_size is None:
         if not torch.cuda.is_available():
@@ -172,10 +172,10 @@ def new_subgroups_by_enumeration(
     pg_options: object | None = None,
     group_desc: str | None = None,
 ) -> tuple[ProcessGroup, list[ProcessGroup]]:
-    """Makes groups that have no rank in common; all ranks of the world call it.
+    """Makes groups without common ranks; all ranks of the world call it.
 
     Returns:
-        This rank's group (None when it is in none of them), and all of them.
+        This rank's group (None if it is in none), and all groups.
     """
     return _enumerated(default_group(), ranks_per_subgroup_list, timeout, backend, pg_options, group_desc)
 
@@ -188,7 +188,7 @@ def _enumerated(
     pg_options: object | None,
     group_desc: str | None,
 ) -> tuple[ProcessGroup, list[ProcessGroup]]:
-    """The groups, made by all ranks of `parent`; those of other groups may make theirs at the same time."""
+    """Makes the groups on all ranks of `parent`; ranks of other groups may make groups at the same time."""
     world = current_world()
 
     def name_of(_: tuple[int, ...]) -> str:

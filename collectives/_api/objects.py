@@ -1,13 +1,13 @@
 """Collectives of Python objects: pickled, moved as bytes, and unpickled on the caller's thread.
 
-Unpickling runs code that the sender chooses. The other ranks have proven the job token before a group exists, so this
-is for peers that may run anything here anyhow; do not hand out the token to others.
+Unpickling runs code that the sender chooses. All ranks of a group have proven the job token, so they may run any code
+here anyway; keep the token secret.
 
 With `weights_only`, which all ranks of a call pass alike, `torch.save` writes the objects and
 `torch.load(weights_only=True)` reads them: tensors, numbers, strings, containers of these, Python's errors, and types
-that `torch.serialization.add_safe_globals` was told of. Nothing else arrives, and no code of the sender's choice runs.
+registered with `torch.serialization.add_safe_globals`. Other objects raise, and no code that the sender chooses runs.
 
-Objects of RPC (RRefs) do not travel here.
+These functions do not carry objects of RPC (RRefs).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Device = torch.device | str
 
 @begins_traceback
 def all_gather_object(object_list: list[object], obj: object, group: Group = None, weights_only: bool = False) -> None:
-    """Puts the object of rank i into `object_list[i]`, which has at least as many places as the group has ranks."""
+    """Puts the object of rank i into `object_list[i]`; the list has at least as many places as the group has ranks."""
     pg = member_group(group, "all_gather_object")
     if pg is None:
         return
@@ -62,7 +62,7 @@ def gather_object(
     group_dst: int | None = None,
     weights_only: bool = False,
 ) -> None:
-    """Puts the object of rank i into `object_gather_list[i]` on rank `dst` (0 by default); the others pass no list."""
+    """Puts the object of rank i into `object_gather_list[i]` on rank `dst` (0 by default); other ranks pass no list."""
     pg = member_group(group, "gather_object")
     if pg is None:
         return
@@ -99,9 +99,9 @@ def broadcast_object_list(
         object_list: changed in place.
         src: rank in the world.
         group: the default group by default.
-        device: where the bytes travel; the CPU where the group has a backend for it.
+        device: the device of the transferred bytes; by default the CPU, if the group has a backend for it.
         group_src: rank in the group, instead of `src`.
-        weights_only: see above; equal on all ranks.
+        weights_only: see the module's docstring; equal on all ranks.
     """
     pg = member_group(group, "broadcast_object_list")
     if pg is None:
@@ -175,13 +175,13 @@ def send_object_list(
     """Sends objects to one rank, which calls `recv_object_list` with a list of the same length and `use_batch`.
 
     Args:
-        object_list: at least one.
+        object_list: at least one object.
         dst: rank in the world.
         group: the default group by default.
-        device: where the bytes travel; the CPU where the group has a backend for it.
+        device: the device of the transferred bytes; by default the CPU, if the group has a backend for it.
         group_dst: rank in the group, instead of `dst`.
-        use_batch: send through `batch_isend_irecv`, for backends that connect differently then.
-        weights_only: see above; as the receiver says.
+        use_batch: whether to send through `batch_isend_irecv`, for backends that connect differently then.
+        weights_only: see the module's docstring; the receiver passes the same.
     """
     pg = member_group(group, "send_object_list")
     if pg is None:
@@ -209,16 +209,16 @@ def recv_object_list(
     """Replaces the objects in the list by those that another rank sends with `send_object_list`.
 
     Args:
-        object_list: has the sender's length; changed in place.
-        src: rank in the world; without it and `group_src`, whichever rank sends first.
+        object_list: a list of the sender's length; changed in place.
+        src: rank in the world; without it and `group_src`, the first rank that sends.
         group: the default group by default.
-        device: where the bytes travel; the CPU where the group has a backend for it.
+        device: the device of the transferred bytes; by default the CPU, if the group has a backend for it.
         group_src: rank in the group, instead of `src`.
-        use_batch: as the sender says.
-        weights_only: see above; as the sender says.
+        use_batch: the sender passes the same.
+        weights_only: see the module's docstring; the sender passes the same.
 
     Returns:
-        The sender's rank in the world; -1 on a rank that is not in the group.
+        The sender's rank in the world; -1 on a rank outside the group.
     """
     pg = member_group(group, "recv_object_list")
     if pg is None:
@@ -226,7 +226,7 @@ def recv_object_list(
     where = pg.object_device if device is None else device
     peer = None if src is None and group_src is None else resolve_group_rank(pg, src, group_src)
     if use_batch and peer is None:
-        raise ConfigError("use_batch needs the sender: pass src or group_src")
+        raise ConfigError("use_batch requires a sender: pass src or group_src")
     sizes = torch.empty(len(object_list), dtype=torch.int64, device=where)
     sender = _receive(sizes, pg, peer, use_batch)
     data = torch.empty(int(sizes.sum()), dtype=torch.uint8, device=where)
@@ -247,7 +247,7 @@ def _receive(tensor: torch.Tensor, pg: ProcessGroup, peer: int | None, use_batch
 
 
 def _pickled(value: object, device: Device, weights_only: bool) -> torch.Tensor:
-    """At least one byte: no pickle is empty."""
+    """Returns the bytes of the pickled value, at least one."""
     if weights_only:
         file = io.BytesIO()
         torch.save(value, file)
@@ -269,14 +269,14 @@ def _unpickled(data: torch.Tensor, weights_only: bool) -> object:
 
 
 _SAVED = b"PK\x03\x04"
-"""How `torch.save` begins; no pickle does."""
+"""The first bytes of `torch.save`'s output; no pickle starts with them."""
 
 
 @cache
 def _admit_errors() -> None:
-    """Lets `torch.load` make Python's own errors and their tracebacks as text, as torch does since 2.14."""
+    """Allows `torch.load` to make Python's own errors, with tracebacks as text, as torch does since 2.14."""
     kinds = [kind for kind in vars(builtins).values() if isinstance(kind, type) and issubclass(kind, BaseException)]
-    python_2_names = [(kind, f"exceptions.{kind.__name__}") for kind in kinds]  # what torch.save writes
+    python_2_names = [(kind, f"exceptions.{kind.__name__}") for kind in kinds]  # the names that torch.save writes
     texts = [traceback.StackSummary, traceback.FrameSummary]
     torch.serialization.add_safe_globals([*kinds, *python_2_names, *texts])
 

@@ -1,13 +1,13 @@
 """The collective operations, with the names, defaults and in-place semantics of torch.distributed.
 
-All ranks of the group call the same functions in the same order. Ranks (`src`, `dst`) are those in the world, and
-`group_src` and `group_dst` those in the group; give one of the two. With `async_op` a function returns `Work` at once,
-and the tensors must not be touched until it is done; else it returns None when this rank's part is done. On a rank that
-is not in the group (`GroupMember.NON_GROUP_MEMBER`) every function warns and does nothing.
+All ranks of the group call the same functions in the same order. `src` and `dst` are ranks in the world, `group_src`
+and `group_dst` ranks in the group; pass one of the two. With `async_op` a function returns `Work` at once, and the
+tensors must not be touched until it is done; otherwise it returns None when this rank's part is done. On a rank outside
+the group (`GroupMember.NON_GROUP_MEMBER`) every function warns and does nothing.
 
 Tensors may be contiguous or not, empty, or without dimensions. Every function raises TypeError or ConfigError (a
-ValueError) for wrong arguments before anything is sent, and CollectiveError when the operation fails:
-CollectiveMismatch, CollectiveTimeout, RankLost or GroupAborted. After one of those the group is of no more use.
+ValueError) for wrong arguments before it sends any data, and CollectiveError when the operation fails:
+CollectiveMismatch, CollectiveTimeout, RankLost or GroupAborted. After one of these the group cannot be used any more.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def all_reduce(
 ) -> Work | None:
     """Replaces the tensor, on every rank, by the reduction of all ranks' tensors; all ranks get the same bits.
 
-    It may be a sparse (COO) tensor, with SUM: the ranks' entries may be in different places, and the sum is coalesced.
+    With SUM it may be a sparse (COO) tensor; the ranks' entries may have different indices, and the sum is coalesced.
     """
     check_tensor(tensor, "tensor")
     pg = member_group(group, "all_reduce")
@@ -78,7 +78,7 @@ def reduce(
     async_op: bool = False,
     group_dst: int | None = None,
 ) -> Work | None:
-    """Replaces the tensor on rank `dst` by the reduction of all ranks' tensors; the others keep theirs."""
+    """Replaces the tensor on rank `dst` by the reduction of all ranks' tensors; other ranks keep their tensors."""
     check_tensor(tensor, "tensor")
     pg = member_group(group, "reduce")
     if pg is None:
@@ -96,7 +96,7 @@ def broadcast(
     async_op: bool = False,
     group_src: int | None = None,
 ) -> Work | None:
-    """Replaces the tensor on every rank by that of rank `src`."""
+    """Replaces the tensor on every rank by the tensor of rank `src`."""
     check_tensor(tensor, "tensor")
     pg = member_group(group, "broadcast")
     if pg is None:
@@ -110,7 +110,7 @@ def broadcast(
 def all_gather(
     tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Group = None, async_op: bool = False
 ) -> Work | None:
-    """Puts the tensor of rank i into `tensor_list[i]`; all have the same number of elements."""
+    """Puts the tensor of rank i into `tensor_list[i]`; all tensors have the same number of elements."""
     check_tensor_list(tensor_list, "tensor_list")
     check_tensor(tensor, "tensor")
     check_same_dtype([*tensor_list, tensor])
@@ -139,7 +139,7 @@ def all_gather_single(
 
 
 all_gather_into_tensor = all_gather_single
-"""Another name of `all_gather_single`."""
+"""Another name for `all_gather_single`."""
 
 
 @begins_traceback
@@ -151,7 +151,7 @@ def gather(
     async_op: bool = False,
     group_dst: int | None = None,
 ) -> Work | None:
-    """Puts the tensor of rank i into `gather_list[i]` on rank `dst` (0 by default); the others pass no list."""
+    """Puts the tensor of rank i into `gather_list[i]` on rank `dst` (0 by default); other ranks pass no list."""
     check_tensor(tensor, "tensor")
     outputs = gather_list or []
     check_tensor_list(outputs, "gather_list")
@@ -174,9 +174,9 @@ def gather_single(
     async_op: bool = False,
     group_dst: int | None = None,
 ) -> Work | None:
-    """The same with one output on rank `dst`, concatenated or stacked: (size * n, ...) or (size, n, ...).
+    """Like `gather`, with one output on rank `dst`, concatenated or stacked: (size * n, ...) or (size, n, ...).
 
-    Nothing is copied when both are contiguous. The other ranks' `gather_tensor` is not used.
+    Nothing is copied when both are contiguous. Other ranks do not use `gather_tensor`.
     """
     check_tensor(tensor, "tensor")
     pg = member_group(group, "gather_single")
@@ -194,7 +194,7 @@ def gather_single(
 
 
 gather_into_tensor = gather_single
-"""Another name of `gather_single`."""
+"""Another name for `gather_single`."""
 
 
 @begins_traceback
@@ -206,7 +206,7 @@ def scatter(
     async_op: bool = False,
     group_src: int | None = None,
 ) -> Work | None:
-    """Puts `scatter_list[i]` of rank `src` (0 by default) into the tensor of rank i; the others pass no list."""
+    """Puts `scatter_list[i]` of rank `src` (0 by default) into the tensor of rank i; other ranks pass no list."""
     check_tensor(tensor, "tensor")
     inputs = scatter_list or []
     check_tensor_list(inputs, "scatter_list")
@@ -243,7 +243,7 @@ def reduce_scatter(
 def reduce_scatter_single(
     output: torch.Tensor, input: torch.Tensor, op: object = ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Work | None:
-    """The same with the chunks of all ranks in one tensor, concatenated or stacked.
+    """Like `reduce_scatter`, with the chunks of all ranks in one tensor, concatenated or stacked.
 
     Nothing is copied when both are contiguous; `output` may be this rank's own part of `input`.
     """
@@ -257,7 +257,7 @@ def reduce_scatter_single(
 
 
 reduce_scatter_tensor = reduce_scatter_single
-"""Another name of `reduce_scatter_single`."""
+"""Another name for `reduce_scatter_single`."""
 
 
 @begins_traceback
@@ -275,7 +275,7 @@ def all_to_all(
     if pg is None:
         return None
     if not input_tensor_list:
-        raise ConfigError("all_to_all: `input_tensor_list` is empty; give one tensor for each rank")
+        raise ConfigError("all_to_all: `input_tensor_list` is empty; pass one tensor for each rank")
     binding = _binding(pg, *input_tensor_list, *output_tensor_list)
     return binding.run(lowering.all_to_all(binding.place, output_tensor_list, input_tensor_list), async_op)
 
@@ -289,11 +289,11 @@ def all_to_all_single(
     group: Group = None,
     async_op: bool = False,
 ) -> Work | None:
-    """The same with the parts of all ranks in one tensor, cut along its first dimension.
+    """Like `all_to_all`, with the parts of all ranks in one tensor, cut along its first dimension.
 
     Args:
-        output: parts from all ranks, one after the other.
-        input: parts for all ranks.
+        output: the parts from all ranks, one after the other.
+        input: the parts for all ranks.
         output_split_sizes: lengths of the parts from each rank; equal by default.
         input_split_sizes: lengths of the parts for each rank; equal by default.
     """
@@ -320,8 +320,8 @@ def barrier(
 
     Args:
         group: the default group by default.
-        async_op: return `Work` instead of waiting.
-        device_ids: accepted for scripts written for torch; the group's own device is used.
+        async_op: whether to return `Work` instead of waiting.
+        device_ids: accepted for compatibility with torch and ignored; the group's own device is used.
         timeout: the group's by default.
     """
     pg = member_group(group, "barrier")
@@ -337,7 +337,7 @@ def barrier(
 def monitored_barrier(
     group: Group = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
 ) -> None:
-    """Like `barrier`; its error names the ranks that did not come, all of them in either case.
+    """Like `barrier`; its error names all ranks that did not call it, with and without `wait_all_ranks`.
 
     Raises:
         ConfigError: the group has no backend for the CPU.
@@ -354,7 +354,7 @@ def _binding(pg: ProcessGroup, first: torch.Tensor, *rest: torch.Tensor) -> Back
     device = first.device
     for tensor in rest:
         if tensor.device != device:
-            raise ConfigError(f"all tensors must be on one device; found {device} and {tensor.device}")
+            raise ConfigError(f"all tensors must be on one device, not some on {device} and others on {tensor.device}")
     return pg.binding(device.type)
 
 

@@ -39,13 +39,13 @@ Future = torch.futures.Future
 def isend(
     tensor: torch.Tensor, dst: int | None = None, group: Group = None, tag: int = 0, group_dst: int | None = None
 ) -> Work | None:
-    """Starts to send a tensor; it must not be changed until the returned Work is done.
+    """Starts to send a tensor, which must not be changed until the returned Work is done.
 
     Args:
-        tensor: any; one that is not contiguous is copied.
+        tensor: any tensor; it is copied if it is not contiguous.
         dst: the receiver's rank in the world.
         group: the default group by default.
-        tag: matched with that of the receive.
+        tag: must equal the tag of the receive.
         group_dst: the receiver's rank in the group, instead of `dst`.
     """
     check_tensor(tensor, "tensor")
@@ -57,13 +57,13 @@ def isend(
 def irecv(
     tensor: torch.Tensor, src: int | None = None, group: Group = None, tag: int = 0, group_src: int | None = None
 ) -> Work | None:
-    """Starts to receive into a tensor; it must not be used until the returned Work is done.
+    """Starts to receive into a tensor, which must not be used until the returned Work is done.
 
     Args:
-        tensor: has the size and dtype that are sent.
-        src: the sender's rank in the world; without it and `group_src`, from whichever rank sends first.
+        tensor: a tensor with the size and dtype of the one that is sent.
+        src: the sender's rank in the world; without it and `group_src`, the first rank that sends.
         group: the default group by default.
-        tag: matched with that of the send.
+        tag: must equal the tag of the send.
         group_src: the sender's rank in the group, instead of `src`.
     """
     check_tensor(tensor, "tensor")
@@ -89,7 +89,7 @@ def recv(
     """Receives into a tensor; the arguments are those of `irecv`.
 
     Returns:
-        The sender's rank in the world; -1 on a rank that is not in the group.
+        The sender's rank in the world; -1 on a rank outside the group.
     """
     check_tensor(tensor, "tensor")
     pg = member_group(group, "irecv")
@@ -122,11 +122,11 @@ class P2POp:
 
     Args:
         op: `isend` or `irecv`.
-        tensor: what is sent, or where it is received.
-        peer: the other's rank in the world.
+        tensor: the tensor to send, or to receive into.
+        peer: the peer's rank in the world.
         group: the default group by default.
-        tag: matched between send and receive.
-        group_peer: the other's rank in the group, instead of `peer`.
+        tag: equal for the send and its receive.
+        group_peer: the peer's rank in the group, instead of `peer`.
     """
 
     def __init__(
@@ -166,10 +166,10 @@ class P2POp:
 
 @begins_traceback
 def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
-    """Starts several sends and receives of one group together, in whatever order the ranks list them.
+    """Starts several sends and receives of one group together; the ranks may list them in different orders.
 
     Returns:
-        One Work for each.
+        One Work for each of them.
     """
     if not isinstance(p2p_op_list, list) or not all(isinstance(each, P2POp) for each in p2p_op_list):
         raise ConfigError("Invalid ``p2p_op_list``. Each op is expected to be of type ``P2POp``.")
@@ -211,7 +211,7 @@ def all_reduce_coalesced(
     if pg is None:
         return None
     if not tensors:
-        raise ConfigError("all_reduce_coalesced: `tensors` is empty; give at least one tensor")
+        raise ConfigError("all_reduce_coalesced: `tensors` is empty; pass at least one tensor")
     binding = pg.binding(tensors[0].device.type)
     work = binding.submit(lowering.all_reduce_coalesced(binding.place, tensors, op), async_op)
     return work.get_future() if async_op else None
@@ -224,7 +224,7 @@ def all_gather_coalesced(
     group: Group = None,
     async_op: bool = False,
 ) -> Future[list[torch.Tensor]] | None:
-    """`all_gather` of several tensors; `output_tensor_lists[i][k]` is what rank i passed as `input_tensor_list[k]`."""
+    """`all_gather` of several tensors; `output_tensor_lists[i][k]` gets `input_tensor_list[k]` of rank i."""
     _deprecated("all_gather_coalesced", "all_gather")
     pg = member_group(group, "all_gather_coalesced")
     if pg is None:
@@ -245,7 +245,7 @@ def all_gather_coalesced(
         return None
     if not works:
         return Work.finished("all_gather_coalesced of nothing").get_future()
-    # In the order of the calls, so the last one is done after all others.
+    # Operations end in the order of the calls, so the last one is done after all others.
     return works[-1].get_future()
 
 

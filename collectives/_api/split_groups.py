@@ -1,4 +1,4 @@
-"""Parts of a group: `split_group`, and `shrink_group`, which goes on without ranks that died."""
+"""`split_group`, which splits a group, and `shrink_group`, which removes ranks that died."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ def split_group(
     group_desc: str | None = None,
     backend: str | None = None,
 ) -> ProcessGroup | None:
-    """Cuts a group into groups that have no rank in common; all ranks of the parent call it, and no others.
+    """Splits a group into groups without common ranks; all ranks of the parent call it, and no others.
 
-    Where the parent has an `nccl` backend that the new groups have as well, they share its connections and memory
-    (`ncclCommSplit`): then every rank takes part, also one that will be in no group, and waits until the others come.
+    If the parent and the new groups have an `nccl` backend, they share its connections and memory (`ncclCommSplit`).
+    Then every rank takes part, even one that will be in no group, and waits until the others have called it.
 
     Args:
         parent_pg: the default group by default.
-        split_ranks: for each new group, ranks in the parent.
+        split_ranks: for each new group, the ranks in the parent.
         timeout, pg_options, group_desc: as in `new_group`; `pg_options` are the parent's by default.
         backend: some of the parent's backends, e.g. "cpu:tcp"; all by default.
 
     Returns:
-        This rank's group; None when it is in none of them.
+        This rank's group; None if it is in none.
     """
     parent = group_or_default(parent_pg)
     nccl = _nccl_backend(parent, parent.name() if backend is None else backend)
@@ -69,7 +69,7 @@ def split_group(
 
 
 def _nccl_backend(parent: ProcessGroup, wanted: str) -> NcclBackend | None:
-    """The `nccl` backend of the parent, if the new groups are to have one."""
+    """Returns the `nccl` backend of the parent, if the new groups will have one."""
     if Backend.NCCL not in BackendConfig(wanted).device_backend_map.values():
         return None
     backends = (parent.backend(device_type) for device_type in parent.device_types)
@@ -101,19 +101,19 @@ def shrink_group(
     shrink_flags: int = SHRINK_DEFAULT,
     pg_options: object | None = None,
 ) -> ProcessGroup:
-    """Makes a group of the ranks that remain, and destroys the old one; the remaining ranks call it, and no others.
+    """Makes a group of the remaining ranks, and destroys the old group; the remaining ranks call it, and no others.
 
-    This is how to go on without ranks that died: the old group's operations have failed, the new group's work.
+    Call it to continue without ranks that died, after which the old group's operations have failed.
 
     Args:
         ranks_to_exclude: ranks in the group.
-        group: the default group by default; then the new one takes its place, and all other groups are destroyed.
-        shrink_flags: 1 aborts what still runs, 0 waits for it first.
+        group: the default group by default, which the new one then replaces; all other groups are destroyed as well.
+        shrink_flags: 1 aborts running operations, 0 waits for them.
         pg_options: the old group's by default.
 
     Raises:
         TypeError, ConfigError: wrong ranks or flags.
-        StoreTimeout: naming the ranks that did not come.
+        StoreTimeout: some ranks did not join; names them.
     """
     if not isinstance(ranks_to_exclude, list):
         raise TypeError(f"ranks_to_exclude must be a list, but got {type(ranks_to_exclude).__name__}. Example: [1, 3]")
@@ -142,7 +142,7 @@ def shrink_group(
 
 
 def _shrink_world(world: World, old: ProcessGroup, members: tuple[int, ...], options: object | None) -> ProcessGroup:
-    """Ranks are numbered again, from 0: in the default group, the rank in the group is the rank in the world."""
+    """Renumbers the ranks from 0, since in the default group the rank in the group is the rank in the world."""
     assert world.store is not None
     store: Store = PrefixStore(f"of/{'-'.join(map(str, members))}", world.store)
     for group in reversed(list(world.groups.values())):
@@ -166,7 +166,7 @@ def _shrink_world(world: World, old: ProcessGroup, members: tuple[int, ...], opt
 
 
 def _remaining(excluded: list[int], old: ProcessGroup) -> tuple[int, ...]:
-    """The world ranks that remain."""
+    """Returns the world ranks that remain."""
     if not excluded:
         raise ConfigError("ranks_to_exclude cannot be empty. Name at least one rank to exclude, e.g. [failed_rank].")
     for rank in excluded:

@@ -1,4 +1,4 @@
-"""Names of `torch.distributed` that scripts use beside the documented ones, those that are private there among them."""
+"""Undocumented and private names of `torch.distributed` that scripts use."""
 
 from __future__ import annotations
 
@@ -83,9 +83,9 @@ class _GlooNames(type):
 
 
 class ProcessGroupGloo(metaclass=_GlooNames):
-    """torch's class: `ProcessGroupGloo(store, rank, size, timeout)` makes a group on its own, with a store on its own.
+    """torch's class: `ProcessGroupGloo(store, rank, size, timeout)` makes a group outside the world, on its own store.
 
-    Groups of the backend `tcp`, which answers to the name "gloo", are instances of it. End one by `shutdown()`.
+    Groups of the backend `tcp`, which also has the name "gloo", are instances of it. End one with `shutdown()`.
     """
 
     Options = _Options = GlooOptions
@@ -102,13 +102,13 @@ def _new_process_group_helper(
     group_size: int, group_rank: int, global_ranks_in_group: Sequence[int], backend: str | None, store: Store,
     group_name: str, backend_options: object | None = None, timeout: timedelta | None = None, *_: object, **__: object,
 ) -> tuple[ProcessGroup, Store]:  # fmt: skip
-    """A group on a store of its own beside the default group, as trainers share with their inference engines.
+    """Makes a group with its own store, independent of the default group, as trainers share with inference engines.
 
     Returns:
         The group and its part of the store.
     """
     if group_name in current_world().groups:
-        raise ConfigError(f"The specified group name {group_name!r} has already been created; give another")
+        raise ConfigError(f"The specified group name {group_name!r} has already been created; pass another name")
     own, name, ranks = PrefixStore(group_name, store), backend or default_backend(), global_ranks_in_group
     limit = timeout_of_group(name, timeout)
     group = _open_on(
@@ -132,20 +132,20 @@ class _NcclNames(type):
 
     def __call__(cls, *_: object, **__: object) -> NoReturn:
         raise ConfigError(
-            f"{cls.__name__} is a class of torch that cannot be instantiated here; create the group with "
+            f"rpcdist does not instantiate torch's class {cls.__name__}; create the group with "
             "init_process_group('nccl') or new_group(backend='nccl') (docs/nccl.md)"
         )
 
     @property
     def Options(cls) -> NoReturn:
         raise ConfigError(
-            f"{cls.__name__}.Options are options of torch's communicator; pg_options here are "
+            f"{cls.__name__}.Options are options of torch's communicator; pg_options of rpcdist are "
             "rpcdist.collectives.nccl.NcclOptions (docs/nccl.md)"
         )
 
 
 class ProcessGroupNCCL(metaclass=_NcclNames):
-    """torch's class, for `isinstance`: groups of the backend `nccl` are instances of it. It makes none."""
+    """torch's class, for `isinstance`: groups of the backend `nccl` are instances. It cannot be instantiated."""
 
 
 class ProcessGroupNCCL2(metaclass=_NcclNames):
@@ -157,13 +157,13 @@ class ProcessGroupNCCLLazy(metaclass=_NcclNames):
 
 
 def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = DEBUGGER_LIMIT_S) -> None:
-    """Starts the debugger on one rank, in the caller's frame; the others wait until it goes on. All ranks call it.
+    """Starts the debugger on one rank, in the caller's frame; the others wait until it continues. All ranks call it.
 
     Args:
-        rank: the rank in the world to stop on.
-        skip: pass over the first calls from this line.
-        timeout_s: from now on the limit of the operations of all groups, so that none ends while somebody debugs; None
-            leaves the limits.
+        rank: the rank in the world that stops.
+        skip: how many calls from this line to ignore first.
+        timeout_s: the new limit of operations of all groups, so that none times out during debugging; None leaves the
+            limits unchanged.
     """
     caller = sys._getframe(1)
     group = default_group()
@@ -179,7 +179,7 @@ def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = DEBUGGER_
 
 
 class _Debugger(pdb.Pdb):
-    """A debugger for processes whose `sys.stdin` is not the terminal, as those of `multiprocessing`."""
+    """A debugger for processes whose `sys.stdin` is not the terminal, such as those of `multiprocessing`."""
 
     def interaction(self, *args: object, **kwargs: object) -> None:
         before = sys.stdin
@@ -202,7 +202,7 @@ class _CoalescedWorks:
             self.works.append(work)
 
     def wait(self) -> None:
-        """Waits for the operations that were added; those called inside without `async_op` are done."""
+        """Waits for the added operations; those without `async_op` are already done."""
         for work in self.works:
             work.wait()
 
@@ -211,9 +211,9 @@ class _CoalescedWorks:
 def _coalescing_manager(
     group: Group = None, device: torch.device | None = None, async_ops: bool = False
 ) -> Iterator[_CoalescedWorks]:
-    """For scripts of torch: each operation inside runs when it is called, so nothing is coalesced.
+    """Runs each operation when it is called, so it coalesces nothing; for scripts written for torch.
 
-    Small operations are cheap here; `all_reduce_coalesced` joins several into one.
+    Small operations are cheap with rpcdist; `all_reduce_coalesced` joins several into one.
     """
     member_group(group, "_coalescing_manager")
     yield _CoalescedWorks()
@@ -222,7 +222,7 @@ def _coalescing_manager(
 def _all_gather_base(
     output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Group = None, async_op: bool = False
 ) -> Work | None:
-    """The old name of `all_gather_into_tensor`."""
+    """The old name for `all_gather_into_tensor`."""
     _renamed("_all_gather_base", "all_gather_into_tensor")
     return all_gather_single(output_tensor, input_tensor, group, async_op)
 
@@ -230,7 +230,7 @@ def _all_gather_base(
 def _reduce_scatter_base(
     output: torch.Tensor, input: torch.Tensor, op: object = ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Work | None:
-    """The old name of `reduce_scatter_tensor`."""
+    """The old name for `reduce_scatter_tensor`."""
     _renamed("_reduce_scatter_base", "reduce_scatter_tensor")
     return reduce_scatter_single(output, input, op, group, async_op)
 
@@ -243,12 +243,12 @@ T = TypeVar("T")
 
 
 def _get_default_group() -> ProcessGroup:
-    """The group of all ranks. Raises ConfigError, a ValueError as in torch, before `init_process_group`."""
+    """Returns the group of all ranks. Raises ConfigError, a ValueError as in torch, before `init_process_group`."""
     return default_group()
 
 
 def _get_default_store() -> Store:
-    """The part of the store that belongs to this initialisation."""
+    """Returns the part of the store that belongs to this initialisation."""
     default_group()
     store = current_world().store
     assert store is not None  # it is set with the group
@@ -268,12 +268,12 @@ def _rank_not_in_group(group: Group) -> bool:
 
 
 def _get_process_group_name(pg: ProcessGroup) -> str:
-    """The group's name; "None" once it is destroyed, as in torch."""
+    """Returns the group's name; "None" after it is destroyed, as in torch."""
     return _pg_names.get(pg, "None")
 
 
 def _get_pg_config(group: ProcessGroup | None = None) -> dict[str, object]:
-    """The names of a group, its backends, its size, and its ranks in the world."""
+    """Returns the names of a group, its backends, its size, and its ranks in the world."""
     pg = group_or_default(group)
     return {
         "pg_name": pg.group_name,
@@ -289,7 +289,7 @@ def _get_all_pg_configs() -> list[dict[str, object]]:
 
 
 def _abort_process_group(group: Group = None) -> None:
-    """Ends the operations of a group immediately, and frees it; without a group or with the default one, of all."""
+    """Aborts the operations of a group and frees it; without a group or with the default one, those of all groups."""
     if group == NON_GROUP_MEMBER:
         return
     target = group_or_default(group)
@@ -299,7 +299,7 @@ def _abort_process_group(group: Group = None) -> None:
 
 
 def _resolve_process_group(group_name: str) -> ProcessGroup:
-    """The group of that name. Raises ConfigError if there is none."""
+    """Returns the group with that name. Raises ConfigError if it does not exist."""
     named = current_world().groups | current_world().registered
     group = named.get(group_name)
     if group is None:
@@ -309,7 +309,7 @@ def _resolve_process_group(group_name: str) -> ProcessGroup:
 
 
 def _register_process_group(group_name: str, process_group: ProcessGroup) -> None:
-    """Has `_resolve_process_group` find a group by this name, too; `destroy_process_group()` forgets the name.
+    """Makes `_resolve_process_group` also find a group by this name, until `destroy_process_group()`.
 
     Raises:
         ConfigError: another group has the name.
@@ -321,12 +321,12 @@ def _register_process_group(group_name: str, process_group: ProcessGroup) -> Non
 
 
 def _unregister_process_group(group_name: str) -> None:
-    """Forgets a name that was registered, if there is one. The group keeps its own name."""
+    """Forgets a registered name, if it exists. The group keeps its own name."""
     current_world().registered.pop(group_name, None)
 
 
 def _get_pg_default_device(group: Group = None) -> torch.device:
-    """Where tensors for this group may be: on the CPU, unless only others have a backend."""
+    """Returns the device for tensors of this group: the CPU, if the group has a backend for it."""
     return torch.device(group_or_default(group).object_device)
 
 
@@ -337,7 +337,7 @@ def _get_object_coll_device(group: Group = None) -> str:
 def _broadcast_coalesced(
     process_group: ProcessGroup, tensors: Sequence[torch.Tensor], buffer_size: int, src: int = 0
 ) -> None:
-    """Copies the tensors of one rank of the group to the others. All are under way at once; none is packed."""
+    """Copies the tensors of one rank of the group to the others, all at once, without packing them."""
     works = [broadcast(each.detach(), group=process_group, group_src=src, async_op=True) for each in tensors]
     for work in works:
         if work is not None:
@@ -345,7 +345,7 @@ def _broadcast_coalesced(
 
 
 class _OfGroups(Mapping[ProcessGroup, T]):
-    """A value for each group of this process, which torch keeps in a dict; read from the groups that exist now."""
+    """Maps each group of this process to a value, like a dict of torch, but reads the groups that exist now."""
 
     def __init__(self, value_of: Callable[[ProcessGroup], T]) -> None:
         self._value_of = value_of
@@ -356,7 +356,7 @@ class _OfGroups(Mapping[ProcessGroup, T]):
         return self._value_of(group)
 
     def __setitem__(self, group: ProcessGroup, value: T) -> None:
-        """For programs that write down the group they made. Raises ConfigError for what the group has not."""
+        """Accepts the group's own value, from programs that register their group; raises ConfigError for others."""
         if self[group] != value:
             raise ConfigError(f"{group} has {self[group]!r}, not {value!r}; new_group makes groups of other ranks")
 

@@ -1,30 +1,30 @@
 """`agreement`: the ranks of a group find each other in a store in which earlier processes left keys. Pure.
 
-A store may outlive the processes: the one that `torchrun`'s agent serves, a file, one of the user's own. Nothing that
-all ranks know tells one start of the job from the next: agents of `torchrun` count only their own failures. So the
-ranks agree through the store, and everything that the group then writes is under the number that they agreed on.
+A store may outlive the processes: that of `torchrun`'s agent, a file, or the user's own. The ranks share no knowledge
+that tells one start of the job from the next, as agents of `torchrun` count only their own failures. So the ranks agree
+on a number through the store, and the group's keys begin with that number.
 
-The agreement goes in generations 0, 1, 2, ..., each of which is closed once, by `compare_set` of its outcome:
+The agreement proceeds in generations 0, 1, 2, ..., each of which is closed once, by `compare_set` of its outcome:
 
-- `Next`: this generation is over, go on with the next one. The leader, which is the first rank of the group, closes a
-  generation so when it comes, and then owns the next one.
-- `Made`: the owner has read that every rank is here. The group consists of the processes of these tickets.
+- `Next`: this generation is over, continue with the next one. The leader, which is the first rank of the group, closes
+  a generation in this way when it joins, and then owns the next one.
+- `Made`: the owner has read that every rank has joined. The group consists of the processes with these tickets.
 - `Unlike`: two processes want different groups.
 
-Every process draws a ticket when it comes, and says in each generation that it is here. Its record in a generation
-with an owner was written after that owner came. So a process of an earlier start, which is dead, can be in no group.
+Every process draws a ticket when it joins, and records its presence in each generation. Its record in a generation
+with an owner was written after that owner joined. So no group contains a dead process of an earlier start.
 
 Rules: no I/O, clock, thread or randomness. `agreement` yields operations of a store, and is sent their results;
-`Missing` as the result of a `Get` says that the time is over. Invariants, which hold whichever process dies, and
-after whichever step:
+`Missing` as the result of a `Get` means that the deadline passed. Invariants, which hold whichever process dies after
+any step:
 
  1. All processes that return from one generation are members of one `Made`, at most one for each rank.
- 2. Each member has said that it is here after the owner of the generation came, and did not give up before `Made`.
- 3. If one process for each rank comes after all others have died, all of them return, from the same generation.
- 4. Of two living processes of one rank the later one stays; the earlier one is told (`Displaced`).
+ 2. Each member recorded its presence after the owner of the generation joined, and did not give up before `Made`.
+ 3. If one process for each rank joins after all others have died, all of them return, from the same generation.
+ 4. Of two living processes of one rank the later one stays; the earlier one returns `Displaced`.
  5. A process that makes the owner's wait pointless (another leader, a rank that wants another group, a rank that gives
-    up) sets the keys that the owner waits for. It sets them before it closes the generation: if it dies in between, no
-    other process is harmed.
+    up) sets the keys that the owner waits for. It sets them before it closes the generation, so no other process is
+    harmed if it dies in between.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ GAVE_UP: Final = -1  # stands for the ticket of a rank that gave up
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """The wish of a process to be `rank` of a group of `ranks`, as described; the first of them leads."""
+    """A process's request to be `rank` of a group of `ranks`, whose first rank leads; `description` names the group."""
 
     rank: int
     ranks: tuple[int, ...]
@@ -67,7 +67,7 @@ class _Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """All ranks have come; the keys of the group in the store begin with the number of the generation."""
+    """All ranks have joined; the keys of the group in the store begin with the number of the generation."""
 
     number: int
 
@@ -86,11 +86,11 @@ class Displaced:
 
 @dataclass(frozen=True, slots=True)
 class NotAll:
-    """The time is over.
+    """The deadline passed before all ranks joined.
 
     Attributes:
-        missing: ranks that have not come; empty where that cannot be said.
-        twice: a rank under which several processes came, if any was noticed.
+        missing: ranks that have not joined; empty if they are unknown.
+        twice: a rank under which several processes joined, if one was noticed.
     """
 
     missing: tuple[int, ...]
@@ -105,7 +105,7 @@ Result = Made | Unlike | Displaced | NotAll
 
 @dataclass(frozen=True, slots=True)
 class _Next:
-    """The next generation belongs to `owner`, or to no process; `gone` is a rank that gave up."""
+    """The next generation has this owner, or none; `gone` is a rank that gave up."""
 
     owner: _Arrival | None
     gone: int | None = None
@@ -171,7 +171,7 @@ def _wish_of(rank: int, runs: list[list[int]], description: str) -> Wish:
 
 
 def _runs(ranks: Sequence[int]) -> list[list[int]]:
-    """Ranks as runs from a first to a last one: each rank of a large world writes them all down."""
+    """Compresses ranks into ranges, since each rank of a large world writes all of them to the store."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and runs[-1][1] + 1 == rank:
@@ -197,10 +197,10 @@ def _twice_key(number: int) -> str:
 
 
 def agreement(wish: Wish, fresh: bool) -> Steps[Result]:
-    """The steps of one process. Operations on the store are yielded, and their results sent.
+    """The steps of one process: yields operations on the store, and is sent their results.
 
     Args:
-        fresh: whether only processes of this start have written here: then a disagreement in the past counts.
+        fresh: whether only processes of this start have written here, so that an earlier disagreement counts.
     """
     ticket = cast(int, (yield Add(TICKETS, 1)))
     process = _Process(_Arrival(ticket, wish))
@@ -217,11 +217,11 @@ class _Process:
         self.me = me
         self.number = 0
         self.owner: _Arrival | None = None
-        self.known: set[int] = set()  # ranks that came and may not be here any more
+        self.known: set[int] = set()  # ranks that joined and may have gone
         self.twice: int | None = None
 
     def find(self, fresh: bool) -> Steps[Result | None]:
-        """The first generation that is not closed. The hint is behind it, or there."""
+        """Finds the first open generation. The hint is that number or a lower one."""
         number = cast(int, (yield Add(HINT, 0)))
         outcome: _Outcome = _Next(None)
         if number:
@@ -247,7 +247,7 @@ class _Process:
             return self._differs(closed)
         self._go_on(closed)
         if self.owner != self.me:
-            return None  # somebody else closed it
+            return None  # another process closed it
         keys = tuple(_here(self.number, rank) for rank in self.me.wish.ranks[1:])
         values = (yield Get(keys)) if keys else ()
         if isinstance(values, Missing):
@@ -256,7 +256,7 @@ class _Process:
         return (yield from self._judge(here))
 
     def _judge(self, here: Sequence[_Arrival]) -> Steps[Result | None]:
-        """The decision of the owner, from the arrivals of the other ranks."""
+        """Decides as the owner, from the arrivals of the other ranks."""
         ranks = self.me.wish.ranks[1:]
         for arrival in here:
             if not arrival.wish.fits(self.me.wish):
@@ -267,13 +267,13 @@ class _Process:
         gone = [arrival.wish.rank for arrival in here if arrival.ticket == GAVE_UP]
         if gone or [arrival.wish.rank for arrival in here] != list(ranks):
             self.known.update(gone)
-            return None  # closes this generation, and asks again
+            return None  # `lead` closes this generation and asks again
         tickets = (self.me.ticket, *(arrival.ticket for arrival in here))
         outcome = yield from self._close(_AllHere(tickets))
         if outcome == _AllHere(tickets):
-            yield Set((HINT,), (str(self.number + 1).encode(),))  # it only saves time
+            yield Set((HINT,), (str(self.number + 1).encode(),))  # a hint, which only saves time
             return Made(self.number)
-        if isinstance(outcome, _Next) and outcome.owner is not None:  # the next leader has come
+        if isinstance(outcome, _Next) and outcome.owner is not None:  # the next leader has joined
             if not outcome.owner.wish.fits(self.me.wish):
                 yield from self._fill(outcome.owner, self.me, self.number + 1)
                 return Unlike(outcome.owner.wish)
@@ -288,7 +288,7 @@ class _Process:
 
     def _differ_from(self, other: _Arrival) -> Steps[Result]:
         outcome = yield from self._close(_Differ(self.me.wish, other.wish))
-        if isinstance(outcome, _Next) and outcome.owner is not None:  # the other one waits there
+        if isinstance(outcome, _Next) and outcome.owner is not None:  # the next leader waits in that generation
             yield from self._fill(outcome.owner, self.me, self.number + 1)
         return Unlike(other.wish)
 
@@ -299,7 +299,7 @@ class _Process:
         if (found := cast(bytes, (yield CompareSet(key, b"", entry)))) != entry:
             before = _arrival(found)
             if self._has_my_rank(before) and before.ticket != GAVE_UP:
-                if self.owner is not None:  # else it may have died long ago
+                if self.owner is not None:  # otherwise that process may have died long ago
                     self.twice = rank
                     yield Set((_twice_key(self.number),), (str(rank).encode(),))
                 if before.ticket > self.me.ticket:
@@ -321,13 +321,13 @@ class _Process:
                 return Made(self.number)
             if member > self.me.ticket:
                 return Displaced()
-        self._go_on(outcome)  # the group was made with an earlier process, and will not work
+        self._go_on(outcome)  # the group contains an earlier process of this rank, and cannot work
         return None
 
     # ------------------------------------------------------------ the end of the time
 
     def _give_up(self, missing: Sequence[str]) -> Steps[Result | None]:
-        """Closes a generation that has an owner: it must not count on this process."""
+        """Closes the generation if it has an owner, which must not count on this process any more."""
         wish, number, owner = self.me.wish, self.number, self.owner
         keys = tuple(_here(number, rank) for rank in (owner or self.me).wish.ranks[1:])
         if not missing and keys:
@@ -340,7 +340,7 @@ class _Process:
                 yield from self._fill(owner, _Arrival(GAVE_UP, wish))
             outcome = yield from self._close(_Next(None, wish.rank))
             if outcome != _Next(None, wish.rank) and not isinstance(outcome, _Next):
-                return self._follow_outcome(outcome)  # it came in the last moment
+                return self._follow_outcome(outcome)  # the outcome came at the last moment
         absent = {int(key.rpartition("/")[2]) for key in missing}  # the keys have the prefixes of the store
         late = [rank for rank in wish.ranks[1:] if rank in absent and rank not in self.known]
         if wish.ranks[0] != wish.rank and wish.ranks[0] not in self.known and (owner is None or not late):
@@ -360,18 +360,18 @@ class _Process:
         return _outcome(cast("tuple[bytes, ...]", values)[0])
 
     def _close(self, outcome: _Outcome) -> Steps[_Outcome]:
-        """Closes the generation, unless it is closed; returns its outcome."""
+        """Closes the generation unless it is closed already; returns its outcome."""
         text = yield CompareSet(_outcome_key(self.number), b"", _encoded(outcome))
         return _outcome(cast(bytes, text))
 
     def _fill(self, owner: _Arrival, entry: _Arrival, number: int | None = None) -> Steps[None]:
-        """Wakes the owner of a generation, by setting all that it waits for."""
+        """Wakes the owner of a generation by setting all keys that it waits for."""
         keys = tuple(_here(self.number if number is None else number, rank) for rank in owner.wish.ranks[1:])
         if keys:
             yield Set(keys, (_encoded(entry),) * len(keys))
 
     def _go_on(self, outcome: _Outcome) -> None:
-        """To the next generation."""
+        """Continues with the next generation."""
         owner, self.owner = self.owner, outcome.owner if isinstance(outcome, _Next) else None
         self.number += 1
         if isinstance(outcome, _Next) and outcome.gone is not None:

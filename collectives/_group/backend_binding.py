@@ -1,8 +1,8 @@
 """`BackendBinding`: one group's operations on the tensors of one device type, and the backend that carries them.
 
-`all_reduce` also takes sparse (COO) tensors, whose entries may be at different indices. The ranks tell each other how
-many entries each has, then exchange indices and values, and every rank adds up all of them in the order of the ranks,
-so that all get the same bits.
+`all_reduce` also takes sparse (COO) tensors, whose entries may be at different indices. The ranks exchange the numbers
+of their entries, then indices and values, and every rank adds up all entries in rank order, so that all get the same
+bits.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ MAX_TAG = 2**31 - 1
 
 
 class BackendBinding:
-    """Hands the operations of a group to the backend that its tensors' device type needs.
+    """Passes a group's operations on one device type to the backend for that type.
 
     Attributes:
         place: rank and size of the group, and whether tensors are staged in CPU memory; for lowering.
-        timeout_s: limit of operations that bring none; None for the backend's own.
-        hooks: called around each operation; None when there are none.
+        timeout_s: the limit of operations without their own; None takes the backend's.
+        hooks: called around each operation; may be None.
     """
 
     __slots__ = ("backend", "hooks", "place", "timeout_s")
@@ -42,12 +42,12 @@ class BackendBinding:
         self.hooks: OperationHooks | None = None
 
     def run(self, lowered: Lowered, async_op: bool, timeout_s: float | None = None) -> Work | None:
-        """Carries out an operation; returns Work if it is asynchronous, as the functions of torch do."""
+        """Runs an operation; returns Work only if it is asynchronous, as torch's functions do."""
         work = self.submit(lowered, async_op, timeout_s)
         return work if async_op else None
 
     def submit(self, lowered: Lowered, async_op: bool, timeout_s: float | None = None) -> Work:
-        """Carries out an operation, and returns its Work in either case."""
+        """Runs an operation, and always returns its Work."""
         if self.hooks is None:
             return self.carry_out(lowered, async_op, timeout_s)
         operation, _, result, given = lowered
@@ -62,7 +62,7 @@ class BackendBinding:
         )
 
     def carry_out(self, lowered: Lowered, async_op: bool, timeout_s: float | None = None) -> Work:
-        """The same without hooks, for a part of what a caller asked for."""
+        """Like `submit`, but without hooks: for a part of the caller's operation."""
         operation, finish, result, _ = lowered
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         work = self.backend.submit(operation, asynchronous=async_op, timeout_s=limit_s, finish=finish, result=result)
@@ -73,7 +73,7 @@ class BackendBinding:
         return work
 
     def all_reduce(self, tensor: torch.Tensor, op: object, async_op: bool, timeout_s: float | None = None) -> Work:
-        """`all_reduce` of a dense or sparse tensor: the only operation that takes sparse ones."""
+        """`all_reduce` of a dense or sparse tensor; no other operation takes sparse tensors."""
         if not tensor.is_sparse:
             return self.submit(lowering.all_reduce(self.place, tensor, op), async_op, timeout_s)
 
@@ -87,13 +87,13 @@ class BackendBinding:
         return run() if self.hooks is None else self.hooks.around(HookOpName.ALLREDUCE, async_op, [tensor], [], -1, run)
 
     def all_reduce_many(self, tensors: Sequence[torch.Tensor], op: object, async_op: bool) -> list[Work]:
-        """`all_reduce` of dense tensors of one dtype that share no memory, in as few operations as the backend can."""
+        """`all_reduce` of dense tensors of one dtype that share no memory, in as few operations as possible."""
         if len(tensors) > 1 and self.backend.reduces_many:
             return [self.submit(lowering.all_reduce_many(self.place, tensors, op), async_op)]
         return [self.all_reduce(tensor, op, async_op) for tensor in tensors]
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int, asynchronous: bool = True) -> Work:
-        """Sends to a rank of the group, or starts to."""
+        """Sends to a rank of the group, or starts a send."""
         tag = self._checked_tag(peer, tag, "destination")
         if self.hooks is None:
             return self._send(tensor, peer, tag, asynchronous)
@@ -107,7 +107,7 @@ class BackendBinding:
         return self._limited(work, self.timeout_s)
 
     def recv(self, tensor: torch.Tensor, peer: int | None, tag: int, asynchronous: bool = True) -> Work:
-        """Receives from a rank of the group, or starts to; from whichever sends first when `peer` is None."""
+        """Receives from a rank of the group, or starts to; from the first rank that sends if `peer` is None."""
         tag = self._checked_tag(peer, tag, "source")
         if self.hooks is None:
             return self._recv(tensor, peer, tag, asynchronous)
@@ -125,7 +125,7 @@ class BackendBinding:
         return self._limited(work, limit_s)
 
     def _checked_tag(self, peer: int | None, tag: int, role: str) -> int:
-        """The tag; raises for one that is wrong, and for a wrong peer."""
+        """Returns the tag; raises for an invalid tag or peer."""
         if type(tag) is not int:
             tag = whole_number(tag, "tag")
         if not 0 <= tag <= MAX_TAG:
@@ -153,20 +153,20 @@ def all_reduce_sparse(
     submit: Callable[[Lowered, bool], Work],
     run_part: Run | None,
 ) -> Work:
-    """Replaces a sparse COO tensor by the sum of all ranks' tensors, which have its shape and dtype.
+    """Replaces a sparse COO tensor by the sum of all ranks' tensors, which have the same shape and dtype.
 
-    It counts as one operation of the group, and its limit covers all of it. With a backend whose operations have no
-    parts (`nccl`, and those that users register) it blocks until the counts are known, also with `async_op`.
+    It counts as one operation of the group, and one limit covers all of it. With a backend whose operations have no
+    parts (`nccl`, and those that users register) it blocks until the counts are known, even with `async_op`.
 
     Args:
-        submit: submits an operation to the backend; the second argument says whether it is asynchronous.
-        run_part: runs an operation as a part of the current one; None for a backend whose operations have no parts.
+        submit: submits an operation to the backend; the second argument says whether the operation is asynchronous.
+        run_part: runs an operation as a part of the current one; None if the backend has no parts.
 
     Raises:
         ConfigError: another operation than SUM, or a dtype that groups do not carry.
     """
     if canonical_op(op)[0] is not ReduceOp.SUM:
-        raise ConfigError("all_reduce of sparse tensors supports ReduceOp.SUM only; call to_dense() for the others")
+        raise ConfigError("all_reduce of sparse tensors supports only ReduceOp.SUM; call to_dense() for the others")
     if tensor.dtype not in DTYPES:
         raise ConfigError(f"Invalid scalar type: groups do not carry tensors of {tensor.dtype}")
     exchange = _Exchange(place.rank, place.size, tensor, place.staged)
@@ -187,8 +187,8 @@ class _Exchange:
     """One rank's part of the exchange.
 
     Args:
-        tensor: the caller's tensor; `go_on` changes it.
-        staged: whether tensors of other devices go through the CPU's memory.
+        tensor: the caller's tensor; `go_on` replaces its content.
+        staged: whether tensors of other devices are copied through CPU memory.
     """
 
     def __init__(self, rank: int, size: int, tensor: torch.Tensor, staged: bool) -> None:
@@ -201,11 +201,11 @@ class _Exchange:
         self._all_facts = torch.empty(size, len(facts), dtype=torch.int64, device=self._device)
 
     def facts_operation(self) -> Operation:
-        """Gathers the facts of all ranks; a rank with another number of dimensions has another size: a mismatch."""
+        """Gathers the facts of all ranks; another number of dimensions has another size, and so is a mismatch."""
         return Operation(Kind.ALL_GATHER, (self._facts,), tuple(self._all_facts.unbind()))
 
     def go_on(self, run: Run) -> None:
-        """Exchanges the entries and replaces the caller's tensor, once the facts have been gathered."""
+        """Exchanges the entries and replaces the caller's tensor, after the facts were gathered."""
         everybody: list[list[int]] = self._all_facts.tolist()
         self._compare(everybody)
         counts = [facts[0] for facts in everybody]
@@ -216,13 +216,13 @@ class _Exchange:
             self._tensor.copy_(total)
 
     def _compare(self, everybody: list[list[int]]) -> None:
-        """Every rank sees the same difference, so all of them raise."""
+        """Raises if the facts differ; all ranks see the same facts, so all of them raise."""
         if any(facts[1:] != everybody[0][1:] for facts in everybody):
             views = {rank: _view(facts) for rank, facts in enumerate(everybody)}
             raise CollectiveMismatch("all_reduce", f"the ranks called different operations: {views}")
 
     def _gather(self, mine: torch.Tensor, counts: list[int], run: Run) -> torch.Tensor:
-        """Concatenates the rows of all ranks; for the exchange, each rank's are padded to the longest."""
+        """Concatenates the rows of all ranks; each rank pads its rows to the longest for the exchange."""
         longest = max(counts)
         gathered = torch.zeros(len(counts), longest, *mine.shape[1:], dtype=mine.dtype, device=self._device)
         if gathered.numel():

@@ -1,6 +1,6 @@
-"""The contract of backends, which carry out a group's operations on one kind of device (`tcp`, `nccl`, `mpi`).
+"""The interface of backends, which run a group's operations on one kind of device (`tcp`, `nccl`, `mpi`).
 
-`EngineBackend` is the common part of those whose operations run on an `Engine`: `tcp` and `mpi`.
+`EngineBackend` is the common part of the backends that run operations on an `Engine`: `tcp` and `mpi`.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GroupContext:
-    """The arguments that a backend is constructed with.
+    """The arguments for constructing a backend.
 
     Attributes:
-        name: the group's name: equal on all its ranks, and different from those of all other groups.
+        name: the group's name, equal on all its ranks and unique among groups.
         ranks: ranks of the members in the world, by rank in the group.
         store: a key space that only this group and backend use.
-        timeout_s: limit of each operation that brings no other, in seconds.
+        timeout_s: limit of each operation without its own, in seconds.
         options: `pg_options` of the caller, or None.
         device: the device that the caller bound the group to, or None.
-        check: raises when a member cannot come any more; None where nobody would know.
-        process: what the groups of this process share.
-        outlives_ranks: whether the program goes on without a rank that is lost, so that no flight record is written.
+        check: raises if a member cannot join any more; None if that cannot be known.
+        process: the state that the groups of this process share.
+        outlives_ranks: whether the program continues when a rank is lost, so that no flight record is written.
     """
 
     name: str
@@ -55,24 +55,24 @@ class GroupContext:
 
     @property
     def size(self) -> int:
-        """Number of ranks in the group."""
+        """The number of ranks in the group."""
         return len(self.ranks)
 
 
 class GroupBackend(ABC):
     """One rank's end of a group on one kind of device; exported as `rpcdist.collectives.BackendBase`.
 
-    It carries out operations in the order of the calls; any thread may call, and every rank calls in the same order.
+    It runs operations in the order of the calls. Any thread may call; every rank calls in the same order.
 
-    A constructor takes one `GroupContext`, finds the other ranks and returns when all of them can be reached, or raises
-    within the context's timeout.
+    A constructor takes one `GroupContext`, finds the other ranks, and returns when all of them can be reached. If that
+    fails, it raises within the context's timeout.
 
     Attributes:
         name: as in `init_process_group(backend=...)`.
-        context: what it was made from.
+        context: the argument of the constructor.
         runs_parts: whether it has `run_part`.
-        reduces_many: whether ALL_REDUCE takes any number of tensors, instead of one; known once it is made.
-        abort_hooks: what it calls when the group fails, before operations do; None where it calls nothing.
+        reduces_many: whether ALL_REDUCE takes any number of tensors instead of one; set by the constructor.
+        abort_hooks: functions that it calls when the group fails, before operations fail; None if it calls none.
     """
 
     name: ClassVar[str]
@@ -94,29 +94,30 @@ class GroupBackend(ABC):
         """Runs a collective operation.
 
         Args:
-            operation: its tensors must not be touched by the caller until it is done.
+            operation: the caller must not touch its tensors until it is done.
             asynchronous: whether to return before it is done.
             timeout_s: its limit, counted from this call; None takes the context's.
-            finish: called once, after the operation's bytes have arrived and before `Work` says so; e.g. copies what
-                came into a tensor that is not contiguous. For devices with streams it is called at once and enqueues.
-            result: what `Work.result` returns.
+            finish: called once, after the operation's bytes have arrived and before its `Work` is done; for example, it
+                copies the result into a tensor that is not contiguous. For devices with streams it is called at once
+                and enqueues the copy.
+            result: the value that `Work.result` returns.
 
         Returns:
-            Work that is done, unless asynchronous.
+            Work that is done, unless the operation is asynchronous.
 
         Raises:
-            CollectiveError: in a blocking call; an asynchronous one reports it through its `Work`.
+            CollectiveError: in a blocking call; an asynchronous call reports it through its `Work`.
         """
 
     def here(self) -> GroupBackend:
-        """The backend that runs what this thread submits: in a callback of an operation it may be another one."""
+        """Returns the backend for this thread's operations: in a callback of an operation it may be another one."""
         return self
 
     def run_part(self, operation: Operation) -> None:
-        """Runs another operation as a part of the one whose `finish` calls this, on its thread and within its limit.
+        """Runs another operation as a part of the one whose `finish` calls this, on its thread, within its limit.
 
-        So an operation can be made of several of which the first finds out the sizes of the others; every rank runs the
-        same parts. `finish` must let its errors through.
+        So an operation can consist of parts of which the first gathers the sizes of the others; every rank runs the
+        same parts. `finish` must let the errors of this method through.
         """
         raise NotImplementedError(f"the backend {self.name!r} has no parts")
 
@@ -137,35 +138,35 @@ class GroupBackend(ABC):
         timeout_s: float | None = None,
         finish: Callable[[], None] | None = None,
     ) -> Work:
-        """Receives into a dense contiguous tensor from rank `peer`, or from whichever sends first when it is None.
+        """Receives into a dense contiguous tensor from rank `peer`, or from the first rank that sends if it is None.
 
-        `Work.source_rank()` says who it was. Messages of one pair and tag arrive in the order in which they were sent.
+        `Work.source_rank()` returns that rank. Messages of one pair and tag arrive in the order of the sends.
         """
 
     def start_batch(self) -> None:  # noqa: B027  (most backends have nothing to do)
-        """`batch_isend_irecv` begins; for backends that group calls. Ends with `end_batch`, on the same thread."""
+        """Begins a batch of `batch_isend_irecv`, for backends that group calls; `end_batch` ends it, on this thread."""
 
     def end_batch(self) -> None:  # noqa: B027
-        """All sends and receives since `start_batch` may start."""
+        """Starts the sends and receives since `start_batch`, unless they have started."""
 
     def lost_ranks(self) -> dict[int, str]:
-        """The ranks of the group that are known to be gone, and why; the one that went first comes first."""
+        """Returns the ranks of the group that are known to be gone, with the reason, in the order of their loss."""
         return {}
 
     @abstractmethod
     def abort(self, reason: str) -> None:
-        """Ends everything immediately, on all ranks, with `GroupAborted`; idempotent; never waits."""
+        """Ends all operations at once, on all ranks, with `GroupAborted`. Idempotent; never waits."""
 
     @abstractmethod
     def close(self, timeout_s: float) -> None:
-        """Waits for what was submitted, then frees everything; idempotent. After `timeout_s` it aborts the rest."""
+        """Waits for submitted operations, and aborts them after `timeout_s`; then frees all resources. Idempotent."""
 
 
 logger = logging.getLogger(__name__)
 
 
 class Messages(Protocol):
-    """Carries a group's messages; see `GroupBackend.send` and `GroupBackend.recv`."""
+    """The messages of a group; see `GroupBackend.send` and `GroupBackend.recv`."""
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int, *, asynchronous: bool, timeout_s: float) -> Work: ...
 
@@ -182,7 +183,7 @@ class Messages(Protocol):
 
 
 class EngineBackend(GroupBackend):
-    """A backend made of an engine, which runs the collectives, and of messages."""
+    """A backend that consists of an engine, which runs the collectives, and of messages."""
 
     runs_parts = True
 
@@ -213,7 +214,7 @@ class EngineBackend(GroupBackend):
         return self._engine.submit(operation, asynchronous, timeout_s, finish, result)
 
     def here(self) -> GroupBackend:
-        """In a callback, a second backend of the same ranks, made at the first call; see [Note: callbacks]."""
+        """Returns, in a callback, a second backend of the same ranks, made at the first call; see [Note: callbacks]."""
         if not self._engine.callbacks.runs_here():
             return self
         if self._nested is None:
@@ -222,7 +223,7 @@ class EngineBackend(GroupBackend):
             name = f"{context.name}, its callbacks"
             nested = replace(context, name=name, store=store, check=self._check)
             self._nested = type(self)(nested)  # type: ignore[call-arg]  # subclasses take the context alone
-            self._check()  # a failure since then has passed it by
+            self._check()  # the new backend has not heard of a failure since then
         return self._nested
 
     def _check(self) -> None:
@@ -231,12 +232,12 @@ class EngineBackend(GroupBackend):
             raise failure.error(f"a callback of group {self.context.name!r}")
 
     def _fail_nested(self, failure: GroupFailure) -> None:
-        """Operations of callbacks cannot end: the callbacks of other ranks may never call them."""
+        """Fails the operations of callbacks, since the callbacks of other ranks may never call them."""
         if self._nested is not None:
             self._nested._engine.fail(failure)
 
     def _end_callbacks(self, deadline: Deadline) -> None:
-        """Waits for the callbacks, and frees what they use; after the operations that they wait for."""
+        """Waits for the callbacks and frees their backend, after the operations for which they wait."""
         if not self._engine.callbacks.drain(deadline.remaining_s()):
             logger.error("callbacks of group %r did not end in time", self.context.name)
         if self._nested is not None:

@@ -1,7 +1,7 @@
-"""How the ranks of a new group find one another: they agree in the store who takes part, and publish addresses.
+"""How the ranks of a new group find one another: they agree on the members through the store, and publish addresses.
 
-`agreement` decides; here its steps are carried out, within the time there is, and its results become errors that name
-the ranks that do not come.
+`agreement` decides. This module carries out its steps within the deadline, and turns its results into errors that name
+the ranks that did not join.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _RANK_0_KEY: Final = "rank 0"
 
 
 def exchange_values(context: GroupContext, key: str, value: str, deadline: Deadline) -> list[str]:
-    """Publishes a value of this rank, signed, and returns those of all ranks, by rank.
+    """Publishes a signed value of this rank, and returns the values of all ranks, by rank.
 
     Raises:
         AuthenticationFailed: a value was not written by a process of this job.
-        RendezvousError: some ranks did not publish theirs in time; names them.
+        RendezvousError: some ranks did not publish a value in time; names them.
     """
     keys = [f"{key}/{rank}" for rank in range(context.size)]
     store = context.store
@@ -46,7 +46,7 @@ def exchange_values(context: GroupContext, key: str, value: str, deadline: Deadl
 
 
 def not_made(context: GroupContext, missing: Sequence[int]) -> RendezvousError:
-    """The error about ranks of the group that did not come in time."""
+    """Makes the error for ranks of the group that did not join in time."""
     return RendezvousError(
         f"group {context.name!r} could not be created: these ranks did not join within {context.timeout_s:g} s: "
         f"{listed([context.ranks[rank] for rank in missing])}. Do they run, and do all ranks call the same functions "
@@ -55,7 +55,7 @@ def not_made(context: GroupContext, missing: Sequence[int]) -> RendezvousError:
 
 
 def address_of_rank_0(context: GroupContext, own: HubAddress, deadline: Deadline) -> tuple[str, str]:
-    """The address of rank 0's hub, which rank 0 publishes, signed, and a random name of this group, which it draws.
+    """Returns the address of rank 0's hub and a random name of this group; rank 0 publishes both, signed.
 
     Raises:
         AuthenticationFailed: the address was not written by a process of this job.
@@ -88,21 +88,21 @@ def agree(
     fresh: bool,
     check: Callable[[], None] | None = None,
 ) -> Store:
-    """Waits until all ranks of a group have come, and checks that all of them ask for the same group.
+    """Waits until all ranks of a group have joined, and checks that all of them ask for the same group.
 
     Args:
-        store: the part of the store where groups of this name find each other, one after the other.
+        store: the part of the store in which the ranks of groups of this name find each other.
         ranks: ranks of the members in the world, this one included; the first of them leads.
         fresh: whether only processes of this start of the job have used that part of the store.
-        check: raises when one of them cannot come any more.
+        check: raises if a member cannot join any more.
 
     Returns:
         The part of the store that only these processes use, for this group.
 
     Raises:
-        StoreTimeout: naming the ranks that did not come.
-        CollectiveMismatch: naming one that wants something else.
-        RendezvousError: another process has come later under this rank.
+        StoreTimeout: some ranks did not join in time; names them.
+        CollectiveMismatch: a rank wants another group; names it.
+        RendezvousError: another process joined later under this rank.
     """
     wish = Wish(rank, tuple(ranks), description)
     deadline = Deadline.after(timeout_s)
@@ -128,8 +128,8 @@ def agree(
             case Displaced():
                 raise RendezvousError(
                     f"making {what} failed: another process joined as rank {rank} after this one, and replaces it. "
-                    "If both belong to the job, give each its own RANK; otherwise this one is left from an earlier "
-                    "start, and should end."
+                    "If both belong to the job, give each its own RANK; otherwise end this process, which is left "
+                    "from an earlier start."
                 ) from None
             case NotAll(missing, twice):
                 raise _missing(missing, twice, len(ranks), what, timeout_s) from None
@@ -139,7 +139,7 @@ def agree(
 def _carry_out(
     store: Store, operation: StoreOperation[object], deadline: Deadline, check: Callable[[], None] | None
 ) -> object:
-    """One operation; one that waits does so until the deadline, with a `check` now and then."""
+    """Runs one operation of the store; a waiting operation waits until the deadline, and calls `check` regularly."""
     while True:
         limit = deadline
         if check is not None and isinstance(operation, Get | Wait):
@@ -147,11 +147,11 @@ def _carry_out(
         result = store.execute(operation, limit)
         if not isinstance(result, Missing) or check is None or deadline.expired():
             return result
-        check()  # after the wait: a rank that has left may have set its keys before
+        check()  # after the wait, because a rank may have set its keys before it left
 
 
 def wait_for_keys(store: Store, keys: list[str], timeout_s: float, check: Callable[[], None] | None) -> None:
-    """`store.wait`, with a `check` now and then that raises when a rank cannot come any more."""
+    """Like `store.wait`, but regularly calls `check`, which raises if a rank cannot join any more."""
     result = _carry_out(store, Wait(tuple(keys)), Deadline.after(timeout_s), check)
     if isinstance(result, Missing):
         raise timed_out("wait", timeout_s, result.keys, store.address)
@@ -159,11 +159,11 @@ def wait_for_keys(store: Store, keys: list[str], timeout_s: float, check: Callab
 
 def _disagree(what: str, own: Wish, other: Wish) -> NoReturn:
     views = [f"rank {wish.rank} wants {wish.description} (ranks {listed(wish.ranks)})" for wish in (own, other)]
-    raise CollectiveMismatch(f"making {what}", f"{views[0]}, but {views[1]}; all ranks have to pass the same arguments")
+    raise CollectiveMismatch(f"making {what}", f"{views[0]}, but {views[1]}; all ranks must pass the same arguments")
 
 
 def _log_waiting(what: str, wish: Wish, keys: Sequence[str], timeout_s: float) -> None:
-    """Says whom this rank waits for, by the keys that are not there."""
+    """Logs the ranks for which this rank waits, from the missing keys."""
     here = [key.rpartition("/here/")[2] for key in keys if "/here/" in key]
     waits = f"for ranks {listed(here)}" if here else f"for rank {wish.ranks[0]}, which waits for all of them"
     logger.warning(

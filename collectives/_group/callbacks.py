@@ -1,19 +1,19 @@
 """The callbacks of a group's futures, and the order in which they run.
 
-[Note: callbacks] A callback may call operations of its group while the program goes on calling others: which of them
-comes first is chance, and another on each rank, where operations have to come in one order on all ranks. Therefore:
+[Note: callbacks] A callback may call operations of its group while the program calls others. Which of them comes first
+is random on each rank, but all ranks must call operations in the same order. Therefore:
 
- 1. The callbacks of a group run one at a time, in the order in which the program attached them: the same on all ranks,
-    as that of the program's operations is. Each waits for its future before it runs.
- 2. Operations that callbacks call have an order of their own: a second group of the same ranks runs it
-    (`EngineBackend.here`), which is made when the first callback calls an operation.
- 3. A callback that attaches another one waits for its future, and runs it at once.
- 4. A callback whose future the attaching thread has waited for runs at once, like a call that the program writes there;
-    operations that it calls come in the order of the program's. On torch it has run, too, when `then` returns.
+ 1. The callbacks of a group run one at a time, in the order in which the program attached them. That order is the same
+    on all ranks, like the order of the program's operations. Each callback waits for its future before it runs.
+ 2. Operations of callbacks have a separate order: a second group of the same ranks runs them (`EngineBackend.here`),
+    which is made when the first callback calls an operation.
+ 3. A callback that attaches another callback waits for its future, and runs that callback at once.
+ 4. A callback whose future the attaching thread has waited for runs at once, like a call at that place of the program;
+    its operations are in the order of the program's. With torch, too, it has run when `then` returns.
 
-So a callback may wait for whatever the program has called before, and for whatever it calls itself, in any way. The
-program may go on meanwhile. Callbacks run on a thread that lives while there are any; if a future is done and no
-callback waits its turn, on the thread that attaches.
+So a callback may wait for any operation that the program has called before, and for its own operations, while the
+program continues. Callbacks run on a thread that lives while any are left; if a future is done and no callback waits
+for its turn, the callback runs on the thread that attaches it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ S = TypeVar("S")
 
 
 class Callbacks:
-    """Runs the callbacks of one group in their order; any thread."""
+    """Runs the callbacks of one group in order. Any thread may use it."""
 
     def __init__(self, group: str) -> None:
         self._group = group
@@ -46,11 +46,11 @@ class Callbacks:
         self._runner = 0  # the thread that runs a callback now
 
     def runs_here(self) -> bool:
-        """Whether this thread is in a callback."""
+        """Whether this thread is running a callback."""
         return self._runner == threading.get_ident()
 
     def attach(self, future: torch.futures.Future[T], callback: Callable[[], None], was_awaited: bool = False) -> None:
-        """Runs a callback, which must not raise, in its turn, once the future is done; at once with `was_awaited`."""
+        """Runs a callback in its turn, when the future is done; at once with `was_awaited`."""
         if self.runs_here():
             _wait(future)
             callback()
@@ -74,7 +74,7 @@ class Callbacks:
                     return
         try:
             threading.Thread(target=self._run_all, name=f"rpcdist callbacks {self._group}", daemon=True).start()
-        except RuntimeError as exc:  # the system gives no more threads: the caller waits itself
+        except RuntimeError as exc:  # the system cannot start a thread, so the caller waits itself
             own_shortage(exc)
             self._run_all()
 
@@ -103,7 +103,7 @@ class Callbacks:
             logger.exception("a callback of group %r failed", self._group)
 
     def drain(self, timeout_s: float) -> bool:
-        """Waits until no callback runs or waits; returns False if that took too long. A callback waits for no other."""
+        """Waits until no callback runs or waits; returns False after `timeout_s`. A callback does not wait."""
         if self.runs_here():
             return True
         with self._changed:
@@ -111,7 +111,7 @@ class Callbacks:
 
 
 def _wait(future: torch.futures.Future[T]) -> None:
-    """Waits for a future of an operation, which its own limit ends; the callback reads its result."""
+    """Waits for the future of an operation, which has its own limit; the callback reads the result."""
     try:
         torch._C.Future.wait(future)
     except Exception as exc:
@@ -121,8 +121,8 @@ def _wait(future: torch.futures.Future[T]) -> None:
 class _FailedValue:
     """The value of a future that failed. Any use of it raises the error.
 
-    torch's C++ code, its DDP for one, does not ask a future for the error that Python code has set, and takes the value
-    for tensors. It finds these by pickling, or asks whether the value is one.
+    torch's C++ code, such as that of its DDP, does not read the error that Python code has set on a future, but looks
+    for tensors in its value: it pickles the value, or checks its type.
     """
 
     def __init__(self, error: Exception) -> None:
@@ -131,8 +131,8 @@ class _FailedValue:
     def __reduce_ex__(self, _protocol: object) -> NoReturn:
         raise self.error
 
-    @property  # type: ignore[misc]  # nobody sets it
-    def __class__(self) -> NoReturn:  # type: ignore[override]  # nobody gets as far as the type
+    @property  # type: ignore[misc]  # no code sets it
+    def __class__(self) -> NoReturn:  # type: ignore[override]  # it always raises
         raise self.error
 
 
@@ -141,7 +141,7 @@ def _raise(failure: _FailedValue) -> NoReturn:
 
 
 def fail_future(future: torch.futures.Future[T], error: Exception) -> None:
-    """`set_exception`, of which torch's C++ code learns as well."""
+    """Like `set_exception`, but torch's C++ code sees the error as well."""
     torch._C.Future._set_unwrap_func(future, _raise)
     torch._C.Future.set_result(future, _FailedValue(error))
 
@@ -150,17 +150,17 @@ class OrderedFuture(torch.futures.Future[T]):
     """A future of an operation, or of a callback of one, whose callbacks run in the order of their group.
 
     Args:
-        was_awaited: whether the calling thread has waited for the operation itself.
+        was_awaited: whether the calling thread has already waited for the operation.
     """
 
     def __init__(self, callbacks: Callbacks, was_awaited: Callable[[], bool] | None = None) -> None:
         super().__init__()
         self._callbacks = callbacks
         self._was_awaited = was_awaited
-        self._waiter = 0  # the thread that has waited for it last
+        self._waiter = 0  # the thread that last waited for it
 
     def wait(self) -> T:
-        """The value, once it is there."""
+        """Waits for the value and returns it."""
         value = super().wait()
         self._waiter = threading.get_ident()
         return value
@@ -170,7 +170,7 @@ class OrderedFuture(torch.futures.Future[T]):
         self._callbacks.attach(self, callback, was_awaited)
 
     def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> OrderedFuture[S]:
-        """A future of what the callback returns; it gets this future, which is done. See [Note: callbacks]."""
+        """Returns a future of the callback's result; the callback gets this future when done. See [Note: callbacks]."""
         following: OrderedFuture[S] = OrderedFuture(self._callbacks)
 
         def run() -> None:
@@ -185,5 +185,5 @@ class OrderedFuture(torch.futures.Future[T]):
         return following
 
     def add_done_callback(self, callback: Callable[[torch.futures.Future[T]], None]) -> None:
-        """Calls back with this future, once it is done. See [Note: callbacks]."""
+        """Calls the callback with this future, when it is done. See [Note: callbacks]."""
         self._attach(lambda: callback(self))

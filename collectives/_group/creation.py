@@ -1,4 +1,4 @@
-"""How groups are made: the ranks wait for each other, then the backends connect, then the world registers the group."""
+"""How groups are made: the ranks wait for each other, the backends connect, then the world registers the group."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from rpcdist.freed_memory import keep_freed_memory
 from rpcdist.own_shortage import names_shortage
 
 MakeBackend = Callable[[Backend | str, GroupContext], GroupBackend]
-"""Constructs the backend of a name; blocks until all ranks of the group can be reached."""
+"""Constructs the backend with a name; blocks until all ranks of the group can be reached."""
 
 
 def timeout_of_group(backend: str, timeout: timedelta | None) -> timedelta:
-    """The timeout that the caller gave, or torch's default, which is shorter for `nccl` alone.
+    """Returns the caller's timeout, or torch's default, which is shorter for `nccl` alone.
 
     Raises:
-        TypeError: it is not a timedelta.
-        ConfigError: it is negative.
+        TypeError: the timeout is not a timedelta.
+        ConfigError: the timeout is negative.
     """
     if timeout is None:
         return default_pg_nccl_timeout if backend == Backend.NCCL else default_pg_timeout
     if check_timeout(timeout) < timedelta(0):
-        raise ConfigError(f"the timeout of a group is {timeout}; it must not be negative")
+        raise ConfigError(f"the timeout of a group must not be negative, but is {timeout}")
     return timeout
 
 
@@ -53,7 +53,7 @@ def open_group(
     check: Callable[[], None] | None = None,
     outlives_ranks: bool = False,
 ) -> ProcessGroup:
-    """Connects the backends of a group whose ranks have come; closes what was opened when one of them fails."""
+    """Connects the backends of a group whose ranks have joined; if one backend fails, closes the others."""
     keep_freed_memory()
     opened: dict[str, GroupBackend] = {}
     by_device: dict[str, GroupBackend] = {}
@@ -110,7 +110,7 @@ def make_group(
     description: str | None,
     make: MakeBackend = make_backend,
 ) -> ProcessGroup:
-    """Creates a group whose members, and no other ranks, call this with one name; `world` registers it."""
+    """Creates a group and registers it in `world`; all members call this with the same name, and no other ranks."""
     if world.store is None:
         raise ConfigError("Default process group has not been initialized, please call init_process_group first.")
     parent = default_group()
@@ -160,7 +160,7 @@ def split_off(
     backend: str | None = None,
     make: MakeBackend = make_backend,
 ) -> ProcessGroup | None:
-    """A group of some ranks of `parent`, made by those alone; None on the others."""
+    """Makes a group of some ranks of `parent`, which alone take part; returns None on the other ranks."""
     check_split(ranks, parent)
     if parent.rank() not in ranks:
         return None

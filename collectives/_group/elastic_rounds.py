@@ -1,12 +1,12 @@
-"""The rounds in which an elastic group is formed: how long it waits, its members, and their records.
+"""The rounds in which an elastic group is formed: how long processes wait, the members, and the records in the store.
 
-Everybody who wants to be in the next group writes down a `Candidate`; the first who finds that nobody has to be waited
-for any longer writes down the members, once. Then the round is closed, and processes that are not members go on to the
-next. These decisions are pure.
+Every process that wants to be in the next group writes a `Candidate`. The first process that finds that the wait is
+over writes the members, once. That closes the round, and processes that are not members continue with the next round.
+These decisions are pure.
 
-The records lie in the store, all of them signed, and checked when read. The signature proves the writer. It does not
-prove that a record makes sense: a process of the job may be of another version, or broken. Either is an error that
-names the record.
+All records in the store are signed, and checked when they are read. The signature proves that a process of the job
+wrote the record, but not that the record is valid: the process may have another version, or be broken. A wrong
+signature and an invalid record are errors that name the record.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Candidate:
     """A process that wants to be in the next group.
 
     Attributes:
-        identity: tells this process from all others that ever were or will be in the job.
-        address: where its sockets listen; whether it lives can be seen there.
-        progress: what its state has behind it, e.g. a number of steps.
-        is_new: whether it was in no group yet, so that its state counts for less than anybody's who was.
-        description: what it trains; equal on all members.
+        identity: unique among all processes that ever are in the job.
+        address: the address of its sockets, where others can see whether it lives.
+        progress: the number of steps that it has trained.
+        is_new: whether it was in no group yet; then the state of a process that was in one takes precedence.
+        description: the model that it trains; equal on all members.
     """
 
     identity: str
@@ -45,24 +45,24 @@ class Candidate:
 
     @classmethod
     def from_json(cls, text: str) -> Candidate:
-        """The inverse of `json.dumps(asdict(...))`. Raises `ValueError` for anything else."""
+        """The inverse of `json.dumps(asdict(...))`. Raises `ValueError` for invalid text."""
         return cls.from_fields(json.loads(text))
 
     @classmethod
     def from_fields(cls, values: object) -> Candidate:
-        """One made of what JSON says. Raises `ValueError` if that is none."""
+        """Makes a candidate from a JSON object. Raises `ValueError` if the object is invalid."""
         names = [each.name for each in fields(cls)]
         if not isinstance(values, dict) or sorted(values) != sorted(names):
             raise ValueError(f"a process that wants to be in a group has {', '.join(names)}")
         for name in ("identity", "address", "description"):
             if not isinstance(values[name], str) or len(values[name]) > _MAX_TEXT_CHARS:
-                raise ValueError(f"its {name} has to be a text of at most {_MAX_TEXT_CHARS} characters")
+                raise ValueError(f"its {name} must be a text of at most {_MAX_TEXT_CHARS} characters")
         if not values["identity"].isalnum():
-            raise ValueError("its identity has to be letters and digits")
+            raise ValueError("its identity must consist of letters and digits")
         if type(values["progress"]) is not int or values["progress"] not in _STEPS:
-            raise ValueError("its progress has to be a number of steps")
+            raise ValueError("its progress must be a number of steps")
         if type(values["is_new"]) is not bool:
-            raise ValueError("is_new has to be true or false")
+            raise ValueError("is_new must be true or false")
         HubAddress.parse(values["address"])
         return cls(**values)
 
@@ -73,19 +73,19 @@ class ClosedRound:
 
     Attributes:
         members: by rank in the group.
-        refused: identity to what the members train, for candidates that train something else.
+        refused: the candidates that train another model, by identity, with the model that the members train.
     """
 
     members: tuple[Candidate, ...]
     refused: dict[str, str]
 
     def rank_of(self, identity: str) -> int | None:
-        """The rank of a process; None if it is no member."""
+        """Returns the rank of a process; None if it is not a member."""
         return next((rank for rank, each in enumerate(self.members) if each.identity == identity), None)
 
     @property
     def source(self) -> int:
-        """The rank whose state counts: of those who were in a group before, the first with the most progress."""
+        """The rank whose state the others take: the first with most progress of those that were in a group before."""
         return max(range(len(self.members)), key=lambda rank: (*_standing(self.members[rank]), -rank))
 
     @property
@@ -103,13 +103,13 @@ class ClosedRound:
 
     @classmethod
     def from_json(cls, text: str) -> ClosedRound:
-        """The inverse of `to_json`. Raises `ValueError` for anything else."""
+        """The inverse of `to_json`. Raises `ValueError` for invalid text."""
         values = json.loads(text)
         if not isinstance(values, dict) or sorted(values) != ["members", "refused"]:
-            raise ValueError("the outcome of a round has members and refused")
+            raise ValueError("the outcome of a round must have members and refused")
         found, refused = values["members"], values["refused"]
         if not isinstance(found, list) or not found:
-            raise ValueError("a round is closed with at least one member")
+            raise ValueError("a closed round must have at least one member")
         if not isinstance(refused, dict) or not all(isinstance(each, str) for each in refused.values()):
             raise ValueError("the reasons for refused processes must be strings")
         members = tuple(map(Candidate.from_fields, found))
@@ -123,7 +123,7 @@ def _standing(candidate: Candidate) -> tuple[bool, int]:
 
 
 def awaited(previous: Sequence[Candidate], candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The members of the previous group that have not come yet; each of them comes, or is gone."""
+    """Returns the members of the previous group that have not joined yet; each of them joins or is gone."""
     come = {each.identity for each in candidates}
     return [each for each in previous if each.identity not in come]
 
@@ -132,19 +132,18 @@ def is_complete(candidates: Sequence[Candidate], num_ranks: int, min_ranks: int)
     """Whether enough processes have joined when the wait for others is over.
 
     Args:
-        candidates: those who have come.
-        num_ranks: how many there have to be at the start, when nobody has a state that would be lost.
-        min_ranks: how many there have to be later.
+        num_ranks: how many must join at the start, when no process has a state that could be lost.
+        min_ranks: how many must join later.
     """
     members = close(candidates, ()).members
     return len(members) >= (num_ranks if all(each.is_new for each in members) else min_ranks)
 
 
 def close(candidates: Sequence[Candidate], previous: Sequence[Candidate]) -> ClosedRound:
-    """The outcome of a round.
+    """Returns the outcome of a round.
 
     Args:
-        candidates: in the order of their coming; the first who was in a group before decides what is trained.
+        candidates: in order of arrival; the first that was in a group before decides which model is trained.
         previous: the members of the previous group, whose order is kept.
     """
     if not candidates:
@@ -159,17 +158,17 @@ def close(candidates: Sequence[Candidate], previous: Sequence[Candidate]) -> Clo
 T = TypeVar("T")
 
 MAX_PROCESSES: Final = 4096
-"""So many may want to be in one group."""
+"""The largest number of candidates for one group."""
 _MAX_CANDIDATE_CHARS: Final = 16 * 1024
 _ENDED: Final = "ended"
 
 
 class ElasticRecords:
-    """Any thread may use it.
+    """The signed records of an elastic group in the store. Any thread may use it.
 
-    Raises (whatever reads):
-        AuthenticationFailed: somebody who is no process of the job wrote to the store.
-        RendezvousError: a process of the job wrote what makes no sense.
+    Raises (all methods that read):
+        AuthenticationFailed: a process outside the job wrote to the store.
+        RendezvousError: a process of the job wrote an invalid record.
         DistStoreError: the store is gone.
     """
 
@@ -181,9 +180,9 @@ class ElasticRecords:
     # ------------------------------------------------------------ rounds
 
     def first_open_round(self, after: int) -> int:
-        """The first open round with a greater number; rounds are closed in their order.
+        """Returns the first open round after `after`; rounds are closed in order.
 
-        Asks a number of times that grows with the logarithm of the rounds that were missed.
+        The number of requests grows with the logarithm of the number of closed rounds.
         """
         closed, step = after, 1
         while self.is_closed(closed + step):
@@ -198,16 +197,16 @@ class ElasticRecords:
         return self._store.check([f"{number}/closed"])
 
     def wait_until_closed(self, number: int, timeout_s: float) -> None:
-        """Raises `StoreTimeout` when the time is over."""
+        """Raises `StoreTimeout` after `timeout_s`."""
         self._store.wait([f"{number}/closed"], timeout_s)
 
     def closed_round(self, number: int) -> ClosedRound:
-        """The outcome of a round that is closed."""
+        """Returns the outcome of a closed round."""
         size = MAX_PROCESSES * _MAX_CANDIDATE_CHARS
         return self._read([f"{number}/closed"], size, ClosedRound.from_json)[0]
 
     def close_round(self, number: int, outcome: ClosedRound) -> ClosedRound:
-        """Writes the outcome, unless another process was faster; returns the valid one."""
+        """Writes the outcome, unless another process was faster; returns the outcome that is valid."""
         key = f"{number}/closed"
         self._store.compare_set(key, b"", self._records.sign(self._store.full_key(key), outcome.to_json().encode()))
         return self.closed_round(number)
@@ -215,7 +214,7 @@ class ElasticRecords:
     # ------------------------------------------------------------ candidates
 
     def register(self, number: int, own: Candidate) -> None:
-        """Asks to be in a round. A process that dies before the last line of this has not come."""
+        """Registers a candidate for a round. A process that dies before the last line has not joined."""
         self._signed.set(f"{number}/candidate/{own.identity}", json.dumps(asdict(own)))
         self._store.append(f"{number}/came", f"{own.identity} ")
 
@@ -223,7 +222,7 @@ class ElasticRecords:
         return self._store.check([f"{number}/came"])
 
     def candidates(self, number: int, own: Candidate) -> list[Candidate]:
-        """The processes that have joined a round, in their order; `own` is one of them."""
+        """Returns the processes that have joined a round, in order; `own` is one of them."""
         names = self._store.get(f"{number}/came") if self.somebody_came(number) else b""
         came = list(dict.fromkeys(names[: MAX_PROCESSES * 64].decode(errors="replace").split()))
         if len(came) > MAX_PROCESSES:
@@ -250,7 +249,7 @@ class ElasticRecords:
         return self._says(f"gone/{identity}")
 
     def end(self) -> None:
-        """Says that the job has finished."""
+        """Records that the job has finished."""
         self._signed.set(_ENDED, "ended")
 
     def has_ended(self) -> bool:
@@ -259,7 +258,7 @@ class ElasticRecords:
     # ------------------------------------------------------------ inside
 
     def _says(self, key: str) -> bool:
-        """Whether the record is there; its signature is what counts of it."""
+        """Whether a record with a valid signature exists."""
         if not self._store.check([key]):
             return False
         self._signed.get([key])
@@ -270,7 +269,7 @@ class ElasticRecords:
         for key, text in zip(keys, self._signed.get(keys), strict=True):
             try:
                 if len(text) > max_chars:
-                    raise ValueError(f"it has {len(text)} characters, and at most {max_chars} are taken")
+                    raise ValueError(f"it has {len(text)} characters, but at most {max_chars} are allowed")
                 found.append(parse(text))
             except (ValueError, RecursionError) as exc:
                 raise RendezvousError(

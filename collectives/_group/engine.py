@@ -3,10 +3,10 @@
 Rules:
 
  1. An operation gets its sequence number when it is submitted; equal numbers on all ranks are the same operation.
- 2. One operation runs at a time. A blocking call runs on the caller's own thread when the group is idle; everything
-    else runs on the group's worker thread, which starts with the first such call.
-3. `GroupState` decides the meaning of a failure or a departure; the engine takes events to it under its lock, and
-    carries out the actions without the lock. Ranks that did not find a failure themselves hear of it from the watch.
+ 2. One operation runs at a time. A blocking call runs on the caller's own thread if the group is idle; other calls run
+    on the group's worker thread, which starts with the first such call.
+ 3. `GroupState` decides what a failure or a departure means. The engine passes events to it under its lock, and
+    carries out the actions without the lock. The watch tells the other ranks of a failure.
  4. Work is finished without the lock held: a thread that waits for it may submit the next operation at once. Callbacks
  of its
     future run elsewhere: see [Note: callbacks] in `callbacks`.
@@ -58,11 +58,11 @@ from rpcdist.time_limits import GROUP_VERDICT_LIMIT_S, IDLE_RECHECK_S, THREAD_GR
 from rpcdist.transport import fork
 
 MAX_SHAPES: Final = 8
-"""So many shapes an error names."""
+"""The largest number of shapes in an error."""
 
 
 class OperationTitle:
-    """The name of an operation, built only when it is read, because most operations never fail."""
+    """The name of an operation, converted to text only when needed, because most operations never fail."""
 
     __slots__ = ("_group", "_kind", "_sequence")
 
@@ -79,7 +79,7 @@ class Job(Control):
     """One operation: its number, deadline and Work, and the control of its transport.
 
     Attributes:
-        name: what it is; `title` is the same as text.
+        name: the name of the operation; `title` is the same as text.
     """
 
     __slots__ = ("_engine", "deadline", "fingerprint", "finish", "name", "operation", "record", "sequence", "work")
@@ -112,7 +112,7 @@ class Job(Control):
         return self._engine.wakeup_fd
 
     def error_of(self, failure: GroupFailure) -> CollectiveError:
-        """The error of what failed in this operation. The ranks compare sizes only; of a mismatch, shapes are added."""
+        """Makes this operation's error. For a mismatch it adds this rank's shapes, as ranks compare only sizes."""
         tensors = self.operation.inputs or self.operation.outputs
         if failure.kind is FailureKind.MISMATCH and tensors:
             shapes = listed((tuple(tensor.shape) for tensor in tensors), MAX_SHAPES)
@@ -136,7 +136,7 @@ _DTYPE_NAMES: Final[dict[torch.dtype | None, str]] = {
 
 
 def record_of(group: str, sequence: int, operation: Operation) -> Record:
-    """The entry of an operation in the flight recorder."""
+    """Makes the entry of an operation for the flight recorder."""
     reads, writes = operation.inputs, operation.outputs
     inputs = [tensor.numel() for tensor in reads]
     outputs = inputs if writes is reads else [tensor.numel() for tensor in writes]
@@ -150,20 +150,20 @@ logger = logging.getLogger(__name__)
 
 
 def _nothing(*_: object) -> None:
-    """For groups without messages."""
+    """The default for groups without messages."""
 
 
 class Engine(StateKeeper):
     """Runs the operations of one group.
 
     Args:
-        state: the group's state; the engine's from now on.
+        state: the group's state, which the engine owns from now on.
         outlives_ranks: see `GroupContext`.
-        on_failure: told of the group's failure, once; any thread; must not block.
-        on_departure: told of a rank that left, and of that in words; likewise.
+        on_failure: called once with the group's failure, on any thread; must not block.
+        on_departure: called with a rank that left, and a text that says so, on any thread; must not block.
 
     Attributes:
-        wakeup_fd: readable once the running operation cannot be finished.
+        wakeup_fd: readable when the running operation cannot be finished.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class Engine(StateKeeper):
         self._on_failure = on_failure
         self._on_departure = on_departure
         self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)  # a job came, the running one ended, or the group closes
+        self._changed = threading.Condition(self._lock)  # a job was added or has ended, or the group closes
         self._jobs: deque[Job] = deque()
         self._busy = False
         self._closing = False
@@ -224,7 +224,7 @@ class Engine(StateKeeper):
             else:
                 self._jobs.append(job)  # under the lock: the order of the numbers is the order of the queue
                 self._changed.notify_all()
-        if here:  # a hop to the worker and back takes longer than a small operation itself
+        if here:  # switching to the worker and back takes longer than a small operation
             try:
                 self._run(job)
             finally:
@@ -246,18 +246,18 @@ class Engine(StateKeeper):
             raise state.refusal.error(str(OperationTitle(operation.kind, state.sequence + 1, state.group)))
         state.sequence = sequence = state.sequence + 1
         record = record_of(state.group, sequence, operation)
-        self._recorder.note(record)  # looked up each time: metrics may have been asked for meanwhile
+        self._recorder.note(record)  # looked up each time: metrics may have been enabled meanwhile
         deadline = Deadline.after(self._timeout_s if timeout_s is None else timeout_s)
         return Job(self, operation, sequence, deadline, finish, record, result)
 
     def _has_worker(self) -> bool:
-        """Whether there is a thread for what the caller does not carry out itself; the system may give none."""
+        """Whether a thread runs the operations that the caller does not; the system may be unable to start one."""
         if self._worker is None:
             worker = threading.Thread(target=self._work, name=f"rpcdist group {self.state.group}", daemon=True)
             try:
                 worker.start()
             except RuntimeError as exc:
-                own_shortage(exc)  # it says so in the log
+                own_shortage(exc)  # logs the shortage
                 return False
             self._worker = worker
         return True
@@ -280,7 +280,7 @@ class Engine(StateKeeper):
                 while self._busy or not self._jobs:
                     if self._closing and not self._jobs:
                         return
-                    self._changed.wait(IDLE_RECHECK_S)  # bounded, so that no lost wakeup lasts for ever
+                    self._changed.wait(IDLE_RECHECK_S)  # bounded, so that a lost wakeup has an end
                 job = self._jobs.popleft()
                 self._busy = True
             try:
@@ -291,7 +291,7 @@ class Engine(StateKeeper):
     # ------------------------------------------------------------ running
 
     def _run(self, job: Job) -> None:
-        """Runs one operation to its end; an error is in `job.work` afterwards."""
+        """Runs one operation to its end; `job.work` gets its error."""
         if is_profiling():
             with record_function(f"{job.operation.kind.title} of group {self.state.group!r}"):
                 self._carry_out(job)
@@ -311,10 +311,10 @@ class Engine(StateKeeper):
                 if job.finish is not None:
                     job.finish()
         except CollectiveError as exc:
-            error = exc  # from `check`: the other ranks know already
+            error = exc  # from `check`: the other ranks already know
         except (TransportMismatch, TransportPeerLost, TransportTimeout) as exc:
             error = self._judge(job, exc)
-        except BaseException as exc:  # Ctrl-C as well: the other ranks must not wait for this one
+        except BaseException as exc:  # also Ctrl-C: the other ranks must not wait for this one
             error = exc
             self.fail_everywhere(state.raised(exc))
         state.current = None
@@ -328,12 +328,12 @@ class Engine(StateKeeper):
             self._dump()
 
     def _judge(self, job: Job, exc: TransportMismatch | TransportPeerLost | TransportTimeout) -> CollectiveError:
-        """The error that a transport's report means for the operation; tells the other ranks."""
+        """Makes the operation's error from a transport's report, and tells the other ranks."""
         if isinstance(exc, TransportMismatch):
             failure = self.state.mismatch(exc.views)
         elif isinstance(exc, TransportPeerLost):
-            # A socket says only that the peer is gone. The watch knows whether it died, left, or gave up over another
-            # rank, and its word comes over another connection: it may be a little late.
+            # A socket reports only that the peer is gone. The watch knows whether it died, left, or gave up because of
+            # another rank, but its message comes over another connection and may be late.
             if self._reporter.explains_losses():
                 self._await_verdict(exc.rank)
             failure = self.state.lost_connection(exc.rank, exc.reason, job.sequence)
@@ -350,7 +350,7 @@ class Engine(StateKeeper):
     def run_part(self, operation: Operation) -> None:
         """See `GroupBackend.run_part`."""
         job = self.state.current
-        assert isinstance(job, Job), "run_part is for the `finish` of a running operation"
+        assert isinstance(job, Job), "call run_part only in the `finish` of a running operation"
         self._transport.run(operation, PartControl(job, job.sequence, operation.fingerprint(job.sequence)))
 
     # ------------------------------------------------------------ events (any thread)
@@ -388,20 +388,20 @@ class Engine(StateKeeper):
     # ------------------------------------------------------------ life
 
     def close(self, timeout_s: float) -> bool:
-        """Waits until nothing runs, then ends the worker; returns False if that took too long. Idempotent."""
+        """Waits until no operation runs, then ends the worker; returns False after `timeout_s`. Idempotent."""
         deadline = Deadline.after(timeout_s)
         with self._lock:
             self._closing = True
             self.state.close()
             self._changed.notify_all()
             drained = self._changed.wait_for(lambda: not (self._busy or self._jobs), deadline.wait_s())
-        if not drained:  # the other ranks hear that this one leaves, which fails their operations
+        if not drained:  # the other ranks hear that this one left, and fail their operations
             self.fail(GroupFailure(FailureKind.ABORTED, "the group was destroyed while operations ran"))
         if self._worker is not None:
             self._worker.join(min(GROUP_VERDICT_LIMIT_S + THREAD_GRACE_S, deadline.remaining_s() + THREAD_GRACE_S))
         return drained
 
     def free(self) -> None:
-        """Closes the descriptors, once nothing can poll them."""
+        """Closes the descriptors; call it when no thread can poll them."""
         self._waker.close()
-        self.wakeup_fd = -1  # the number may soon belong to somebody else
+        self.wakeup_fd = -1  # the system may use the number again

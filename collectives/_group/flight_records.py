@@ -1,4 +1,4 @@
-"""The records of the flight recorder: what ran, when, and how it ended."""
+"""The records of the flight recorder: the operations, their times, and how they ended."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 VERSION: Final = 1
 
 label: Final[ContextVar[str]] = ContextVar("rpcdist_comm_label", default="")
-"""The name that the program gives the operations that it calls now; see `record_comm`."""
+"""The program's name for the operations that it calls now; see `record_comm`."""
 
 
 class Record:
@@ -37,9 +37,9 @@ class Record:
         dtype: e.g. "float32"; empty without tensors.
         input_sizes, output_sizes: the numbers of elements, tensor by tensor.
         detail: the reduce operation, or the other rank and the tag.
-        label: what `record_comm` named it; usually empty.
+        label: its name from `record_comm`; usually empty.
         state: "queued", "running", "done" or "failed".
-        told: those that want to know when it has ended; see `operation_taps`.
+        told: listeners that are called when it has ended; see `operation_taps`.
     """
 
     __slots__ = (
@@ -87,11 +87,11 @@ class Record:
         for told in listeners:
             try:
                 told((self.started_ns or self.queued_ns) / 1e9, self.ended_ns / 1e9, error)
-            except Exception:  # the operation is as it is
+            except Exception:  # must not change the operation
                 logger.exception("a listener of operations failed at the end of %s", self.operation)
 
     def follow(self, work: Work) -> None:
-        """Ends with the work; `start` it before."""
+        """Ends the record when the work ends; call `start` before."""
         if work.is_success():
             self.end()
         else:
@@ -102,7 +102,7 @@ class Record:
 
 
 class MessageLog:
-    """Numbers and records the messages of one group on one rank; any thread."""
+    """Numbers and records the messages of one group on one rank. Any thread may use it."""
 
     def __init__(self, group: str, world_ranks: tuple[int, ...]) -> None:
         self._group = group
@@ -110,7 +110,7 @@ class MessageLog:
         self._numbers = itertools.count(1)
 
     def record(self, operation: str, tensor: torch.Tensor, peer: int | None, tag: int) -> Record:
-        """A record of a message that starts now; `note` it. `peer` is None for a receive from any rank."""
+        """Makes the record of a message that starts now, for `note`. `peer` is None for a receive from any rank."""
         sizes, sends = [tensor.numel()], operation == "send"
         whom = "any rank" if peer is None else f"rank {self._world_ranks[peer]}"
         record = Record(
@@ -128,10 +128,10 @@ class MessageLog:
 
 
 class FlightRecorder:
-    """Remembers the newest operations of the groups of one process; any thread.
+    """Remembers the newest operations of the groups of one process. Any thread may use it.
 
     Attributes:
-        note: remembers a record. Appending to a deque is atomic, so that no operation takes a lock for it.
+        note: remembers a record. Appending to a deque is atomic, so operations need no lock for it.
     """
 
     def __init__(self) -> None:
@@ -140,22 +140,22 @@ class FlightRecorder:
         self.note: Callable[[Record], None] = self._records.append
 
     def entries(self) -> list[Record]:
-        """The operations that are remembered, oldest first."""
+        """Returns the remembered operations, oldest first."""
         return list(self._records)
 
     def dump(self, rank: int | None = None) -> str:
-        """All of it as JSON text: `{"version", "pid", "rank", "time_ns", "entries": [...]}`."""
+        """Returns all records as JSON text: `{"version", "pid", "rank", "time_ns", "entries": [...]}`."""
         fields = {"version": VERSION, "pid": os.getpid(), "rank": rank, "time_ns": time.time_ns()}
         return json.dumps({**fields, "entries": [record.to_json() for record in self.entries()]})
 
     def write_dump(self, rank: int) -> Path | None:
         """Writes the dump to `rank<rank>-<time>-<pid>.json`, in a folder that only this user can read.
 
-        The time is when the process began to record: the ranks of other jobs, and of other attempts, write other files;
-        a later failure in this process replaces its file. Of each rank the newest files are kept.
+        The time is when the process began to record, so ranks of other jobs and attempts write other files, and a later
+        failure in this process replaces its file. Only the newest files of each rank are kept.
 
         Returns:
-            The file; None, with a warning in the log, when it could not be written: that must not hide the failure
-            itself.
+            The file; None, with a warning in the log, if it could not be written, as an error here would hide the
+            failure itself.
         """
         return write_flight_file(f"rank{rank}-{self._began}-{os.getpid()}.json", f"rank{rank}-*.json", self.dump(rank))

@@ -1,4 +1,4 @@
-"""`GroupWatch`: a group's watch and its sockets, from the first moment of the group to its last."""
+"""`GroupWatch`: a group's watch and its sockets, for the whole life of the group."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class GroupWatch(StateKeeper):
-    """Connects the watch of a group before anything else of it, so that a rank that dies meanwhile is noticed.
+    """Connects the watch of a group before its other parts, so that a rank that dies meanwhile is noticed.
 
-    It keeps in the group's state what the watch hears, until there is an engine to act on it. The store tells the other
-    ranks only where rank 0 is; all else that they have to know of one another goes through the watch (`exchange`).
+    It keeps the events of the watch in the group's state until an engine acts on them. The store tells the other ranks
+    only the address of rank 0; ranks exchange all other data about themselves through the watch (`exchange`).
 
     Args:
         context: describes the group, which has more than one rank.
-        deadline: for the other ranks to come.
+        deadline: the time by which the other ranks must join.
         unix_sockets: whether other ranks may reach this one through Unix sockets.
 
     Attributes:
         uid: random name of this group, equal on all its ranks.
         addresses: addresses of the ranks' socket hubs, by rank in the group.
-        boots: boot id of the kernel that each rank runs on; empty where it is unknown.
-        reached_rank_0: whether this rank, another one than rank 0, has reached the Unix socket of that.
-        reporter: tells the other ranks what this one found.
+        boots: the boot id of each rank's kernel, by rank; empty if it is unknown.
+        reached_rank_0: whether this rank, if it is not rank 0, has reached the Unix socket of rank 0.
+        reporter: tells the other ranks of failures that this rank found.
 
     Raises (constructor):
-        RendezvousError: some ranks did not come; names them.
+        RendezvousError: some ranks did not join; names them.
         TransportError: a rank cannot be reached, or did not prove the job token.
     """
 
@@ -75,9 +75,9 @@ class GroupWatch(StateKeeper):
             raise
 
     def check(self) -> None:
-        """Raises when the group cannot be made any more."""
+        """Raises if the group cannot be made any more."""
         if self._context.check is not None:
-            self._context.check()  # a member cannot come any more
+            self._context.check()  # raises if a member cannot join any more
         failure = self.state.setup_failure()
         if failure is None:
             return
@@ -86,15 +86,15 @@ class GroupWatch(StateKeeper):
         raise failure.error(f"making group {self.state.group!r}")
 
     def exchange(self, value: str, deadline: Deadline) -> list[str]:
-        """Returns the texts of all ranks, by rank. All ranks call it, in one order; blocks.
+        """Returns the texts of all ranks, by rank. Blocks; all ranks call it, in the same order.
 
         Raises:
             CollectiveError: the group cannot be made any more.
-            RendezvousError: some ranks did not come in time; names them.
+            RendezvousError: some ranks did not join in time; names them.
         """
         context = self._context
         answer = self.reporter.exchange(value)
-        # Rank 0 knows which ranks are missing, and tells the others: they leave it the time.
+        # Rank 0 knows which ranks are missing and tells the others, so they wait longer than rank 0.
         limit = deadline if context.rank == 0 else Deadline.after(deadline.remaining_s() + ANSWER_LIMIT_S)
         while True:
             try:
@@ -104,7 +104,7 @@ class GroupWatch(StateKeeper):
             try:
                 self.check()
             except Exception:
-                if answer.done():  # before: rank 0 sends the answer first, and may leave then
+                if answer.done():  # rank 0 may leave as soon as it has sent the answer
                     continue
                 raise
             if limit.expired() and not answer.done():
@@ -114,26 +114,26 @@ class GroupWatch(StateKeeper):
                 raise error
 
     def hand_over(self, group: StateKeeper) -> None:
-        """The group is made, and acts on what the watch heard and hears."""
+        """Passes earlier and later events of the watch to the group, which is complete."""
         with self._lock:
             self._group = group
         group.opened()
 
     def leave(self, sequence: int) -> None:
-        """Tells the other ranks that this one leaves after that many operations; bounded; idempotent."""
+        """Tells the other ranks that this one leaves after `sequence` operations. Bounded; idempotent."""
         self.reporter.close(sequence)
 
     def release(self) -> None:
-        """Gives the sockets back, once nothing of the group uses them; call it once. Blocks, bounded."""
+        """Releases the sockets, when no part of the group uses them; call it once. Blocks for a limited time."""
         self._sockets.release()
 
     def give_up(self) -> None:
-        """The group cannot be made: tells the other ranks, and gives the sockets back."""
+        """Tells the other ranks that the group cannot be made, and releases the sockets."""
         self.leave(0)
         self.release()
 
     def _handle(self, event: Callable[[], Sequence[Action]]) -> Sequence[Action]:
-        with self._lock:  # so that nothing is written to the state here once the group has it
+        with self._lock:  # after `hand_over` the group alone changes the state
             if self._group is None:
                 return event()
         return self._group._handle(event)
@@ -142,11 +142,11 @@ class GroupWatch(StateKeeper):
 def connect_watch(
     context: GroupContext, hub: SocketHub, rank_0: str, uid: str, deadline: Deadline
 ) -> dict[int, StreamSocket]:
-    """The connections of the group's watch: at rank 0 one with every other rank, elsewhere one with rank 0.
+    """Opens the connections of the group's watch: on rank 0 one with every other rank, elsewhere one with rank 0.
 
     Raises:
-        ConnectFailed: nobody listens at the address of rank 0.
-        DistNetworkError: some ranks did not connect to rank 0 in time; names them, to the ranks that did as well.
+        ConnectFailed: no process listens at the address of rank 0.
+        DistNetworkError: some ranks did not connect to rank 0 in time; names them. Ranks that did connect raise it too.
     """
     purpose = f"{uid}/watch/"
     if context.rank != 0:
@@ -160,14 +160,14 @@ def connect_watch(
             raise ConnectFailed(rank_0, reason, waited_s) from exc
     sockets: dict[int, StreamSocket] = {}
     error: BaseException | None = None
-    hub.announce(purpose)  # one rank may come long before another
+    hub.announce(purpose)  # before the loop, as ranks connect in any order
     try:
         for rank in range(1, context.size):
             try:
                 waits_s, check = (deadline.remaining_s(), context.check) if error is None else (0.0, None)
                 sockets[rank] = hub.expect(f"{purpose}{rank}", waits_s, check)
             except BaseException as exc:
-                error = error or exc  # the ranks after this one may be here
+                error = error or exc  # ranks after this one may have connected
     finally:
         hub.withdraw(purpose)
     if error is not None:
@@ -180,7 +180,7 @@ def connect_watch(
         reason = text if isinstance(error, TimeoutError) else gave_up
         failure = GroupFailure(FailureKind.TIMEOUT, reason, tuple(missing))
         for sock in sockets.values():
-            with suppress(OSError):  # it ended meanwhile
+            with suppress(OSError):  # the rank ended meanwhile
                 sock.sendmsg([encoded({"say": "failure", **failure.to_json()})], (), NO_SIGPIPE)
             sock.close()
         if isinstance(error, TimeoutError):

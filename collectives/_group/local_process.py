@@ -1,4 +1,4 @@
-"""`LocalProcess`: what the groups of one process share, its sockets among them."""
+"""`LocalProcess`: the sockets and other state that the groups of one process share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Closable(Protocol):
-    """A backend, as far as the end of the process is concerned."""
+    """A backend that is closed when the process ends."""
 
     def close(self, timeout_s: float) -> None: ...
 
@@ -30,7 +30,7 @@ class LocalProcess:
     """The sockets through which other ranks reach this process, its flight recorder, and its open backends.
 
     Attributes:
-        counts: what `rpcdist.metrics` counts here, once it is asked for.
+        counts: the counters of `rpcdist.metrics`, once they are enabled.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class LocalProcess:
         self._at_exit = partial(_close_all, weakref.ref(self))
 
     def acquire_sockets(self, host: str) -> SharedSockets:
-        """A share of this process's sockets, opened on `host` if none are open yet; `release` each share once.
+        """Returns a share of this process's sockets, opened on `host` if necessary; `release` each share once.
 
         Raises:
             TransportError: the address cannot be bound.
@@ -55,10 +55,10 @@ class LocalProcess:
             return self._sockets
 
     def records(self) -> Records:
-        """Signs what this process tells others through a store, with the job's token.
+        """Returns the signer, with the job's token, of the records that this process writes to a store.
 
         Raises:
-            ConfigError: there is no usable token.
+            ConfigError: this process has no valid token.
         """
         from rpcdist.transport import acquire_node  # loads gRPC
 
@@ -69,9 +69,10 @@ class LocalProcess:
             node.release()
 
     def close_at_exit(self, backend: Closable) -> None:
-        """Closes a backend that is still open when the process ends: its peers see a rank that left, not one that died.
+        """Closes a backend that is still open at exit, so that its peers see a rank that left, not one that died.
 
-        Call it once the backend uses the transport: what is registered later runs earlier, and closing needs it.
+        Call it after the backend has begun to use the transport: exit handlers run in reverse order, and closing the
+        backend needs the transport.
         """
         with self._lock:
             unregister_at_exit(self._at_exit)
@@ -79,8 +80,8 @@ class LocalProcess:
             self._open_backends.add(backend)
 
     def close_backends(self) -> None:
-        """Closes all backends that are still open; bounded."""
-        if os.getpid() == self._pid:  # after a fork they belong to the parent
+        """Closes all open backends. Bounded."""
+        if os.getpid() == self._pid:  # after a fork the backends belong to the parent
             for backend in list(self._open_backends):
                 backend.close(CLOSE_STEP_LIMIT_S)
 
@@ -92,10 +93,10 @@ def _close_all(process: weakref.ref[LocalProcess]) -> None:
 
 
 class SharedSockets:
-    """A node and a socket hub, open as long as there are shares; the constructor takes the first one.
+    """A node and a socket hub, open as long as shares exist; the constructor takes the first share.
 
     Attributes:
-        hub: connects to the hubs of other ranks, and takes their connections.
+        hub: connects to the hubs of other ranks, and accepts their connections.
 
     Raises (constructor):
         TransportError: the address cannot be bound.
@@ -116,7 +117,7 @@ class SharedSockets:
             raise
 
     def acquire(self) -> bool:
-        """Takes a share; returns False when the last one was released already."""
+        """Takes a share; returns False if the last one was already released."""
         with self._lock:
             if self._num_shares == 0:
                 return False
@@ -124,7 +125,7 @@ class SharedSockets:
             return True
 
     def release(self) -> None:
-        """Gives up a share; the last one closes the hub. Blocks, bounded."""
+        """Releases a share; the last one closes the hub. Blocks for a limited time."""
         with self._lock:
             self._num_shares -= 1
             if self._num_shares > 0:
@@ -137,14 +138,13 @@ class SharedSockets:
 
 
 def bind_host(store: Store) -> str:
-    """The address on which this process listens for other ranks: never all interfaces unless told so.
+    """Returns the address on which this process listens for other ranks: all interfaces only if the user asks for it.
 
-    In this order: `RPCDIST_HOST` (an address or an interface); the interface that `GLOO_SOCKET_IFNAME` names; the
-    address from which packets to the store leave, or to MASTER_ADDR where the store has no host; loopback where that is
-    not set.
+    In this order: `RPCDIST_HOST` (an address or an interface); the interface in `GLOO_SOCKET_IFNAME`; the source
+    address of packets to the store, or to MASTER_ADDR if the store has no host; loopback if that is not set.
 
     Raises:
-        ConfigError: a variable is wrong, or no interface leads to the store.
+        ConfigError: a variable is invalid, or no interface has a route to the store.
     """
     from rpcdist.transport.addresses import host_from_environment, pick_bind_host, split_address
 

@@ -1,4 +1,4 @@
-"""Functions that a program has called around each operation of a group; names and arguments are torch's (2.14)."""
+"""Hooks: functions that a group calls around each operation; names and arguments are those of torch 2.14."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class HookOpName(IntEnum):
-    """The kinds of operation that hooks are told of; torch's numbers."""
+    """The kinds of operation in the arguments of hooks, with torch's numbers."""
 
     SEND = 0
     RECV = 1
@@ -41,7 +41,7 @@ _BY_KIND = {kind: HookOpName[kind.name.replace("ALL_", "ALL").replace("ALLTO_", 
 
 
 def hook_name(operation: Operation) -> HookOpName:
-    """The name by which hooks know an operation."""
+    """Returns the kind of an operation for its hooks."""
     return _BY_KIND[operation.kind]
 
 
@@ -51,11 +51,11 @@ class PreHookArgs:
 
     Attributes:
         name: the kind of operation.
-        async_op: whether the caller gets Work to wait for; always for messages.
-        input_tensors: the caller's, which an operation in place also writes to.
-        output_tensors: the caller's; none of an operation in place.
-        root: the root's or the peer's rank in the group; -1 where there is none.
-        op_id: the same for the post-hooks of the operation.
+        async_op: whether the caller gets Work to wait for; always true for messages.
+        input_tensors: the caller's inputs, which an operation in place also writes to.
+        output_tensors: the caller's outputs; empty for an operation in place.
+        root: the rank of the root or peer in the group; -1 if the operation has none.
+        op_id: equal for the post-hooks of the operation.
     """
 
     name: HookOpName
@@ -68,7 +68,7 @@ class PreHookArgs:
 
 @dataclass(frozen=True, slots=True)
 class PostHookArgs:
-    """The argument of a post-hook, which is called when an asynchronous operation has begun or a blocking one ended."""
+    """The argument of a post-hook, called when an asynchronous operation has begun or a blocking one has ended."""
 
     name: HookOpName
     async_op: bool
@@ -98,7 +98,7 @@ class OperationHooks:
         root: int,
         run: Callable[[], Work],
     ) -> Work:
-        """Runs an operation between the pre-hooks and the post-hooks; the error of a hook reaches the caller."""
+        """Runs an operation between the pre-hooks and the post-hooks; a hook's error propagates to the caller."""
         op_id = next(self._ids)  # threads may run operations at the same time
         for pre in list(self.pre.values()):
             pre(PreHookArgs(name, async_op, inputs, outputs, root, op_id))
@@ -109,7 +109,7 @@ class OperationHooks:
 
 
 def run_abort_hooks(hooks: dict[int, Callable[[], object]], group: str) -> None:
-    """Calls each hook once and forgets it: a group fails once. The error of a hook is logged."""
+    """Calls each hook once and forgets it, since a group fails only once. Logs errors of hooks."""
     for hook_id in list(hooks):
         hook = hooks.pop(hook_id, None)
         if hook is None:

@@ -1,20 +1,20 @@
-"""`GroupState`: what one rank knows of its group, as a pure state machine: events in, actions out.
+"""`GroupState`: the state of a group as one rank knows it, a pure state machine: events in, actions out.
 
-A `GroupFailure` says why a group cannot be used any more: decided once, told to every rank, and raised by every
-operation from then on.
+A `GroupFailure` says why a group cannot be used any more. It is decided once and sent to every rank, and every later
+operation raises it.
 
-Rules: no socket, clock, thread, lock or logging lives here. A shell (the engine, the NCCL watchdog, the setup watch)
-turns what it sees into events: it calls their methods under its own lock, and carries out the actions without the lock.
-Times are passed in. Queries may be called without the lock: what they read is replaced, never changed in place.
+Rules: no socket, clock, thread, lock or logging. A shell (the engine, the NCCL watchdog, the setup watch) calls the
+events' methods under its own lock, and carries out the actions without the lock. Times are passed in. Queries may be
+called without the lock, as the values that they read are replaced, never changed in place.
 
 Invariants:
 
  1. The first failure is final. `FailOperations` is returned once in the life of a group, `TellRanks` at most once.
- 2. A failure that this rank found is told to the other ranks; one that it heard of is not, as they were told, too.
+ 2. This rank tells the other ranks of a failure that it found, not of one that it heard of, as they heard of it too.
  3. A rank that left took part in all operations up to its last sequence number: only later ones fail because of it.
-    If several left, the first one is the reason: the others may have given up because of it.
- 4. While the group is made nothing that is heard is acted on: `open` acts on all of it, departures first.
- 5. Accepted operations are numbered 1, 2, 3, ...; none is accepted once the group failed or closes.
+    If several ranks left, the first one is the reason, as the others may have given up because of it.
+ 4. While the group is made, events have no actions; `open` returns the actions of all of them, departures first.
+ 5. Accepted operations are numbered 1, 2, 3, ...; none is accepted after the group failed or began to close.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ class GroupFailure:
         return kinds.get(self.kind, CollectiveError)(operation, self.reason)
 
     def to_json(self) -> dict[str, object]:
-        """Plain values, for the watch's messages."""
+        """Returns plain values, for the watch's messages."""
         return {"kind": self.kind.value, "reason": self.reason[:MAX_REASON_LENGTH], "ranks": list(self.ranks)}
 
     @classmethod
     def from_json(cls, fields: object) -> GroupFailure:
-        """The inverse of `to_json`. Raises ValueError for anything else."""
+        """The inverse of `to_json`. Raises ValueError for invalid values."""
         if not isinstance(fields, dict):
             raise ValueError(f"a failure is an object, not {json.dumps(fields)[:100]}")
         kind, reason, ranks = fields.get("kind"), fields.get("reason"), fields.get("ranks")
@@ -91,13 +91,13 @@ def list_ranks(ranks: list[int] | tuple[int, ...] | frozenset[int]) -> str:
 
 
 class Reporter:
-    """Tells the other ranks what this one found out. The base class, for groups of one rank, sends nothing."""
+    """Tells the other ranks of failures that this one found. The base class, for groups of one rank, sends nothing."""
 
     def report(self, failure: GroupFailure) -> None:
-        """The group failed here. Any thread; does not wait."""
+        """Reports that the group failed here. Any thread may call it; does not wait."""
 
     def report_timeout(self, title: str, sequence: int) -> bool:
-        """An operation ran out of time here; returns whether a verdict on who is missing will come."""
+        """Reports that an operation timed out here; returns whether a verdict on the missing ranks will come."""
         return False
 
     def explains_losses(self) -> bool:
@@ -111,7 +111,7 @@ def timeout_verdict(
     """Names the ranks that did not call an operation. Pure.
 
     Args:
-        answers: rank to its newest operation and what it does, for the ranks that answered.
+        answers: for each rank that answered, its newest operation and a text that says what it does.
         world_ranks: ranks of the members in the world, by rank in the group.
     """
     silent = [rank for rank in range(len(world_ranks)) if rank not in answers]
@@ -121,7 +121,7 @@ def timeout_verdict(
     missing = tuple(sorted(late + silent))
     if not missing:
         details = [f"rank {world_ranks[rank]} {text}" for rank, (_, text) in sorted(answers.items())]
-        reason = f"Timed out waiting in {title}, though all ranks have come to it: {'; '.join(details)}"
+        reason = f"Timed out waiting in {title}, although all ranks have called it: {'; '.join(details)}"
         return GroupFailure(FailureKind.TIMEOUT, reason)
     names = list_ranks([world_ranks[rank] for rank in missing])
     reason = f"Timed out waiting in {title}; {names} did not arrive: {'; '.join(details)}"
@@ -129,7 +129,7 @@ def timeout_verdict(
 
 
 def monitored_text(rank: int, missing: Sequence[int], limit_s: float, wait_all_ranks: bool) -> str:
-    """The text of torch about a monitored barrier that failed, on one rank."""
+    """Returns torch's text for a failed monitored barrier, on one rank."""
     limit_ms = round(limit_s * 1000)
     if rank != 0:
         return (
@@ -144,7 +144,7 @@ def monitored_text(rank: int, missing: Sequence[int], limit_s: float, wait_all_r
 
 
 LEFT: Final = "it left the default group"
-"""Why a rank is gone that said farewell."""
+"""The reason for a rank that left in order."""
 
 
 # ---------------------------------------------------------------- actions
@@ -152,7 +152,7 @@ LEFT: Final = "it left the default group"
 
 @dataclass(frozen=True, slots=True)
 class FailOperations:
-    """End the running operation, those that wait, and all messages with this failure."""
+    """Fail the running operation, those that wait, and all messages with this failure."""
 
     failure: GroupFailure
 
@@ -166,7 +166,7 @@ class TellRanks:
 
 @dataclass(frozen=True, slots=True)
 class WakeRunning:
-    """Let the running operation check the state again: it cannot be finished any more."""
+    """Make the running operation check the state again, as it cannot be finished any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,18 +194,18 @@ class RunningOperation(Protocol):
 
 
 class GroupState:
-    """See the module's text.
+    """See the module's docstring.
 
     Args:
         world_ranks: ranks of the members in the world, by rank in the group; errors name these.
 
     Attributes:
         failure: why the group ended; None while it works.
-        departed: rank to the last sequence number that it took part in, for ranks that left, in their order.
-        refusal: why operations that are called now are refused; None while they are accepted.
-        sequence: number of operations accepted so far; the shell counts, after a look at `refusal`.
+        departed: the ranks that left, in order, each with the last sequence number in which it took part.
+        refusal: why new operations are refused; None while they are accepted.
+        sequence: number of operations accepted so far; the shell counts, after it has checked `refusal`.
         last: title of the operation that ended last; the shell sets it.
-        last_ended: when that was, in seconds of a monotonic clock.
+        last_ended: when that operation ended, in seconds of a monotonic clock.
     """
 
     def __init__(self, group: str, rank: int, world_ranks: tuple[int, ...]) -> None:
@@ -228,13 +228,13 @@ class GroupState:
     # ------------------------------------------------------------ events: they return the actions, in order
 
     def open(self) -> list[Action]:
-        """All ranks are connected: operations may be called."""
+        """All ranks are connected, so operations may be called."""
         self._opened = True
         actions: list[Action] = [NoteDeparture(rank, self.departure(rank).reason) for rank in self.departed]
         return [*actions, FailOperations(self.failure)] if self.failure is not None else actions
 
     def fail(self, failure: GroupFailure, *, heard: bool) -> list[Action]:
-        """The group failed, as this rank found out, or heard from another one."""
+        """The group failed: this rank found the failure, or heard of it from another rank."""
         if self.failure is not None:
             return []
         self.failure = self.refusal = failure
@@ -260,7 +260,7 @@ class GroupState:
     # ------------------------------------------------------------ verdicts
 
     def departure(self, rank: int) -> GroupFailure:
-        """The failure of operations that a rank left before."""
+        """Returns the failure of operations that came after a rank left."""
         last = self.departed[rank]
         when = f"after collective #{last}" if last else "before its first collective"
         reason = (
@@ -269,14 +269,14 @@ class GroupState:
         return GroupFailure(FailureKind.LOST, reason, (rank,))
 
     def departure_before(self, sequence: int) -> GroupFailure | None:
-        """The failure of this operation because a rank left before it; None if no rank did."""
+        """Returns the failure of an operation before which a rank left; None if no rank did."""
         for rank, last_sequence in self.departed.items():
             if sequence > last_sequence:
                 return self.departure(rank)
         return None
 
     def setup_failure(self) -> GroupFailure | None:
-        """Why the group cannot be made; None while it can."""
+        """Returns why the group cannot be made; None while it can."""
         if self.failure is not None:
             return self.failure
         for rank in self.departed:
@@ -285,11 +285,11 @@ class GroupState:
         return None
 
     def explains(self, rank: int | None) -> bool:
-        """Whether it is known why a rank does not answer; with None, why an operation does not end."""
+        """Whether this rank knows why a rank does not answer; with None, why an operation does not end."""
         return self.failure is not None or rank in self.departed
 
     def lost_connection(self, rank: int, reason: str, sequence: int) -> GroupFailure:
-        """The failure of an operation during which the connection with a rank broke."""
+        """Returns the failure of an operation during which the connection with a rank broke."""
         departure = self.departure_before(sequence)
         if departure is not None:
             return departure
@@ -299,7 +299,7 @@ class GroupState:
         return GroupFailure(FailureKind.LOST, f"the connection of {ends} broke: {reason}", (rank,))
 
     def timed_out(self, waiting_for: frozenset[int]) -> GroupFailure:
-        """The failure of an operation that ran out of time, as far as this rank can see."""
+        """Returns the failure of an operation that timed out, as far as this rank can see."""
         if not waiting_for:
             return GroupFailure(FailureKind.TIMEOUT, "Timed out waiting")
         names = list_ranks([self.world_ranks[rank] for rank in waiting_for])
@@ -307,28 +307,28 @@ class GroupState:
         return GroupFailure(FailureKind.TIMEOUT, reason, tuple(sorted(waiting_for)))
 
     def mismatch(self, views: dict[int, str]) -> GroupFailure:
-        """The failure of ranks that called different operations."""
+        """Returns the failure of ranks that called different operations."""
         calls = "; ".join(f"rank {self.world_ranks[rank]} called {view}" for rank, view in sorted(views.items()))
         return GroupFailure(FailureKind.MISMATCH, f"the ranks called different operations: {calls}")
 
     def raised(self, error: BaseException) -> GroupFailure:
-        """The failure of an operation that raised something unexpected on this rank."""
+        """Returns the failure of an operation that raised an unexpected error on this rank."""
         reason = f"rank {self.world_ranks[self.rank]} raised {type(error).__name__}: {error}"
         return GroupFailure(FailureKind.ERROR, reason)
 
     def aborted(self, reason: str) -> GroupFailure:
-        """The failure of a group that this rank aborts."""
+        """Returns the failure of a group that this rank aborts."""
         return GroupFailure(FailureKind.ABORTED, f"rank {self.world_ranks[self.rank]} aborted the group: {reason}")
 
     def lost_ranks(self) -> dict[int, str]:
-        """The ranks that are known to be gone, and why."""
+        """Returns the ranks that are known to be gone, with the reason."""
         left = dict.fromkeys(self.departed, LEFT)
         if self.failure is None or self.failure.kind is not FailureKind.LOST:
             return left
         return {**dict.fromkeys(self.failure.ranks, self.failure.reason), **left}
 
     def where(self, now: float) -> tuple[int, str]:
-        """The newest operation that this rank has called, and what it does now, in words."""
+        """Returns the newest operation that this rank has called, and a text that says what the rank does now."""
         if not self._opened:
             return 0, "is making the group"
         current = self.current  # it may end meanwhile

@@ -1,20 +1,20 @@
-"""The watch of a group: tells every rank what only one of them can see.
+"""The watch of a group: tells every rank of events that only one of them sees.
 
-The group's rank 0 listens; every other rank keeps one connection to it, and one byte stream of small messages runs on
-it in each direction. So the death of a rank is seen by rank 0 at once and told to the others, and the death of rank 0
-is seen by all. Nothing is polled: kernels notice a peer that is cut off (keep-alive packets, `GROUP_SILENCE_LIMIT_S`).
+The group's rank 0 listens; every other rank keeps one connection to it, with a stream of small messages in each
+direction. So rank 0 sees the death of a rank at once and tells the others, and all ranks see the death of rank 0.
+No rank polls: kernels notice a peer that is cut off (keep-alive packets, `GROUP_SILENCE_LIMIT_S`).
 
-A message is four bytes of length and then JSON, an object with a `say`:
+A message is its length in four bytes, then a JSON object with the key `say`:
 
     failure   kind reason ranks         the group failed; rank 0 passes it on to all
     timeout   title sequence            an operation ran out of time at the sender; rank 0 asks around, then tells all
     where     question                  rank 0 asks: where are you?
     here      question sequence text    the answer
     left      rank sequence             a rank leaves in order after that many operations; rank 0 passes it on
-    value     number value              what a rank brings to an exchange
-    values    number values             rank 0: what all ranks brought to it, by rank
+    value     number value              a rank's value for an exchange
+    values    number values             rank 0: the values of all ranks, by rank
 
-All of it runs on the I/O loop; `report*` and `close` may be called by any thread.
+    The watch runs on the I/O loop; any thread may call `report*` and `close`.
 """
 
 from __future__ import annotations
@@ -47,27 +47,27 @@ from rpcdist.transport._tls.tls_socket import StreamSocket
 from rpcdist.transport.sockets import receive_some, send_all
 
 MAX_MESSAGE_BYTES: Final = 64 * 1024
-"""More than the longest failure; a peer cannot make this process reserve more."""
+"""The largest message, longer than any failure: a peer cannot make this process allocate more."""
 
 MAX_VALUE_CHARS: Final = 1024
-"""Of the text that a rank brings to an exchange. Rank 0 sends those of all in one message."""
+"""The limit of a rank's text in an exchange. Rank 0 sends the texts of all ranks in one message."""
 _VALUE_BYTES: Final = 12 * MAX_VALUE_CHARS  # as JSON, at most
 
 Message = dict[str, object]
 
 
 def encoded(message: Message) -> bytes:
-    """A message as it is sent."""
+    """Returns the bytes of a message."""
     data = json.dumps(message).encode()
     return len(data).to_bytes(4, "big") + data
 
 
 class StateKeeper(ABC):
-    """Brings events to the state of a group; any thread. Its watch calls it on the I/O loop, so it must not block.
+    """Passes events to the state of a group, on any thread. It never blocks, as the watch calls it on the I/O loop.
 
     Attributes:
-        state: read by others, changed by the keeper only.
-        abort_hooks: called, each once, when the group fails and before its operations do, on any thread.
+        state: other parts read it; only the keeper changes it.
+        abort_hooks: each is called once when the group fails, before its operations fail, on any thread.
     """
 
     def __init__(self, state: GroupState) -> None:
@@ -76,18 +76,18 @@ class StateKeeper(ABC):
 
     @abstractmethod
     def _handle(self, event: Callable[[], Sequence[Action]]) -> Sequence[Action]:
-        """Calls an event of the state, under the lock, and carries out the actions, without it; returns them."""
+        """Calls an event of the state under the lock, carries out the actions without the lock, and returns them."""
 
     def opened(self) -> None:
-        """All ranks are connected: acts on what was heard while the group was made."""
+        """All ranks are connected: acts on the events that came while the group was made."""
         self._handle(self.state.open)
 
     def fail(self, failure: GroupFailure) -> bool:
-        """Ends the group on this rank only: another rank said so. Returns False when it had failed before."""
+        """Fails the group on this rank only, because another rank said so. Returns False if it had failed before."""
         return bool(self._handle(partial(self.state.fail, failure, heard=True)))
 
     def fail_everywhere(self, failure: GroupFailure) -> GroupFailure:
-        """Makes it the group's failure, unless there is one, tells the other ranks, and returns the one that counts."""
+        """Makes this the group's failure unless it has one, tells the other ranks, and returns the group's failure."""
         self._handle(partial(self.state.fail, failure, heard=False))
         return self.state.failure or failure
 
@@ -96,12 +96,12 @@ class StateKeeper(ABC):
         self._handle(partial(self.state.leave, rank, last_sequence))
 
     def where(self) -> tuple[int, str]:
-        """The newest operation that this rank has called, and what it does now, in words."""
+        """Returns the newest operation that this rank has called, and a text that says what the rank does now."""
         return self.state.where(time.monotonic())
 
 
 class WatchConnection:
-    """The connection with one rank. Messages leave in order; one that cannot leave in time ends the connection."""
+    """The connection with one rank. Messages are sent in order; one that cannot be sent in time ends the connection."""
 
     def __init__(self, rank: int, sock: StreamSocket, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
         self.rank = rank
@@ -116,7 +116,7 @@ class WatchConnection:
             await send_all(self.sock, encoded(message))
 
     async def receive(self) -> Message | None:
-        """The next message; None at the end of the stream. Waits as long as the peer lives."""
+        """Returns the next message; None at the end of the stream. Waits as long as the peer lives."""
         header = await self._exactly(4)
         if header is None:
             return None
@@ -126,14 +126,14 @@ class WatchConnection:
         data = await self._exactly(size)
         try:
             message = None if data is None else json.loads(data)
-        except (ValueError, RecursionError) as exc:  # the latter for brackets in brackets
+        except (ValueError, RecursionError) as exc:  # the latter for nested brackets
             raise ProtocolViolation(f"rank {self.rank} sent a watch message that is not JSON") from exc
         if message is not None and not isinstance(message, dict):
             raise ProtocolViolation(f"rank {self.rank} sent a watch message that is no object")
         return message
 
     def has_ended(self) -> bool:
-        """Whether the peer has closed it: its last messages, and the end, are received without waiting."""
+        """Whether the peer has closed the connection, so that `receive` does not wait."""
         poller = select.poll()
         poller.register(self.sock, select.POLLRDHUP)
         return bool(poller.poll(0))
@@ -149,7 +149,7 @@ class WatchConnection:
 
 
 def integer(message: Message, key: str) -> int:
-    """A number of a message. Raises ProtocolViolation when there is none under this key."""
+    """Returns a number of a message. Raises ProtocolViolation if this key has none."""
     value = message.get(key)
     if type(value) is not int:
         raise ProtocolViolation(f"a watch message has {value!r} where a number belongs ({key})")
@@ -157,7 +157,7 @@ def integer(message: Message, key: str) -> int:
 
 
 def _notice_silence(sock: StreamSocket) -> None:
-    """Lets the kernel end a connection whose peer is cut off, without any help of the processes."""
+    """Makes the kernel end a connection whose peer is cut off."""
     if sock.family not in (socket.AF_INET, socket.AF_INET6):
         return
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -175,7 +175,7 @@ logger = logging.getLogger(__name__)
 
 
 class Watch(Reporter):
-    """One rank's end of the watch; see the module's text."""
+    """One rank's end of the watch; see the module's docstring."""
 
     def __init__(self, node: Node, rank: int, world_ranks: tuple[int, ...], group: str, listener: StateKeeper) -> None:
         self._node = node
@@ -186,19 +186,19 @@ class Watch(Reporter):
         self._connections: dict[int, WatchConnection] = {}
         self._listeners: dict[int, asyncio.Task[object]] = {}
         self._tasks: set[asyncio.Task[object]] = set()
-        self._gone: set[int] = set()  # ranks that left in order: the end of their connection is no loss
-        self._question = 0  # numbers the questions: a late answer to an earlier one must not count
+        self._gone: set[int] = set()  # ranks that left in order, so that the end of their connection is not a failure
+        self._question = 0  # the number of the last question, so that a late answer to an earlier one is ignored
         self._answers: dict[int, tuple[int, str]] = {}
         self._answered = asyncio.Event()
-        self._asking = False  # rank 0: the first rank that times out makes it ask; the verdict is for all
-        self._telling: asyncio.Task[object] | None = None  # rank 0: the others are told of the first failure, the final
+        self._asking = False  # rank 0: set when the first rank times out; the verdict is for all ranks
+        self._telling: asyncio.Task[object] | None = None  # rank 0: sends the first failure, the final one
         self._closing = False
-        self._exchanges = 0  # that are over
-        self._values: dict[int, str] = {}  # rank 0: what has been brought to the one under way
-        self._exchange: Future[list[str]] = Future()  # the one under way, once this rank takes part in it
+        self._exchanges = 0  # the number of finished ones
+        self._values: dict[int, str] = {}  # rank 0: the values for the current exchange, by rank
+        self._exchange: Future[list[str]] = Future()  # the current exchange, once this rank takes part in it
 
     def start(self, sockets: dict[int, StreamSocket], timeout_s: float) -> None:
-        """Takes over the connections: at rank 0 with every other rank, elsewhere with rank 0. Blocks, bounded."""
+        """Takes over the connections: on rank 0 with every other rank, elsewhere with rank 0. Blocks, bounded."""
         self._node.run(self._start(sockets), timeout_s)
 
     async def _start(self, sockets: dict[int, StreamSocket]) -> None:
@@ -216,10 +216,10 @@ class Watch(Reporter):
     # ------------------------------------------------------------ exchanges
 
     def exchange(self, value: str) -> Future[list[str]]:
-        """The texts of all ranks, by rank, once every rank has brought its own; ranks exchange in one order.
+        """Returns a future of the texts of all ranks, by rank; all ranks call it, in the same order.
 
-        Any thread, but only one at a time. A text that is too long is cut. The future waits for ever once the group has
-        failed: the listener was told.
+        Any thread may call it, one at a time. A text that is too long is cut. If the group fails, the future is never
+        completed; the state keeper has got the failure.
         """
         self._exchange = Future()
         self._post({"say": "value", "number": self._exchanges, "value": value[:MAX_VALUE_CHARS]})
@@ -231,9 +231,9 @@ class Watch(Reporter):
 
     def _brought(self, rank: int, message: Message) -> None:
         value = message.get("value")
-        # No rank can be at a later exchange than rank 0, or bring two values to one.
+        # No rank can be in a later exchange than rank 0, or send two values for one.
         if integer(message, "number") != self._exchanges or not isinstance(value, str) or rank in self._values:
-            raise ProtocolViolation(f"rank {rank} brought a value to an exchange that is not under way")
+            raise ProtocolViolation(f"rank {rank} sent a value for an exchange that is not in progress")
         self._values[rank] = value
         if not self.missing():
             values = [self._values[rank] for rank in range(len(self._world_ranks))]
@@ -245,9 +245,9 @@ class Watch(Reporter):
         values = message.get("values")
         is_under_way = integer(message, "number") == self._exchanges and not self._exchange.done()
         if not is_under_way or not isinstance(values, list) or len(values) != len(self._world_ranks):
-            raise ProtocolViolation("rank 0 sent values of an exchange that is not under way")
+            raise ProtocolViolation("rank 0 sent values of an exchange that is not in progress")
         if not all(isinstance(value, str) for value in values):
-            raise ProtocolViolation("rank 0 sent values that are no texts")
+            raise ProtocolViolation("rank 0 sent values that are not texts")
         self._exchanged(values)
 
     def _exchanged(self, values: list[str]) -> None:
@@ -264,13 +264,13 @@ class Watch(Reporter):
         return bool(self._connections)
 
     def explains_losses(self) -> bool:
-        return bool(self._connections)  # rank 0 sees the end of its own connection with that rank, and tells why
+        return bool(self._connections)  # rank 0 sees the end of its own connection with that rank, and sends the reason
 
     def _post(self, message: Message) -> None:
         try:
             self._node.io.call_soon(self._post_here, message)
         except RpcdistError:
-            logger.debug("the loop is closed, so group %s is not told: %s", self._group, message)
+            logger.debug("the I/O loop is closed, so group %s does not get the message %s", self._group, message)
 
     def _post_here(self, message: Message) -> None:
         if self._closing:
@@ -281,7 +281,7 @@ class Watch(Reporter):
             self._spawn(self._send_all(message), "sends")
 
     async def _send_all(self, message: Message, skip: int = -1) -> None:
-        """Sends to every peer but `skip`. A connection that cannot take it ends, and its listener says why."""
+        """Sends to every peer except `skip`. A connection that cannot take it ends, and its listener reports why."""
         peers = [connection for rank, connection in self._connections.items() if rank != skip]
         for result in await asyncio.gather(*(peer.send(message) for peer in peers), return_exceptions=True):
             if isinstance(result, BaseException) and not isinstance(result, OSError | TimeoutError):
@@ -301,7 +301,7 @@ class Watch(Reporter):
         finally:
             self._connections.pop(connection.rank, None)
             connection.sock.close()
-        # A stream that ends without a farewell is a death; the kernel ends it for a process that is killed.
+        # The process died if its stream ends without a `left`; the kernel closes the stream of a killed process.
         if connection.rank not in self._gone and not self._closing:
             self._lost(connection.rank, reason)
 
@@ -337,7 +337,7 @@ class Watch(Reporter):
             self._telling = self._spawn(self._send_all(message, skip=sender), "passes on")
 
     def _left(self, rank: int, sequence: int, sender: int) -> None:
-        # Ranks speak for themselves; only rank 0 may say it of others.
+        # A rank may announce only its own departure; rank 0 passes on those of others.
         if not 0 <= rank < len(self._world_ranks) or (self._rank == 0 and rank != sender):
             raise ProtocolViolation(f"rank {sender} said that rank {rank} left")
         self._gone.add(rank)
@@ -350,7 +350,7 @@ class Watch(Reporter):
         self._failed(GroupFailure(FailureKind.LOST, f"rank {world_rank} was lost: {reason}", (rank,)), rank)
 
     async def _find_missing(self, title: str, sequence: int) -> None:
-        """Asks every rank where it is, and sends all of them the ranks that did not call the operation."""
+        """Asks every rank where it is, then tells all of them which ranks did not call the operation."""
         self._question += 1
         self._answers = {0: self._listener.where()}
         others = set(self._connections)
@@ -361,20 +361,20 @@ class Watch(Reporter):
                     self._answered.clear()
                     await self._answered.wait()
         except TimeoutError:
-            pass  # the verdict names those that did not answer: they are stopped, or their I/O loop is stuck
+            pass  # the verdict names the ranks that did not answer: they are stopped, or their I/O loop is stuck
         self._failed(timeout_verdict(title, sequence, self._answers, self._world_ranks), 0)
 
     # ------------------------------------------------------------ life
 
     def close(self, sequence: int, timeout_s: float = 2 * ANSWER_LIMIT_S) -> None:
-        """Says that this rank leaves after `sequence` operations, and closes; blocks, bounded; idempotent."""
+        """Announces that this rank leaves after `sequence` operations, and closes. Bounded; idempotent."""
         try:
             self._node.run(self._close(sequence), timeout_s)
         except (RpcdistError, OSError) as exc:
-            logger.debug("the watch of group %s closed without a farewell: %s", self._group, exc)
+            logger.debug("the watch of group %s closed without announcing that this rank leaves: %s", self._group, exc)
 
     async def _tell_last_losses(self) -> None:
-        """Rank 0 may leave as a message told it of a death, before its listener has seen it: nobody else would tell."""
+        """Waits until the listeners have reported ranks that just died, since only rank 0 can tell the others."""
         ended = [self._listeners[rank] for rank, connection in self._connections.items() if connection.has_ended()]
         if ended:
             await asyncio.wait(ended, timeout=ANSWER_LIMIT_S)
@@ -386,12 +386,12 @@ class Watch(Reporter):
             return
         if self._rank == 0:
             await self._tell_last_losses()
-        if self._connections:  # before `_closing`, which makes the end of a connection no loss
+        if self._connections:  # before `_closing`, after which the end of a connection is not a failure
             await self._send_all({"say": "left", "rank": self._rank, "sequence": sequence})
         self._closing = True
         tasks = self._tasks - {asyncio.current_task()}
         for connection in list(self._connections.values()):
-            connection.sock.shutdown(socket.SHUT_WR)  # what was sent arrives before the end of the stream
+            connection.sock.shutdown(socket.SHUT_WR)  # the peer gets the sent bytes before the end of the stream
         for task in tasks:
             task.cancel()
         if tasks:

@@ -1,12 +1,12 @@
-"""`World`: the groups of one process, and what they share; the store of the default group among it.
+"""`World`: the groups of one process and the state that they share, such as the store of the default group.
 
-torch's functions act on the process that calls them, so there is one world for each process. Several ranks can live in
-one process (tests, notebooks, simulations) when each runs under a world of its own: `use_world`.
+torch's functions act on the process that calls them, so each process has one world. Several ranks can live in one
+process (tests, notebooks, simulations) if each runs in its own world: `use_world`.
 
 [Note: the store stays] The store that `init_process_group` opens stays open in this process after
-`destroy_process_group`, and the next initialisation with the same address uses it again: other ranks may still be
-reading it, and if the rank that serves it closed it and served another at the same port, they would talk to the wrong
-one. It closes when another address is initialised, by `close_stores`, and at exit.
+`destroy_process_group`, and the next initialisation with the same address uses it again. Other ranks may still be
+reading it: if the serving rank closed it and served another store at the same port, they would talk to the wrong one.
+It is closed when another address is initialised, by `close_stores`, and at exit.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rpcdist.errors import ConfigError, DistStoreError
 from rpcdist.inspection import GroupFacts, OperationFacts
 
 MPI_ADDRESS = "mpi"
-"""Stands for a URL: MPI tells the ranks where the store is."""
+"""Takes the place of a URL: the ranks learn the address of the store through MPI."""
 
 ENVIRONMENT = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 
@@ -42,14 +42,14 @@ StoreAndRank = tuple[Store, int, int]
 
 
 class KeptStore:
-    """The store that was opened last; see [Note: the store stays]."""
+    """The store that was last opened; see [Note: the store stays]."""
 
     def __init__(self) -> None:
         self._key: tuple[object, ...] = ()
         self._opened: StoreAndRank | None = None
 
     def open(self, url: str, rank: int, world_size: int, timeout: timedelta) -> StoreAndRank:
-        """The store at an address: the one that is open already, or a new one."""
+        """Returns the store at an address: the open one, or a new one."""
         names = ENVIRONMENT if url.startswith("env://") else ()
         key = (url, rank, world_size, *(os.environ.get(name) for name in names))
         if self._opened is None or key != self._key:
@@ -73,7 +73,6 @@ class KeptStore:
         return opened
 
     def close(self) -> None:
-        """Closes it; idempotent, bounded."""
         if self._opened is not None:
             opened, self._opened, self._key = self._opened, None, ()
             opened[0].close()
@@ -82,15 +81,15 @@ class KeptStore:
 def _open(url: str, rank: int, world_size: int, timeout: timedelta) -> StoreAndRank:
     if url == MPI_ADDRESS:
         return rendezvous_through_mpi(timeout)
-    # Rank 0 does not wait for the others: those who make the group do, and can say who is missing.
+    # Rank 0 does not wait for the others here: making the group waits, and can name the missing ranks.
     return next(rendezvous(url, rank, world_size, timeout=timeout, wait_for_workers=False))
 
 
 def rendezvous_through_mpi(timeout: timedelta) -> tuple[Store, int, int]:
-    """A store that MPI's rank 0 serves, this process's rank, and how many there are.
+    """Returns a store that MPI's rank 0 serves, this process's rank, and the world size.
 
-    Every process that `mpirun` started calls it. Rank 0 serves on MASTER_ADDR and MASTER_PORT where they are set, else
-    on loopback when all ranks share a host, else on the address of its host name.
+    Every process of `mpirun` calls it. Rank 0 serves on MASTER_ADDR and MASTER_PORT if they are set, otherwise on
+    loopback if all ranks share a host, otherwise on the address of its host name.
 
     Raises:
         ConfigError: MPI is missing or cannot be used.
@@ -112,9 +111,9 @@ def rendezvous_through_mpi(timeout: timedelta) -> tuple[Store, int, int]:
 
 
 NON_GROUP_MEMBER: Final = cast(ProcessGroup, -100)
-"""Returned by `new_group` on ranks that are not in the group, with torch's value; functions that get it do nothing.
+"""The value, torch's, that `new_group` returns on ranks outside the group; functions that get it do nothing.
 
-It is annotated as a group because every function takes it as one.
+Its annotation is a group because every function accepts it as one.
 """
 
 Group = ProcessGroup | None
@@ -122,15 +121,15 @@ Group = ProcessGroup | None
 
 
 class World:
-    """The groups of one process, and what they share. It knows them by name, not how they are made.
+    """The groups of one process, by name, and the state that they share.
 
     Attributes:
         default: the group of all ranks; None before `init_process_group`.
-        groups: all groups by name, in the order of their creation.
-        registered: groups by other names, which the program has registered.
+        groups: all groups by name, in order of creation.
+        registered: groups by other names that the program has registered.
         num_created: number of groups that got a number since `init_process_group`.
         store: the part of the store that belongs to this initialisation; None before it.
-        process: what the backends of all groups share.
+        process: the state that the backends of all groups share.
     """
 
     def __init__(self) -> None:
@@ -144,13 +143,13 @@ class World:
         self._num_hashed: dict[tuple[int, ...], int] = {}
 
     def begin(self, default: ProcessGroup, store: Store) -> None:
-        """Makes a group the default one and the only one; the groups before it are shut down already."""
+        """Makes a group the default group and the only one; earlier groups are already shut down."""
         self.end()
         self.default, self.store, self.num_created = default, store, 1
         self.groups[default.group_name] = default
 
     def end(self) -> None:
-        """Forgets all groups, which are shut down already."""
+        """Forgets all groups, which are already shut down."""
         self.default = self.store = None
         self.groups.clear()
         self.registered.clear()
@@ -158,7 +157,7 @@ class World:
         self._num_hashed.clear()
 
     def facts(self, time_ns: int) -> list[GroupFacts]:
-        """The groups, and their operations in flight as the flight recorder knows them; any thread."""
+        """Returns the groups with their operations in flight, from the flight recorder. Any thread may call it."""
         newest: dict[str, Record] = {}
         in_flight: dict[str, list[OperationFacts]] = {}
         for record in self.process.recorder.entries():
@@ -185,13 +184,13 @@ class World:
         return found
 
     def numbered_name(self) -> str:
-        """A name for a new group; equal on all ranks, because all of them make the same groups in the same order."""
+        """Returns a name for a new group, equal on all ranks, as all of them make the same groups in the same order."""
         number = self.num_created
         self.num_created += 1
         return str(number)
 
     def hashed_name(self, members: tuple[int, ...]) -> str:
-        """A name for a new group; equal on all members, whatever other groups each has, as it counts equal ranks."""
+        """Returns a name for a new group, equal on all members: it counts only the groups of the same ranks."""
         number = self._num_hashed.get(members, 0)
         self._num_hashed[members] = number + 1
         return hashlib.sha256(f"{members} {number}".encode()).hexdigest()[:40]
@@ -201,13 +200,13 @@ _world: ContextVar[World] = ContextVar("rpcdist_world", default=World())  # noqa
 
 
 def current_world() -> World:
-    """The groups of this process, or of the rank that runs here under `use_world`."""
+    """Returns the world of this process, or of the rank that runs here under `use_world`."""
     return _world.get()
 
 
 @contextmanager
 def use_world(world: World) -> Iterator[World]:
-    """Inside, this thread or task is a process of its own as far as groups are concerned."""
+    """Within this context, this thread or task has its own groups, as if it were another process."""
     token = _world.set(world)
     try:
         yield world
@@ -216,7 +215,7 @@ def use_world(world: World) -> Iterator[World]:
 
 
 def default_group() -> ProcessGroup:
-    """The group of all ranks. Raises ConfigError before `init_process_group`."""
+    """Returns the group of all ranks. Raises ConfigError before `init_process_group`."""
     default = _world.get().default
     if default is None:
         raise ConfigError(
@@ -226,18 +225,18 @@ def default_group() -> ProcessGroup:
 
 
 def group_or_default(given: Group) -> ProcessGroup:
-    """The given group, or the default one for None. Raises ConfigError for anything that is not a group."""
+    """Returns the given group, or the default group for None. Raises ConfigError for any other value."""
     if given is None:
         return default_group()
     if isinstance(given, ProcessGroup):
         return given
     if given == NON_GROUP_MEMBER:
-        raise ConfigError("Invalid process group specified: this rank is not in the group, and knows nothing about it")
+        raise ConfigError("Invalid process group specified: this rank is not in the group")
     raise ConfigError(f"Invalid process group specified: {given!r}")
 
 
 def member_group(given: Group, what: str) -> ProcessGroup | None:
-    """The group of a call; None, with torch's warning, when this rank is not in it."""
+    """Returns the group of a call; None, with torch's warning, if this rank is not in it."""
     if given is None:
         return default_group()
     if isinstance(given, ProcessGroup):
@@ -249,14 +248,14 @@ def member_group(given: Group, what: str) -> ProcessGroup | None:
 
 
 def warn_not_in_group(what: str) -> None:
-    """Says that the call does nothing."""
+    """Warns that the call does nothing."""
     default = current_world().default
     rank = -1 if default is None else default.rank()
     warnings.warn(f"Running {what} on global rank {rank} which does not belong to the given group.", stacklevel=5)
 
 
 def resolve_group_rank(group: ProcessGroup, world_rank: int | None, group_rank: int | None) -> int:
-    """The rank in the group, from `src` or `group_src` (`dst` or `group_dst`); exactly one of them is given."""
+    """Returns the rank in the group, from either `src` or `group_src` (`dst` or `group_dst`)."""
     if group_rank is not None:
         if world_rank is not None:
             raise ConfigError("Can't specify both group_rank and global_rank")
@@ -267,7 +266,7 @@ def resolve_group_rank(group: ProcessGroup, world_rank: int | None, group_rank: 
 
 
 def resolve_root(group: ProcessGroup, world_rank: int | None, group_rank: int | None) -> int:
-    """The root's rank in the group. As in torch: rank 0 of the world unless the caller names another."""
+    """Returns the root's rank in the group. As in torch, the default is rank 0 of the world."""
     if world_rank is None and group_rank is None:
         world_rank = 0
     return resolve_group_rank(group, world_rank, group_rank)

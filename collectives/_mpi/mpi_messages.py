@@ -1,11 +1,11 @@
 """Messages between two ranks over MPI: `send` and `recv` of the `mpi` backend.
 
-A message is announced by a small header on one communicator, under the user's tag; its elements follow on another
-one, under a number that the header names. So a receiver knows what comes before it posts memory for it, a receive from
-any source learns who sent, and two receives of one tag cannot take each other's elements.
+A message starts with a small header on one communicator, with the user's tag; its elements follow on another
+communicator, with a number from the header. So a receiver knows size and dtype before it posts memory, a receive from
+any source learns the sender, and two receives of one tag cannot take each other's elements.
 
-Nothing blocks inside MPI: messages under way are looked at in turn, by a thread that waits for one of them, and by a
-thread of the group while asynchronous ones are under way.
+No thread blocks inside MPI: a thread that waits for a message, or a thread of the group while asynchronous messages are
+in progress, polls all of them in turn.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 _HEADER: Final = struct.Struct("<QIB3x")  # size in bytes, number, dtype
 _NUMBERS: Final = 1 << 15
-"""Numbers of messages repeat after that many; MPI guarantees tags up to 2**15 - 1."""
+"""The numbers of messages repeat after this many, as MPI guarantees only tags up to 2**15 - 1."""
 
 
 class _MpiMessage:
-    """A send of this rank. `look` is called with the lock held, until it says that it is done."""
+    """A send of this rank. `look` is called with the lock held, until it returns that the message is done."""
 
     def __init__(self, title: str, deadline: Deadline, tensor: torch.Tensor, header: bytes | bytearray) -> None:
         self.work = Work(title, [tensor])
@@ -89,9 +89,9 @@ class MpiMessages:
     """The messages of one group.
 
     Args:
-        headers: a communicator of the group's members in their order, for these messages alone.
-        elements: another one.
-        report: told when a message fails in a way that ends the group; any thread.
+        headers: a communicator of the group's members in rank order, for these messages alone.
+        elements: another such communicator.
+        report: called when a message fails in a way that ends the group; on any thread.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class MpiMessages:
         self._report = report
         self._me = headers.Get_rank()
         self._lock = threading.Lock()
-        self._looking = threading.Lock()  # the thread that holds it looks for all
+        self._looking = threading.Lock()  # the thread that holds it polls for all threads
         self._changed = threading.Condition(self._lock)
         self._under_way: deque[_MpiMessage] = deque()
         self._numbers = [0] * headers.Get_size()
@@ -163,7 +163,7 @@ class MpiMessages:
             raise self._error.error(title)
         largest = self._headers.Get_attr(self.mpi.TAG_UB)
         if not 0 <= tag <= largest:
-            raise ConfigError(f"{title}: tags of this MPI go from 0 to {largest}")
+            raise ConfigError(f"{title}: a tag must be from 0 to {largest} with this MPI")
 
     def _add(self, message: _MpiMessage, asynchronous: bool) -> None:
         self._under_way.append(message)
@@ -183,14 +183,14 @@ class MpiMessages:
         return message.work
 
     def receive_elements(self, message: _Recv) -> MPI.Request:
-        """Posts memory for what a header has announced. Raises CollectiveError when that does not fit."""
+        """Posts memory for the elements of a header. Raises CollectiveError if size or dtype do not fit."""
         size_bytes, number, code = _HEADER.unpack(message.header)
         tensor, source = message.tensor, message.source
         if size_bytes != tensor.nbytes or code != dtype_code(tensor.dtype):
             sent = f"{size_bytes} bytes of {str(DTYPES[code]).removeprefix('torch.')}"
             expected = f"{tensor.nbytes} bytes of {str(tensor.dtype).removeprefix('torch.')}"
             names = self._world_ranks[source], self._world_ranks[self._me]
-            reason = f"rank {names[0]} sent {sent}, and rank {names[1]} expects {expected}"
+            reason = f"rank {names[0]} sent {sent}, but rank {names[1]} expects {expected}"
             raise GroupFailure(FailureKind.MISMATCH, reason, (source, self._me)).error(message.work.title)
         return self._elements.Irecv(as_bytes(self.mpi, tensor), source, number)
 
@@ -209,7 +209,7 @@ class MpiMessages:
                 pause()
 
     def _look(self) -> None:
-        """Looks at everything that is under way, in the order of posting, unless another thread does."""
+        """Polls all messages in progress, in the order of posting, unless another thread does."""
         if not self._looking.acquire(blocking=False):
             return
         try:
@@ -238,7 +238,7 @@ class MpiMessages:
         return done, None
 
     def _timed_out(self, message: _MpiMessage) -> CollectiveError:
-        reason = "it was not done in time: the other side did not call its part, or is not there any more"
+        reason = "it was not done in time: the other rank did not call its part, or has ended"
         return GroupFailure(FailureKind.TIMEOUT, reason).error(message.work.title)
 
     def _fail(self, message: _MpiMessage, exc: Exception) -> None:
@@ -255,7 +255,7 @@ class MpiMessages:
     # ------------------------------------------------------------ ending
 
     def fail(self, failure: GroupFailure) -> None:
-        """The group failed: so does everything that is under way. Any thread; never waits long."""
+        """Fails all messages in progress, because the group failed. Any thread may call it; never waits long."""
         with self._lock:
             if self._error is None:
                 self._error = failure
@@ -267,7 +267,7 @@ class MpiMessages:
             message.work.fail(failure.error(message.work.title))
 
     def close(self, deadline: Deadline) -> bool:
-        """Waits for what is under way, then ends the thread; whether all was done within the deadline. Idempotent."""
+        """Waits for messages in progress, then ends the thread; returns whether all were done in time. Idempotent."""
         pause = Pause()
         while self._under_way and not deadline.expired():
             self._look()

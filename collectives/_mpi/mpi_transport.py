@@ -1,11 +1,11 @@
 """Collective operations over MPI: the transport of the `mpi` backend.
 
-Every call of MPI is a nonblocking one that is polled, so a rank that does not come is noticed (MPI has no time
-limits), and no thread ever sleeps inside MPI. Before an operation, all ranks exchange what they are about to do, on a
-communicator of its own; MPI itself would answer a mismatch with a hang, a crash or wrong numbers.
+Every call of MPI is nonblocking and polled, so that a missing rank is noticed (MPI has no time limits) and no thread
+sleeps inside MPI. Before an operation, all ranks exchange its fingerprint on a separate communicator; in MPI a mismatch
+ends in a hang, a crash or wrong numbers.
 
-An operation that was under way when a group failed cannot be taken back: MPI may still write to its memory, which is
-therefore kept for the life of the process.
+An operation in progress cannot be cancelled when a group fails: MPI may still write to its memory, which is therefore
+kept for the life of the process.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ADVICE: Final = (
 )
 
 _WIDER: Final = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
-"""MPI has no such numbers. They are reduced in wider ones, which rounds once instead of once for every rank."""
+"""Dtypes that MPI lacks. They are reduced in wider ones, which rounds once instead of once for every rank."""
 
 _TYPES: Final = {
     torch.uint8: "UINT8_T",
@@ -70,7 +70,7 @@ _BOOL_OPS: Final = {**_OPS, ReduceOp.SUM: "BOR", ReduceOp.MAX: "BOR", ReduceOp.P
 
 
 def load_mpi() -> ModuleType:
-    """The module `mpi4py.MPI`, with MPI running.
+    """Returns the module `mpi4py.MPI`, with MPI running.
 
     Raises:
         ConfigError: mpi4py or MPI is missing, is too old, or does not let several threads call it.
@@ -96,7 +96,7 @@ def load_mpi() -> ModuleType:
 
 
 class Pause:
-    """The pause between two polls of an operation: spins shortly, then lets other threads run, then sleeps."""
+    """The pause between two polls of an operation: spins briefly, then yields to other threads, then sleeps."""
 
     __slots__ = ("_looks",)
 
@@ -114,28 +114,28 @@ class Pause:
 
 
 def wire_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In what dtype tensors are reduced; another size than theirs means that they have to be converted."""
+    """Returns the dtype in which tensors are reduced; if its size differs, they must be converted."""
     return torch.uint8 if dtype is torch.bool else _WIDER.get(dtype, dtype)
 
 
 def mpi_op(mpi: ModuleType, op: ReduceOp, dtype: torch.dtype) -> object:
-    """The MPI operation for tensors of `dtype`, once they are in their `wire_dtype`."""
+    """Returns the MPI operation for tensors of `dtype` in their `wire_dtype`."""
     return getattr(mpi, (_BOOL_OPS if dtype is torch.bool else _OPS)[op])
 
 
 def as_bytes(mpi: ModuleType, tensor: torch.Tensor) -> list[object]:
-    """A dense tensor as what MPI calls take, to be moved. The tensor has to outlive the operation."""
+    """Returns a dense tensor as an argument of MPI calls that move data. The tensor must outlive the operation."""
     return [mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes), tensor.nbytes, mpi.BYTE]
 
 
 def as_elements(mpi: ModuleType, tensor: torch.Tensor) -> list[object]:
-    """The same, to be reduced; its dtype has to be one that `wire_dtype` returns."""
+    """Returns a dense tensor as an argument of MPI calls that reduce; `wire_dtype` must return its dtype."""
     memory = mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
     return [memory, tensor.numel(), getattr(mpi, _TYPES[tensor.dtype])]
 
 
 _abandoned: Final[list[object]] = []
-"""MPI is one for the whole process and ends with it, whichever world a group belongs to; so does this list."""
+"""Memory that MPI may still use; like MPI itself, it belongs to the process, not to a world."""
 
 
 def abandon(*things: object) -> None:
@@ -144,11 +144,11 @@ def abandon(*things: object) -> None:
 
 
 class MpiTransport(Transport):
-    """See above.
+    """See the module's docstring.
 
     Args:
-        agreement: a communicator of the group's members in their order, for this transport alone.
-        data: another one.
+        agreement: a communicator of the group's members in rank order, for this transport alone.
+        data: another such communicator.
     """
 
     def __init__(self, mpi: ModuleType, agreement: MPI.Intracomm, data: MPI.Intracomm) -> None:
@@ -181,12 +181,12 @@ class MpiTransport(Transport):
             self._control = None
 
     def close(self) -> None:
-        """The communicators belong to the backend."""
+        """Does nothing, as the communicators belong to the backend."""
 
     # ------------------------------------------------------------ agreeing and waiting
 
     def _agree(self, operation: Operation, fingerprint: bytes) -> None:
-        """Compares what all ranks are about to do; when this returns, every rank has come."""
+        """Compares the fingerprints of all ranks; when it returns, every rank has called the operation."""
         view = fingerprint + self._sizes(operation)
         views = bytearray(self._view_bytes * self.size)
         self._wait(self._agreement.Iallgather(view, views), view, views)
@@ -203,7 +203,7 @@ class MpiTransport(Transport):
         return self._splits.pack(*(tensor.nbytes for tensor in (*operation.inputs, *operation.outputs)))
 
     def _compare_sizes(self, sizes: list[tuple[int, ...]]) -> None:
-        """Every rank looks at every pair, so that all find the same."""
+        """Compares the sizes of every pair on every rank, so that all ranks find the same mismatch."""
         for sender in range(self.size):
             for receiver in range(self.size):
                 sent, expected = sizes[sender][receiver], sizes[receiver][self.size + sender]
@@ -215,7 +215,7 @@ class MpiTransport(Transport):
                     raise TransportMismatch(views)
 
     def _wait(self, request: MPI.Request, *memory: object) -> None:
-        """Waits for one call of MPI; `memory` is what it reads and writes."""
+        """Waits for one call of MPI, which reads and writes `memory`."""
         control = self._control
         assert control is not None
         pause = Pause()
@@ -232,7 +232,7 @@ class MpiTransport(Transport):
     # ------------------------------------------------------------ reductions
 
     def _prepare(self, operation: Operation, source: torch.Tensor) -> torch.Tensor:
-        """The flat tensor that MPI reduces: the source's own memory if nothing has to be converted."""
+        """Returns the flat tensor that MPI reduces: the source's own memory if no conversion is needed."""
         source = source.reshape(-1)
         if operation.reduce_op is ReduceOp.PREMUL_SUM:
             scaled = torch.empty_like(source)
@@ -244,12 +244,12 @@ class MpiTransport(Transport):
     def _op(self, operation: Operation) -> MPI.Op:
         dtype, op = operation.dtype, operation.reduce_op
         assert dtype is not None and op is not None
-        reduce_kernels.reducer(op, dtype)  # refuses what makes no sense
+        reduce_kernels.reducer(op, dtype)  # raises for an invalid reduction
         result: MPI.Op = mpi_op(self._mpi, op, dtype)
         return result
 
     def _finish(self, operation: Operation, wire: torch.Tensor) -> None:
-        """Makes the reduction final, and writes it to the output, unless it was made there."""
+        """Finishes the reduction, and writes it to the output if it is in other memory."""
         output = operation.outputs[0].view(-1)
         assert operation.reduce_op is not None
         if wire.dtype.itemsize != output.dtype.itemsize:
@@ -308,7 +308,7 @@ class MpiTransport(Transport):
     def _all_gather(self, operation: Operation) -> None:
         source = operation.inputs[0]
         target = self._target(operation.outputs)
-        if target.data_ptr() <= source.data_ptr() < target.data_ptr() + target.nbytes:  # it is out[m] itself
+        if target.data_ptr() <= source.data_ptr() < target.data_ptr() + target.nbytes:  # the source is out[m]
             given: object = self._mpi.IN_PLACE
         else:
             given = as_bytes(self._mpi, source)
@@ -346,14 +346,14 @@ class MpiTransport(Transport):
         self._deliver(target, operation.outputs)
 
     def _target(self, outputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Memory for all outputs, one behind the other: their own if they lie so."""
+        """Returns contiguous memory for all outputs: their own if they are adjacent."""
         target = joined(outputs)
         if target is None:
             target = outputs[0].new_empty(sum(output.numel() for output in outputs))
         return target
 
     def _chunks(self, tensor: torch.Tensor) -> list[object]:
-        """Memory of one equal chunk for every rank, for calls of MPI; they count the bytes of one chunk."""
+        """Returns memory with one equal chunk for every rank, for calls of MPI, which count the bytes of one chunk."""
         return [
             self._mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes),
             tensor.nbytes // self.size,
@@ -361,7 +361,7 @@ class MpiTransport(Transport):
         ]
 
     def _deliver(self, target: torch.Tensor, outputs: tuple[torch.Tensor, ...]) -> None:
-        """Copies what arrived to the outputs, unless it arrived there."""
+        """Copies the received data to the outputs, if it is in other memory."""
         begin = 0
         if target.numel() and target.data_ptr() == outputs[0].data_ptr():
             return

@@ -1,12 +1,12 @@
-"""NCCL and the GPU behind it, by CuPy and torch's streams; and operations as calls of an NCCL communicator.
+"""NCCL and its GPU, through CuPy and torch's streams; and operations as calls of an NCCL communicator.
 
-This is the only module that imports CuPy, and it does so when a group is made. `CudaRuntime` is the seam at which tests
-put a stand-in that needs no GPU; the methods of `Communicator` are those of `cupy.cuda.nccl`.
+Only this module imports CuPy, when a group is made. Tests replace `CudaRuntime` by a stand-in that needs no GPU; the
+methods of `Communicator` are those of `cupy.cuda.nccl`.
 
-The calls only enqueue; nothing waits for the device. Tensors are moved as bytes. They are reduced by NCCL where NCCL
-has the numbers and the operation, seen as other numbers where that gives the same bits (complex sums as sums of reals,
-bool as bytes); numbers that NCCL cannot reduce at all (bitwise operations, 16-bit integers, complex products) are moved
-to the rank that needs them and reduced there by torch.
+The calls only enqueue and never wait for the device. Tensors are moved as bytes. NCCL reduces them if it supports the
+dtype and the operation, or another dtype that gives the same bits (complex sums as sums of reals, bool as bytes).
+Otherwise (bitwise operations, 16-bit integers, complex products) NCCL moves the tensors to the rank that needs the
+result, where torch reduces them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 OLDEST_CUPY: Final = 14
-"""CuPy 14.0.0 has `commSplit`, and unique ids that are `bytes`; 13.6.0, the newest before it, has neither."""
+"""CuPy 14.0.0 has `commSplit`, and unique ids of type `bytes`; 13.6.0, the version before it, has neither."""
 
 _ADVICE: Final = (
     "install it with `pip install 'rpcdist[cuda]' nvidia-nccl-cu12` (for CUDA 13: cupy-cuda13x, nvidia-nccl-cu13) on "
@@ -40,7 +40,7 @@ _ADVICE: Final = (
 
 
 class Communicator(Protocol):
-    """CuPy's `NcclCommunicator`: memory is given by addresses, and `count` counts elements of the datatype."""
+    """CuPy's `NcclCommunicator`: pointers are addresses, and `count` counts elements of the datatype."""
 
     def allReduce(self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, stream: int) -> None: ...
 
@@ -70,12 +70,12 @@ class Communicator(Protocol):
 
 
 class CudaRuntime:
-    """One device and its NCCL. Tests put a stand-in for it.
+    """One device and its NCCL. Tests replace it.
 
     Attributes:
-        device: that the tensors of a group live on.
-        version: of NCCL, e.g. 22907 for 2.29.7.
-        errors: what calls raise when NCCL or CUDA fail.
+        device: the device of a group's tensors.
+        version: NCCL's version, e.g. 22907 for 2.29.7.
+        errors: the exceptions of calls when NCCL or CUDA fail.
 
     Raises (constructor):
         ConfigError: CuPy, NCCL or a GPU is missing; says what to install.
@@ -85,22 +85,22 @@ class CudaRuntime:
         self._nccl = _load_nccl()
         self.device = device
         self.version = int(self._nccl.get_version())
-        # KeyError: CuPy does not know the names of NCCL's newest errors, and fails in looking them up.
+        # KeyError: CuPy fails when it looks up the names of NCCL's newest errors.
         self.errors: tuple[type[Exception], ...] = (self._nccl.NcclError, torch.AcceleratorError, KeyError)
 
     def unique_id(self) -> bytes:
-        """A new name for a group, under which its ranks find one another."""
+        """Returns a new name for a group, with which its ranks find one another."""
         return bytes(self._nccl.get_unique_id())
 
     def connect(self, size: int, unique_id: bytes, rank: int) -> Communicator:
-        """Blocks until all ranks have come; other threads run meanwhile. Nothing can end it early."""
+        """Blocks until all ranks have called it; other threads run meanwhile. It cannot be interrupted."""
         with torch.cuda.device(self.device):  # NCCL takes the thread's current device
             communicator: Communicator = self._nccl.NcclCommunicator(size, unique_id, rank)
         return communicator
 
     @contextmanager
     def grouped(self) -> Iterator[None]:
-        """The calls in this block start together, at its end."""
+        """Starts the calls in this block together, at its end."""
         with torch.cuda.device(self.device):
             self._nccl.groupStart()
             try:
@@ -110,7 +110,7 @@ class CudaRuntime:
 
     @contextmanager
     def on(self, stream: torch.cuda.Stream) -> Iterator[None]:
-        """Work of torch in this block goes to the stream."""
+        """Makes torch's work in this block run on the stream."""
         with torch.cuda.device(self.device), torch.cuda.stream(stream):
             yield
 
@@ -127,7 +127,7 @@ class CudaRuntime:
 
 @cache
 def nccl_is_usable() -> bool:
-    """Whether groups of the backend can be made here; imports CuPy where there is a GPU for it."""
+    """Whether groups of the backend can be made here; imports CuPy if the machine has a GPU."""
     try:
         _load_nccl()
     except ConfigError:
@@ -137,10 +137,10 @@ def nccl_is_usable() -> bool:
 
 def _load_nccl() -> ModuleType:
     if not torch.cuda.is_available():
-        raise ConfigError(f'the backend "nccl" needs a GPU that torch can use, and there is none here; {_ADVICE}')
+        raise ConfigError(f'the backend "nccl" needs a GPU that torch can use, but this machine has none; {_ADVICE}')
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # CuPy warns when it finds no NCCL: the error below says that
+            warnings.simplefilter("ignore")  # CuPy warns if it finds no NCCL, which the error below says
             cupy = import_module("cupy")
             nccl = import_module("cupy.cuda.nccl")
     except ImportError as exc:
@@ -182,7 +182,7 @@ _BOOL_OPS: Final = {
     ReduceOp.PRODUCT: _MIN,
     ReduceOp.MIN: _MIN,
     ReduceOp.BAND: _MIN,
-    ReduceOp.BXOR: _SUM,  # the last bit of a sum of bits is their exclusive or, also when the byte overflows
+    ReduceOp.BXOR: _SUM,  # the last bit of a sum of bits is their exclusive or, even if the byte overflows
 }
 _REAL_OF: Final = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 _SUMS: Final = frozenset({ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM})
@@ -193,7 +193,7 @@ _MOST_BROADCAST_BYTES: Final = 2**31 - 2**12
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """How NCCL reduces tensors of one dtype by one operation: as `dtype`, by `op`, and then `finish(tensor, size)`."""
+    """How NCCL reduces tensors of one dtype by one operation: as `dtype`, by `op`, then `finish(tensor, size)`."""
 
     dtype: torch.dtype
     op: int
@@ -204,10 +204,10 @@ class _Form:
 
 
 def native_form(op: ReduceOp, dtype: torch.dtype, version: int) -> _Form | None:
-    """How NCCL of that version does it; None when it cannot.
+    """Returns how NCCL of that version reduces; None if it cannot.
 
     Raises:
-        ValueError: it makes no sense, as `reduce_kernels.unsupported` says.
+        ValueError: the reduction is invalid, see `reduce_kernels.unsupported`.
     """
     reduce_kernels.reducer(op, dtype)
     if dtype is torch.bool:
@@ -247,7 +247,7 @@ class NcclCalls:
         }
 
     def enqueue(self, operation: Operation, stream: torch.cuda.Stream) -> list[torch.Tensor]:
-        """Call it with `stream` as torch's current one. Returns tensors that have to live until it is done."""
+        """Call it with `stream` as torch's current stream. Returns tensors that must live until it is done."""
         return self._calls[operation.kind](operation, stream.cuda_stream)
 
     def send(self, tensor: torch.Tensor, peer: int, stream: torch.cuda.Stream) -> None:
@@ -299,7 +299,7 @@ class NcclCalls:
             return []
         if form is None:
             return self._reduce_at_root(operation, source, stream)
-        target = operation.outputs[0] if self._rank == root else source  # elsewhere NCCL does not write
+        target = operation.outputs[0] if self._rank == root else source  # NCCL does not write on other ranks
         datatype = _DATATYPES[form.dtype]
         self._communicator.reduce(
             source.data_ptr(), target.data_ptr(), form.count(source), datatype, form.op, root, stream
@@ -337,7 +337,7 @@ class NcclCalls:
         return chunks
 
     def _reduce_each(self, form: _Form, chunks: list[torch.Tensor], target: torch.Tensor, stream: int) -> None:
-        """Chunks that are scattered in memory or differ in length: a reduction to every rank, all in one go."""
+        """Reduces chunks that are not adjacent or differ in length, by one reduction to every rank, all at once."""
         datatype = _DATATYPES[form.dtype]
         with self._runtime.grouped():
             for root, chunk in enumerate(chunks):
@@ -348,7 +348,7 @@ class NcclCalls:
                     )
 
     def _combine(self, operation: Operation, parts: Sequence[torch.Tensor], target: torch.Tensor) -> None:
-        """Reduces by torch what all ranks sent, in the order of the ranks."""
+        """Reduces the tensors of all ranks with torch, in rank order."""
         op = operation.reduce_op
         assert op is not None
         if not target.numel():
@@ -393,7 +393,7 @@ class NcclCalls:
         return []
 
     def _exchange(self, sends: dict[int, torch.Tensor], recvs: dict[int, torch.Tensor], stream: int) -> None:
-        """Sends to and receives from many ranks in one go; a chunk for this rank itself is copied."""
+        """Sends to and receives from many ranks at once; copies the chunk for this rank."""
         me = self._rank
         with self._runtime.grouped():
             for peer, tensor in sends.items():

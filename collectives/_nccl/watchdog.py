@@ -2,10 +2,10 @@
 
 Rules:
 
- 1. Every operation is registered before its first call of NCCL, so that a call that blocks is under watch as well.
-2. `GroupState` decides the meaning of a failure or a departure. With a failure, all operations that are not done
-    fail, and the communicator is aborted, which ends kernels and calls that wait for a peer.
- 3. Tensors of operations that failed are kept until the communicator is aborted: the device may use them until then.
+ 1. Every operation is registered before its first call of NCCL, so that the watchdog also sees a call that blocks.
+ 2. `GroupState` decides what a failure or a departure means. After a failure, all operations that are not done fail,
+    and the communicator is aborted, which ends kernels and calls that wait for a peer.
+ 3. Tensors of failed operations are kept until the communicator is aborted, as the device may use them until then.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ from rpcdist.time_limits import (
 
 
 class NcclWork(Work):
-    """See `Work`; the device may be behind, and the host usually need not wait for it.
+    """See `Work`; the device may not be done, and the host usually need not wait for it.
 
-    `wait()` without a timeout makes the current stream wait, so that what is enqueued later sees the results, and
-    returns at once; a failure is raised here if it is known by then, and else by the group's next operation.
-    `wait(timeout)` and `is_completed()` ask the device. Awaiting it waits for the device.
+    `wait()` without a timeout makes the current stream wait, so that later work on it sees the results, and returns at
+    once. It raises a failure that is known by then; otherwise the group's next operation raises it. `wait(timeout)` and
+    `is_completed()` ask the device. Awaiting it waits for the device.
 
     Args:
         sequence: number of a collective; 0 for a message.
-        deadline: after which the group's watchdog ends the group.
-        keep: tensors that have to live until the device is done: no others may get their memory before that.
+        deadline: the time at which the group's watchdog ends the group.
+        keep: tensors that must live until the device is done, so that their memory is not reused before.
         blocking: whether `wait()` waits for the device.
     """
 
@@ -88,16 +88,16 @@ class NcclWork(Work):
     # ------------------------------------------------------------ for the backend
 
     def enqueued(self, stream: torch.cuda.Stream, keep: list[torch.Tensor], peer: int = -1) -> None:
-        """Everything has gone to the stream; `peer` is the sender, for a receive."""
+        """Notes that the operation is on the stream; `peer` is the sender, for a receive."""
         self._keep.extend(keep)
         self._peer = peer
         self._event = stream.record_event()
-        with self._runtime.on(stream):  # the future remembers the streams that are current when it gets its value
+        with self._runtime.on(stream):  # the future keeps the streams that are current when it gets its value
             self._device_future = self._make_future()
         self._enqueued.set()
 
     def look(self) -> bool:
-        """Whether it is done; completes it when the device has. Raises what the runtime raises."""
+        """Returns whether it is done; completes it if the device is done. Raises the runtime's errors."""
         if not self._done and self._event is not None and self._event.query():
             self._keep.clear()
             self.complete(self._peer)
@@ -128,12 +128,12 @@ class NcclWork(Work):
         return True
 
     def _wait_on_host(self, limit: Deadline) -> None:
-        """The watchdog ends it at the operation's own limit."""
+        """Waits for the device, up to the limit; the watchdog ends the operation at its own limit."""
         if not self._done and asyncio._get_running_loop() is not None:
             raise BlockingInLoop("Work.wait", "await work")
         if not self._enqueued.wait(limit.wait_s()):
             raise CollectiveTimeout(
-                self.title, "the wait timed out before the operation started; it continues, wait again"
+                self.title, "the wait timed out before the operation started; the operation continues, wait again"
             )
         pause = threading.Event()
         while not self.look():
@@ -158,16 +158,16 @@ class NcclWork(Work):
             self._runtime.current_stream().wait_event(self._event)
 
     def when_done(self, callback: Callable[[Work], object]) -> None:
-        """As in `Work`: once the device is done, on the group's watchdog thread."""
+        """As in `Work`, on the group's watchdog thread, when the device is done."""
         super().when_done(callback)
 
     def result(self) -> list[torch.Tensor]:
-        """The output tensors; the current stream waits for them."""
+        """Returns the output tensors, for which the current stream waits."""
         self.wait()
         return self._result
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """A future of the output tensors that is done once it is enqueued: its callbacks run on streams that wait."""
+        """Returns a future of the output tensors, done when they are enqueued: its callbacks run on waiting streams."""
         return self._device_future if self._device_future is not None else super().get_future()
 
 
@@ -175,7 +175,7 @@ logger = logging.getLogger(__name__)
 
 
 class NcclWatchdog(StateKeeper):
-    """Watches over the operations of one group on the device, and ends them when the group fails."""
+    """Watches the operations of one group on the device, and ends them when the group fails."""
 
     def __init__(
         self,
@@ -191,7 +191,7 @@ class NcclWatchdog(StateKeeper):
         self._recorder = recorder
         self._reporter = reporter
         self._changed = threading.Condition()
-        self._pending: dict[NcclWork, None] = {}  # a set in the order of the calls
+        self._pending: dict[NcclWork, None] = {}  # an ordered set, in the order of the calls
         self._closing = False
         self._thread = threading.Thread(target=self._watch, name=f"rpcdist nccl {state.group}", daemon=True)
         self._thread.start()
@@ -203,7 +203,7 @@ class NcclWatchdog(StateKeeper):
     # ------------------------------------------------------------ registering (any thread)
 
     def register(self, make: Callable[[int], NcclWork], collective: bool) -> NcclWork:
-        """Gives an operation its number (0 for messages) and watches over it from now on.
+        """Gives an operation its number (0 for messages) and watches it from now on.
 
         Raises:
             CollectiveError: the group failed or was destroyed.
@@ -222,7 +222,7 @@ class NcclWatchdog(StateKeeper):
         return work
 
     def forget(self, work: NcclWork, error: BaseException) -> None:
-        """The operation was refused before anything went to the device."""
+        """Removes an operation that was refused before it was enqueued."""
         self._remove(work)
         work.fail(error)
 
@@ -240,7 +240,7 @@ class NcclWatchdog(StateKeeper):
             actions = event()
             works = list(self._pending)
             self._changed.notify_all()
-        for action in actions:  # WakeRunning and NoteDeparture: the thread looks at every operation soon anyway
+        for action in actions:  # WakeRunning and NoteDeparture need no action: the thread soon checks every operation
             match action:
                 case FailOperations(failure):
                     run_abort_hooks(self.abort_hooks, self.state.group)
@@ -287,11 +287,11 @@ class NcclWatchdog(StateKeeper):
                 self._timed_out(work)
 
     def _timed_out(self, work: NcclWork) -> None:
-        """Asks the watch who is missing; without an answer, says what is known here."""
+        """Asks the watch which ranks are missing; without an answer, reports what this rank knows."""
         if self._reporter.report_timeout(work.title, work.sequence):
             with self._changed:
                 self._changed.wait_for(lambda: self.state.explains(None), GROUP_VERDICT_LIMIT_S)
-        reason = f"{work.title} timed out on rank {self._name(self.state.rank)}: the device is not done with it"
+        reason = f"{work.title} timed out on rank {self._name(self.state.rank)}: the device has not finished it"
         self.fail_everywhere(GroupFailure(FailureKind.TIMEOUT, reason))
 
     def _reported(self, exc: Exception) -> GroupFailure:
@@ -302,14 +302,14 @@ class NcclWatchdog(StateKeeper):
         return self.state.world_ranks[rank]
 
     def _end(self) -> None:
-        """Frees the communicator; after a failure by force."""
+        """Frees the communicator; aborts it after a failure."""
         try:
             if self.state.failure is None:
                 self._communicator.destroy()
             else:
                 self._communicator.abort()
         except self._runtime.errors as exc:
-            logger.warning("the NCCL communicator of group %r did not end in order: %s", self.state.group, exc)
+            logger.warning("the NCCL communicator of group %r could not be freed: %s", self.state.group, exc)
         with self._changed:
             self._pending.clear()
             self._changed.notify_all()
@@ -317,7 +317,7 @@ class NcclWatchdog(StateKeeper):
     # ------------------------------------------------------------ life
 
     def close(self, deadline: Deadline) -> None:
-        """Waits for operations under way, then frees the communicator; late operations are aborted. Idempotent."""
+        """Waits for operations in progress, aborts late ones, then frees the communicator. Idempotent."""
         with self._changed:
             self._closing = True
             self.state.close()
@@ -335,13 +335,13 @@ T = TypeVar("T")
 
 
 def call_bounded(call: Callable[[], T], deadline: Deadline, what: str) -> T:
-    """Returns what the call returns, or raises what it raises.
+    """Runs a call on another thread, with a limit; returns its result or raises its exception.
 
     Args:
-        call: may block for ever.
+        call: may block forever.
 
     Raises:
-        CollectiveTimeout: the call did not come back in time; it goes on, on a thread that lets the process end.
+        CollectiveTimeout: the call did not return in time; it continues on a daemon thread.
     """
     results: list[T] = []
     errors: list[BaseException] = []
@@ -349,14 +349,14 @@ def call_bounded(call: Callable[[], T], deadline: Deadline, what: str) -> T:
     def run() -> None:
         try:
             results.append(call())
-        except BaseException as exc:  # raised where the result is wanted
+        except BaseException as exc:  # raised on the thread that waits for the result
             errors.append(exc)
 
     thread = threading.Thread(target=run, name=f"rpcdist {what}", daemon=True)
     thread.start()
     thread.join(min(deadline.remaining_s(), threading.TIMEOUT_MAX))
     if thread.is_alive():
-        raise CollectiveTimeout(what, "NCCL timed out, and cannot be ended: end this process")
+        raise CollectiveTimeout(what, "NCCL timed out and cannot be interrupted: end this process")
     if errors:
         raise errors[0]
     return results[0]

@@ -1,1 +1,1 @@
-"""Operations of a group as data, and how the tensors of a call become one."""
+"""Operations of a group as data, and how a call's tensors become one."""

@@ -1,9 +1,9 @@
-"""Makes any tensors dense and contiguous for an operation, and copies results back after it.
+"""Makes tensors dense and contiguous for an operation, and copies results back afterwards.
 
-[Note: no copies] A contiguous tensor is used as it is. Only a tensor that is not contiguous (or is conjugated or
-negated lazily, or is on a device that the backend does not reach) goes through a temporary tensor.
+[Note: no copies] A contiguous tensor is used as it is. Only a tensor that is not contiguous, is lazily conjugated or
+negated, or is on a device that the backend does not reach goes through a temporary tensor.
 
-The memory of dense tensors by its address: as bytes that a socket reads and writes, and copied to another place.
+The module also gives access to the memory of dense tensors: as bytes for sockets, and for copies.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _KNOWN: Final = frozenset(DTYPES)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its memory, from its first element on, is exactly its values in order.
+    """Whether its memory, from its first element on, consists of its values in order.
 
-    Where there is one element or none, any stride passes for contiguous; but only with 1 can it be viewed as bytes.
+    With at most one element, torch takes any stride for contiguous; but only with 1 can it be viewed as bytes.
     """
     return (
         tensor.layout is torch.strided
@@ -39,8 +39,8 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """False for subclasses that wrap other tensors, and for what torch functionalizes or batches."""
-    if isinstance(tensor, FakeTensor):  # which warns of the question
+    """Returns False for subclasses that wrap other tensors, and for functionalized or batched tensors."""
+    if isinstance(tensor, FakeTensor):  # the check below would make it warn
         return False
     try:
         return tensor.data_ptr() != 0 or not tensor.numel()
@@ -49,7 +49,7 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 
 def is_ready(tensor: torch.Tensor) -> bool:
-    """Whether every backend takes it as it is: `Copies` would give it back."""
+    """Whether every backend takes the tensor as it is, so that `Copies` would return it unchanged."""
     return tensor.is_cpu and is_dense(tensor) and not tensor.requires_grad and tensor.dtype in _KNOWN
 
 
@@ -57,8 +57,8 @@ class Copies:
     """Collects the temporary tensors of one operation.
 
     Args:
-        staged: whether tensors of other devices than the CPU go through the CPU's memory.
-        moves_only: whether the operation only moves bytes, so that dtypes without arithmetic are possible.
+        staged: whether tensors of other devices than the CPU go through CPU memory.
+        moves_only: whether the operation only moves bytes, so that it accepts dtypes without arithmetic.
     """
 
     __slots__ = ("_back", "_moves_only", "_staged")
@@ -69,7 +69,7 @@ class Copies:
         self._back: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a dense tensor of the same values, which must only be read."""
+        """Returns a dense tensor of the same values, which the operation only reads."""
         if self._usable(tensor):
             return self._plain(tensor)
         return self._plain(self._copy(tensor))
@@ -87,8 +87,8 @@ class Copies:
         """Returns a dense tensor of the same values for an operation in place.
 
         Args:
-            tensor: the caller's.
-            copy_back: whether this rank gets the result, so that `finish` has to copy it back.
+            tensor: the caller's tensor.
+            copy_back: whether this rank gets the result, so that `finish` must copy it back.
         """
         if self._usable(tensor):
             return self._plain(tensor)
@@ -120,17 +120,17 @@ class Copies:
         return tensor
 
     def finish(self) -> Callable[[], None] | None:
-        """Returns the function that copies back, for `GroupBackend.submit`; None when there is nothing to copy."""
+        """Returns the function that copies results back, for `GroupBackend.submit`; None if no copy is needed."""
         if not self._back:
             return None
         pairs = self._back
 
         def copy_back() -> None:
-            # In inference mode leaves that require grad, and inference tensors, may be written to as well.
+            # Inference mode allows writes to leaves that require grad and to inference tensors.
             with torch.inference_mode():
                 for target, temporary in pairs:
                     _copy_into(target, temporary)
-                    if self._staged and target.is_cuda:  # another thread's stream may be the one that reads it
+                    if self._staged and target.is_cuda:  # the stream of another thread may read it
                         torch.cuda.current_stream(target.device).synchronize()
 
         return copy_back
@@ -139,17 +139,17 @@ class Copies:
 def _check_layout(tensor: torch.Tensor) -> None:
     if tensor.layout is not torch.strided:
         raise ConfigError(
-            f"groups carry dense tensors, and this one is {tensor.layout}; send its indices and values one by one, "
+            f"groups carry dense tensors, but this one is {tensor.layout}; send its indices and values one by one, "
             "or call to_dense() first"
         )
     if isinstance(tensor, FakeTensor):
-        raise ConfigError("groups carry values, and a FakeTensor has none; make the tensor outside FakeTensorMode")
+        raise ConfigError("groups carry values, but a FakeTensor has none; make the tensor outside FakeTensorMode")
     if tensor.is_quantized:
         raise ConfigError(f"Invalid scalar type: groups do not carry tensors of {tensor.dtype}; send its int_repr()")
 
 
 def _copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copies, also into an expanded tensor, of which several elements share one place in memory."""
+    """Copies; the target may be an expanded tensor, of which several elements share memory."""
     for dim, stride in enumerate(target.stride()):
         if stride == 0 and target.shape[dim] > 1:
             target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
@@ -157,7 +157,7 @@ def _copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def same_kind(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Makes the dtypes equal if complex tensors are mixed with real ones, by viewing the complex ones as real."""
+    """Makes the dtypes equal if complex tensors are mixed with real ones, by viewing complex ones as real."""
     first = tensors[0].dtype if tensors else None
     if all(tensor.dtype is first for tensor in tensors):
         return tensors
@@ -167,13 +167,13 @@ def same_kind(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
 def separate(
     inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], mine: tuple[int, int] | None = None
 ) -> tuple[torch.Tensor, ...]:
-    """Copies those inputs that share memory with an output, since outputs are written while inputs are still read.
+    """Copies inputs that share memory with an output, since outputs are written while inputs are still read.
 
     Args:
-        mine: the positions of an input and an output that may be the same memory.
+        mine: the positions of an input and an output that may share memory.
 
     Raises:
-        ConfigError: outputs share memory with each other. Data that arrives in them may be passed on to other ranks.
+        ConfigError: outputs share memory with each other, although data in them may be passed on to other ranks.
     """
     spans = sorted((out.data_ptr(), out.data_ptr() + out.nbytes, place) for place, out in enumerate(outputs))
     spans = [span for span in spans if span[0] < span[1]]
@@ -181,7 +181,7 @@ def separate(
         if begin < end:
             one, other = sorted((first, second))
             raise ConfigError(
-                f"output tensors {one} and {other} share memory; give each rank's tensor a place of its own "
+                f"output tensors {one} and {other} share memory; use separate memory for each rank's tensor "
                 "(not [tensor] * world_size)"
             )
     return tuple(
@@ -205,7 +205,7 @@ def _overlaps(tensor: torch.Tensor, spans: list[tuple[int, int, int]], itself: i
 
 
 def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Returns one flat tensor over the memory of all tensors if each begins where the last one ends, else None."""
+    """Returns one flat tensor over the memory of all tensors if they are adjacent in order, otherwise None."""
     first = tensors[0]
     place = first.data_ptr()
     for tensor in tensors:
@@ -221,14 +221,14 @@ _QUICK_BYTES: Final = 64 << 10
 
 
 def memory_at(address: int, size_bytes: int) -> memoryview:
-    """The bytes at an address, writable, without copying; valid as long as their owner lives."""
+    """Returns the bytes at an address, writable and not copied; valid while their owner lives."""
     if not size_bytes:
         return memoryview(bytearray())
     return memoryview((ctypes.c_char * size_bytes).from_address(address)).cast("B")
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a dense tensor, writable; valid as long as the tensor is."""
+    """Returns the bytes of a dense tensor, writable; valid while the tensor lives."""
     return memory_at(tensor.data_ptr(), tensor.nbytes)
 
 
@@ -239,12 +239,12 @@ def _memmove(library: ctypes.CDLL) -> ctypes._NamedFuncPointer:
     return function
 
 
-_copy_quickly = _memmove(ctypes.PyDLL(None))  # keeps the interpreter's lock: getting it back may take 5 ms
+_copy_quickly = _memmove(ctypes.PyDLL(None))  # keeps the interpreter's lock, since taking it again may last 5 ms
 _copy_in_background = _memmove(ctypes.CDLL(None))
 
 
 def copy_bytes(target: int, source: int | bytes, num_bytes: int) -> None:
-    """Copies to an address from another or from `bytes`. Long copies let other Python threads run."""
+    """Copies to an address from an address or `bytes`. Long copies let other Python threads run."""
     if num_bytes <= _QUICK_BYTES:
         _copy_quickly(target, source, num_bytes)
     else:

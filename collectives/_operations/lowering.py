@@ -1,6 +1,6 @@
 """Turns the tensors of a call into an `Operation`: a pure function for each kind checks sizes and makes copies.
 
-Ranks, roots and sizes are those of the group. Callers have checked that tensors are tensors.
+Ranks, roots and sizes are those of the group. Callers have checked the types of tensors.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _KNOWN = frozenset(DTYPES)
 
 
 class Place(NamedTuple):
-    """This rank, the group's size, and whether tensors go through the CPU's memory."""
+    """This rank, the group's size, and whether tensors go through CPU memory."""
 
     rank: int
     size: int
@@ -36,7 +36,7 @@ class Place(NamedTuple):
 
 
 class Lowered(NamedTuple):
-    """The arguments of `GroupBackend.submit`; `result` are the caller's output tensors, and `given` the inputs."""
+    """The arguments of `GroupBackend.submit`; `result` has the caller's output tensors, `given` the inputs."""
 
     operation: Operation
     finish: Callable[[], None] | None
@@ -57,13 +57,13 @@ def all_reduce(place: Place, tensor: torch.Tensor, op: object) -> Lowered:
 
 
 def all_reduce_many(place: Place, tensors: Sequence[torch.Tensor], op: object) -> Lowered:
-    """One operation on all the tensors, each in its place, for backends that have `reduces_many`."""
+    """Makes one operation on all tensors, in place, for backends that have `reduces_many`."""
     reduce_op, factor = canonical_op(op)
     dtype = tensors[0].dtype
     for tensor in tensors:
         _check_reduces(reduce_op, tensor, "all_reduce")
         if tensor.dtype is not dtype:
-            raise ConfigError(f"tensors that are reduced together have one dtype; found {dtype} and {tensor.dtype}")
+            raise ConfigError(f"tensors that are reduced together must have one dtype, not {dtype} and {tensor.dtype}")
     copies = Copies(place.staged)
     dense = tuple([copies.update(tensor) for tensor in tensors])
     operation = Operation(Kind.ALL_REDUCE, dense, dense, reduce_op, factor=factor)
@@ -71,12 +71,12 @@ def all_reduce_many(place: Place, tensors: Sequence[torch.Tensor], op: object) -
 
 
 def all_reduce_coalesced(place: Place, tensors: list[torch.Tensor], op: object) -> Lowered:
-    """One operation on all the tensors, concatenated."""
+    """Makes one operation on the concatenation of all tensors."""
     reduce_op, factor = canonical_op(op)
     for tensor in tensors:
-        _check_reduces(reduce_op, tensor, "all_reduce")  # torch, too, names it so
+        _check_reduces(reduce_op, tensor, "all_reduce")  # the name in torch's errors
     if not tensors:
-        raise ConfigError("all_reduce_coalesced: `tensors` is empty; give at least one tensor")
+        raise ConfigError("all_reduce_coalesced: `tensors` is empty; pass at least one tensor")
     copies = Copies(place.staged)
     dense = [copies.update(tensor) for tensor in same_kind(tensors)]
     flat = torch.cat([each.view(-1) for each in dense])
@@ -119,7 +119,7 @@ def all_gather(place: Place, outputs: list[torch.Tensor], tensor: torch.Tensor) 
 
 
 def all_gather_single(place: Place, output: torch.Tensor, tensor: torch.Tensor) -> Lowered:
-    """The output is the inputs of all ranks, concatenated or stacked: only the number of elements matters."""
+    """The output holds the inputs of all ranks, concatenated or stacked: only the number of elements matters."""
     _check_one_dtype("all_gather_single", output, tensor)
     copies, (source, target) = _read_and_write(place, [tensor], [output])
     count = source.numel()
@@ -132,7 +132,7 @@ def all_gather_single(place: Place, output: torch.Tensor, tensor: torch.Tensor) 
 
 
 def gather(place: Place, outputs: list[torch.Tensor], tensor: torch.Tensor, root: int) -> Lowered:
-    """`outputs` is empty on all ranks but the root."""
+    """`outputs` is empty on all ranks except the root."""
     root = checked_root(root, place.size, "gather")
     if place.rank == root:
         check_num_tensors(outputs, place.size, "gather", "gather_list")
@@ -144,7 +144,7 @@ def gather(place: Place, outputs: list[torch.Tensor], tensor: torch.Tensor, root
 
 
 def gather_single(place: Place, output: torch.Tensor | None, tensor: torch.Tensor, root: int) -> Lowered:
-    """The root's output is the inputs of all ranks, concatenated or stacked; the others have none."""
+    """The root's output holds the inputs of all ranks, concatenated or stacked; other ranks have no output."""
     root = checked_root(root, place.size, "gather_single")
     if output is None or place.rank != root:
         copies, (source,) = _read_and_write(place, [tensor], [])
@@ -159,7 +159,7 @@ def gather_single(place: Place, output: torch.Tensor | None, tensor: torch.Tenso
 
 
 def scatter(place: Place, output: torch.Tensor, tensors: list[torch.Tensor], root: int) -> Lowered:
-    """`tensors` is empty on all ranks but the root."""
+    """`tensors` is empty on all ranks except the root."""
     root = checked_root(root, place.size, "scatter")
     if place.rank == root:
         check_num_tensors(tensors, place.size, "scatter", "scatter_list")
@@ -183,7 +183,7 @@ def reduce_scatter(place: Place, output: torch.Tensor, tensors: list[torch.Tenso
 
 
 def reduce_scatter_single(place: Place, output: torch.Tensor, tensor: torch.Tensor, op: object) -> Lowered:
-    """The input is one chunk for each rank, concatenated or stacked: only the number of elements matters."""
+    """The input holds one chunk for each rank, concatenated or stacked: only the number of elements matters."""
     reduce_op, factor = canonical_op(op)
     _check_reduces(reduce_op, output, "reduce_scatter_single")
     _check_one_dtype("reduce_scatter_single", output, tensor)
@@ -206,7 +206,7 @@ def all_to_all(place: Place, outputs: list[torch.Tensor], tensors: list[torch.Te
 def all_to_all_single(
     place: Place, output: torch.Tensor, tensor: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
 ) -> Lowered:
-    """Splits are lengths along the first dimension, one for each rank; empty ones mean equal parts."""
+    """Splits are lengths along the first dimension, one for each rank; empty splits mean equal parts."""
     copies, (source, target) = _read_and_write(place, [tensor], [output])
     sources = _split(source, _counts(tensor, source, input_splits, place.size, "input"))
     targets = _split(target, _counts(output, target, output_splits, place.size, "output"))
@@ -248,7 +248,7 @@ def _counts(given: torch.Tensor, dense: torch.Tensor, splits: Sequence[int], siz
                 f"equally; pass {name}_split_sizes"
             )
         splits = [rows // size] * size
-    splits = [whole_number(split, f"{name}_split_sizes") for split in splits]  # of numpy or torch, too
+    splits = [whole_number(split, f"{name}_split_sizes") for split in splits]  # also those of numpy and torch
     if len(splits) != size:
         raise ConfigError(f"Number of tensor splits not equal to group size: {len(splits)} {name} splits, {size} ranks")
     if sum(splits) != rows or min(splits) < 0:
@@ -257,7 +257,7 @@ def _counts(given: torch.Tensor, dense: torch.Tensor, splits: Sequence[int], siz
     return [split * row for split in splits]
 
 
-# Checked combinations; by number, since the hash of an enum member is slow.
+# Valid combinations; by number, since the hash of an enum member is slow.
 _reducible: set[tuple[int, torch.dtype]] = set()
 
 
@@ -273,4 +273,4 @@ def _check_reduces(op: ReduceOp, tensor: torch.Tensor, what: str) -> None:
 
 def _check_one_dtype(what: str, output: torch.Tensor, tensor: torch.Tensor) -> None:
     if output.dtype is not tensor.dtype:
-        raise ConfigError(f"{what}: the output's dtype is {output.dtype}, and the input's {tensor.dtype}")
+        raise ConfigError(f"{what}: the output's dtype is {output.dtype}, but the input's is {tensor.dtype}")

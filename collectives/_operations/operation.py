@@ -1,8 +1,8 @@
-"""An operation of a group as data: the form that the API functions make and every backend carries out.
+"""An operation of a group as data: the API functions make it, and every backend runs it.
 
-An `Operation` has been checked and normalised: its tensors are dense, contiguous and of one dtype, and are used as
-flat runs of elements. Chunk i of a list of `size` tensors belongs to rank i of the group. In the table, m is this rank,
-r the root, `=` means that the same tensors stand in `inputs` and `outputs` (the operation works in place):
+An `Operation` is checked and normalised: its tensors are dense, contiguous and of one dtype, and are used as flat
+sequences of elements. Chunk i of a list of `size` tensors belongs to rank i of the group. In the table, m is this rank
+and r the root; `=` means that `inputs` and `outputs` are the same tensors (the operation works in place):
 
     kind            inputs                          outputs                          afterwards
     ALL_REDUCE      1 tensor              =         1 tensor                         out = reduction of all ranks' in
@@ -15,11 +15,10 @@ r the root, `=` means that the same tensors stand in `inputs` and `outputs` (the
     ALL_TO_ALL      size chunks                     size chunks                      out[i] = rank i's in[m]
     BARRIER         none                            none                             every rank has arrived
 
-Where the backend says `reduces_many`, ALL_REDUCE takes several tensors that share no memory: it is their concatenation
-that the ranks reduce, and that has to have the same size on all of them.
-The chunks of REDUCE_SCATTER and ALL_TO_ALL may differ in length. An input that is not also an output is never
-written to. It shares no memory with an output, except for these: the input of ALL_GATHER may be out[m] itself, and the
-output of REDUCE_SCATTER in[m] itself. Tensors may be empty.
+If the backend has `reduces_many`, ALL_REDUCE takes several tensors that share no memory: the ranks reduce their
+concatenation, whose size must be equal on all ranks. The chunks of REDUCE_SCATTER and ALL_TO_ALL may differ in length.
+An input that is not also an output is never written to. It shares no memory with an output, with two exceptions: the
+input of ALL_GATHER may be out[m], and the output of REDUCE_SCATTER may be in[m]. Tensors may be empty.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class Kind(IntEnum):
 
     @property
     def title(self) -> str:
-        """The name of the function that users call, e.g. "all_reduce"."""
+        """The name of the user's function, e.g. "all_reduce"."""
         return _TITLES[self]
 
 
@@ -80,7 +79,7 @@ class ReduceOp(Enum):
 
     @property
     def op(self) -> ReduceOp:
-        """Itself: torch's ReduceOp is an object with a member of this type as `op`."""
+        """This member: torch's ReduceOp is an object whose `op` is a member of this type."""
         return self
 
 
@@ -101,7 +100,7 @@ _FINGERPRINT: Final = struct.Struct("<QQqBBBx")
 FINGERPRINT_BYTES: Final = _FINGERPRINT.size
 
 dtype_code: Final[Callable[[torch.dtype], int]] = _CODES.__getitem__
-"""The number that stands for a dtype in messages. Raises KeyError for one that groups do not carry."""
+"""Returns the number of a dtype in messages. Raises KeyError for a dtype that groups do not carry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +109,7 @@ class Operation:
 
     Attributes:
         reduce_op: the reduction, for the kinds that reduce.
-        root: the root's rank in the group, for the kinds that have one; else -1.
+        root: the root's rank in the group, for the kinds that have a root; otherwise -1.
         factor: this rank's factor, for PREMUL_SUM.
     """
 
@@ -123,13 +122,13 @@ class Operation:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype of all the tensors; None when there are none."""
+        """The dtype of all tensors; None without tensors."""
         tensors = self.inputs or self.outputs
         return tensors[0].dtype if tensors else None
 
     @property
     def size_bytes(self) -> int:
-        """The size that all ranks have to agree on; 0 for ALL_TO_ALL, where it may differ from rank to rank."""
+        """The size that must be equal on all ranks; 0 for ALL_TO_ALL, where it may differ between ranks."""
         kind = self.kind
         if kind in (Kind.ALL_TO_ALL, Kind.BARRIER):
             return 0
@@ -138,7 +137,7 @@ class Operation:
         return self.outputs[0].nbytes if kind is Kind.SCATTER else self.inputs[0].nbytes
 
     def fingerprint(self, sequence: int) -> bytes:
-        """Properties that must be equal on all ranks, in `FINGERPRINT_BYTES` bytes, compared before data is used."""
+        """Returns, in `FINGERPRINT_BYTES` bytes, the properties that must be equal on all ranks."""
         kind, tensors = self.kind, self.inputs or self.outputs
         if kind in _IN_PLACE and len(tensors) == 1:
             size_bytes, code = tensors[0].nbytes, _CODES[tensors[0].dtype]
@@ -148,7 +147,7 @@ class Operation:
 
 
 def describe_fingerprint(data: bytes) -> str:
-    """Describes a fingerprint for errors, e.g. "all_reduce #41 (SUM, 256 elements of float32)"; or else its bytes."""
+    """Describes a fingerprint for errors, e.g. "all_reduce #41 (SUM, 256 elements of float32)", or shows its bytes."""
     try:
         sequence, size_bytes, root, kind, code, reduce_code = _FINGERPRINT.unpack(data)
         details = [] if reduce_code == _NO_CODE else [ReduceOp(reduce_code).name]
@@ -199,7 +198,7 @@ def check_num_tensors(tensors: Sequence[torch.Tensor], size: int, what: str, nam
     """Raises unless the list has a tensor for each rank of the group."""
     if len(tensors) != size:
         raise ConfigError(
-            f"{what}: `{name}` has {len(tensors)} tensors, but the group has {size} ranks; give one for each rank"
+            f"{what}: `{name}` has {len(tensors)} tensors, but the group has {size} ranks; pass one for each rank"
         )
 
 
@@ -208,12 +207,12 @@ def check_same_count(tensor: torch.Tensor, count: int, what: str, name: str, oth
     if tensor.numel() != count:
         raise ConfigError(
             f"{what}: `{name}` has {tensor.numel()} elements (shape {tuple(tensor.shape)}), "
-            f"but {other} has {count}; they have to be equal"
+            f"but {other} has {count}; the numbers must be equal"
         )
 
 
 def checked_root(root: int, size: int, what: str) -> int:
-    """The root as an int; raises unless it is a rank of the group."""
+    """Returns the root as an int; raises unless it is a rank of the group."""
     if type(root) is not int:
         root = whole_number(root, "root")
     if not 0 <= root < size:
@@ -222,15 +221,15 @@ def checked_root(root: int, size: int, what: str) -> int:
 
 
 def whole_number(value: object, name: str) -> int:
-    """The value as an int; numpy's integers and integer tensors of one element are whole numbers, too.
+    """Returns the value as an int; accepts numpy's integers and integer tensors of one element.
 
     Raises:
-        TypeError: it is none, a float or a text for one.
+        TypeError: the value is not an integer, but a float or a text, for example.
     """
     try:
         return operator.index(cast(SupportsIndex, value))
     except TypeError:
-        raise TypeError(f"`{name}` is a whole number, not {value!r}") from None
+        raise TypeError(f"`{name}` must be a whole number, not {value!r}") from None
 
 
 def check_timeout(timeout: object) -> timedelta:
@@ -241,7 +240,7 @@ def check_timeout(timeout: object) -> timedelta:
 
 
 def barrier_timeout(timeout: object, stacklevel: int = 3) -> timedelta | None:
-    """The timeout of a monitored barrier, which torch also takes as seconds, with a warning at that level."""
+    """Returns the timeout of a monitored barrier; like torch, accepts seconds with a warning at that level."""
     if timeout is None:
         return None
     if isinstance(timeout, float):

@@ -1,10 +1,10 @@
-"""The arithmetic of reductions, element by element, which all transports share; and operations as callers give them.
+"""The arithmetic of reductions, element by element, for all transports; and the reduce operations of callers.
 
-Each dtype is reduced as one of the same bits that torch has fast kernels for (`ReduceKernel.dtype`): torch cannot add
-unsigned integers of 16 bits and more, but their sum has the same bits as that of signed ones; a sum of complex numbers
-is a sum of twice as many real ones. Views cost nothing, so nothing is converted.
+Each dtype is reduced as another dtype that gives the same bits and has fast kernels in torch (`ReduceKernel.dtype`).
+torch cannot add unsigned integers of 16 bits or more, but their sum has the same bits as the sum of signed ones; a sum
+of complex numbers is a sum of twice as many real numbers. Tensors are viewed, not converted.
 
-The order of the operands is the order of the ranks, on every rank, so that all ranks compute the same bits.
+Every rank reduces in rank order, so that all ranks compute the same bits.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class ReduceKernel:
     """How to reduce tensors of one dtype by one operation.
 
     Attributes:
-        dtype: the dtype as which tensors are viewed to be combined; its size divides theirs.
+        dtype: the dtype as which tensors are viewed for `combine`; its size divides that of their dtype.
         combine: `combine(a, b, out)` writes the reduction of a and b to out, which may be a or b.
-        finish: `finish(tensor, size)` makes the reduction of `size` ranks final, in place; None when it is final.
+        finish: `finish(tensor, size)` finishes the reduction of `size` ranks, in place; None if not needed.
     """
 
     dtype: torch.dtype
@@ -46,14 +46,14 @@ class ReduceKernel:
 
 
 def unsupported(op: ReduceOp, dtype: torch.dtype) -> str | None:
-    """Why tensors of `dtype` cannot be reduced by `op`, as a clause for an error, or None when they can."""
+    """Returns why `op` cannot reduce tensors of `dtype`, as a clause for an error, or None if it can."""
     name = str(dtype).removeprefix("torch.")
     if dtype in _FLOAT8:
         return f"{name} tensors can be moved but not reduced; convert them to float16 or bfloat16 first"
     if op in _BITWISE and (dtype.is_floating_point or dtype.is_complex):
         return f"{op.name} needs integers or bool, not {name}"
     if op in _ORDERED and dtype.is_complex:
-        return f"{op.name} needs an order, and complex numbers ({name}) have none"
+        return f"{op.name} needs an order, but complex numbers ({name}) have none"
     if op is ReduceOp.AVG and dtype is torch.bool:
         return "AVG of bool tensors is not defined; convert them to a floating-point dtype first"
     if op is ReduceOp.PREMUL_SUM and not (dtype.is_floating_point or dtype.is_complex):
@@ -66,7 +66,7 @@ def reducer(op: ReduceOp, dtype: torch.dtype) -> ReduceKernel:
     """Returns the kernel that reduces tensors of `dtype` by `op`.
 
     Raises:
-        ValueError: there is none, for the reason that `unsupported` gives.
+        ValueError: `unsupported` gives a reason why no kernel exists.
     """
     reason = unsupported(op, dtype)
     if reason is not None:
@@ -88,19 +88,19 @@ def reduce_into(op: ReduceOp, accumulator: torch.Tensor, other: torch.Tensor) ->
 
 
 def finish(op: ReduceOp, tensor: torch.Tensor, size: int) -> None:
-    """Makes the reduction of `size` ranks final, in place: AVG divides (integers towards zero), the rest do nothing."""
+    """Finishes the reduction of `size` ranks, in place: AVG divides (integers towards zero), others do nothing."""
     kernel = reducer(op, tensor.dtype)
     if kernel.finish is not None:
         kernel.finish(tensor.view(-1).view(kernel.dtype), size)
 
 
 def premultiply(operation: Operation, tensor: torch.Tensor) -> None:
-    """Multiplies by this rank's factor, in place, for PREMUL_SUM; does nothing for other operations."""
+    """Multiplies the tensor by this rank's factor, in place, for PREMUL_SUM; does nothing for other operations."""
     premultiply_to(operation, tensor, tensor)
 
 
 def premultiply_to(operation: Operation, source: torch.Tensor, target: torch.Tensor) -> None:
-    """Writes source times this rank's factor to target; for operations without a factor, copies if needed."""
+    """Writes `source` times this rank's factor to `target`; for operations without a factor, copies if needed."""
     if operation.reduce_op is ReduceOp.PREMUL_SUM:
         torch.mul(source, _factor(operation), out=target)
     elif source is not target:
@@ -109,8 +109,8 @@ def premultiply_to(operation: Operation, source: torch.Tensor, target: torch.Ten
 
 def _factor(operation: Operation) -> float | torch.Tensor:
     factor = operation.factor
-    assert factor is not None, "canonical_op has seen to it"
-    # Without dimensions the factor does not change the dtype of the product.
+    assert factor is not None, "canonical_op requires a factor"
+    # A factor without dimensions does not change the dtype of the product.
     return factor.reshape(()) if isinstance(factor, torch.Tensor) else factor
 
 
@@ -169,7 +169,7 @@ _BOOL_COMBINE: Final[dict[ReduceOp, Combine]] = {
 
 
 def _unsigned_order(op: ReduceOp, signed: torch.dtype) -> Combine:
-    """MIN and MAX of unsigned numbers in signed ones of the same bits: flipping the top bit keeps the order."""
+    """MIN and MAX of unsigned numbers as signed ones of the same bits: flipping the top bit keeps the order."""
     top = torch.iinfo(signed).min
     combine = _COMBINE[op]
 
@@ -199,7 +199,7 @@ def _divide_towards_zero(tensor: torch.Tensor, size: int) -> object:
 def _divide_unsigned(tensor: torch.Tensor, size: int) -> object:
     """Divides unsigned numbers of up to 64 bits that are stored as signed ones.
 
-    Half of the number is not negative and can be divided; twice that quotient is right or 1 too small.
+    Half of the number is not negative and can be divided; twice that quotient is correct or 1 too small.
     """
     half = (tensor >> 1) & torch.iinfo(tensor.dtype).max
     quotient = torch.div(half, size, rounding_mode="trunc") * 2
@@ -227,18 +227,18 @@ def make_premul_sum(factor: Factor) -> PremulSum:
     """
     if isinstance(factor, torch.Tensor):
         if factor.numel() != 1:
-            raise TypeError(f"the factor of PREMUL_SUM is a number or a tensor of one element, not of {factor.numel()}")
+            raise TypeError(f"the factor of PREMUL_SUM must be a number or have one element, not {factor.numel()}")
     elif isinstance(factor, bool) or not isinstance(factor, int | float):
-        raise TypeError(f"the factor of PREMUL_SUM is a number or a tensor of one element, not {factor!r}")
+        raise TypeError(f"the factor of PREMUL_SUM must be a number or a tensor of one element, not {factor!r}")
     return PremulSum(factor)
 
 
 def canonical_op(op: object) -> tuple[ReduceOp, Factor | None]:
-    """Returns our `ReduceOp` and the factor for a caller's `op`; scripts mix the imports of torch and of this package.
+    """Returns our `ReduceOp` and the factor for a caller's `op`, which may be torch's, as scripts mix imports.
 
     Raises:
-        TypeError: `op` is no reduce operation.
-        ConfigError: it is PREMUL_SUM without a factor.
+        TypeError: `op` is not a reduce operation.
+        ConfigError: `op` is PREMUL_SUM without a factor.
     """
     found = _operation_of(op)
     if found is not ReduceOp.PREMUL_SUM:
@@ -256,14 +256,14 @@ def canonical_op(op: object) -> tuple[ReduceOp, Factor | None]:
 
 
 def _operation_of(op: object) -> ReduceOp:
-    """Our `ReduceOp` for a caller's `op`, whatever its factor. Raises `TypeError`."""
+    """Returns our `ReduceOp` for a caller's `op`, without its factor. Raises `TypeError`."""
     if isinstance(op, ReduceOp):
         return op
     if isinstance(op, PremulSum):
         return op.op
     found = _torch_ops().get(getattr(op, "op", op)) if type(op).__module__.startswith("torch.") else None
     if found is None:
-        raise TypeError(f"op is a ReduceOp, e.g. ReduceOp.SUM, not {op!r}")
+        raise TypeError(f"op must be a ReduceOp, e.g. ReduceOp.SUM, not {op!r}")
     return found
 
 
@@ -296,4 +296,4 @@ class _DeprecatedReduceOp:
 
 
 reduce_op: Final = _DeprecatedReduceOp()
-"""torch's old name of `ReduceOp`; each use warns."""
+"""torch's old name for `ReduceOp`; each use warns."""

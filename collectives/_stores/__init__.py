@@ -1,1 +1,1 @@
-"""Stores: a table of keys through which the processes of a job find each other. `rpcdist.collectives` exports them."""
+"""Stores: tables of keys through which the processes of a job find each other; exported by `rpcdist.collectives`."""

@@ -1,4 +1,4 @@
-"""Stores on top of others: a part of a store under a name of its own, and torch's own stores behind this interface."""
+"""Stores on top of other stores: a named part of a store, and torch's stores with the interface of this package."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ __all__ = ["PrefixStore", "TorchStoreAdapter"]
 
 
 class PrefixStore(Store):
-    """Puts `prefix/` before every key, so that users of one store do not get in each other's way.
+    """Puts `prefix/` before every key, so that users of one store do not interfere with each other.
 
-    It has no timeout of its own: `timeout` and `set_timeout` are the underlying store's, as in torch, and `close` does
-    nothing, because others may use that store too.
+    It has no timeout of its own: `timeout` and `set_timeout` are the underlying store's, as in torch. `close` does
+    nothing, because the underlying store may have other users.
 
     Args:
-        prefix: text before the keys.
-        store: where they are kept.
+        prefix: the text before the keys.
+        store: the store that holds the keys.
 
     Raises:
-        TypeError: one of the two is something else.
+        TypeError: an argument has another type.
     """
 
     def __init__(self, prefix: str, store: Store) -> None:
@@ -41,7 +41,7 @@ class PrefixStore(Store):
 
     @property
     def prefix(self) -> str:
-        """The text in front of all keys."""
+        """The text before all keys."""
         return self._prefix
 
     @property
@@ -63,7 +63,7 @@ class PrefixStore(Store):
         return self._store.full_key(f"{self._prefix}/{key}")
 
     def clone(self) -> PrefixStore:
-        """A prefix of a clone of the underlying store; close that one through `underlying_store`."""
+        """Returns the same prefix of a clone of the underlying store; close the clone through `underlying_store`."""
         return PrefixStore(self._prefix, self._store.clone())
 
     @property
@@ -71,7 +71,7 @@ class PrefixStore(Store):
         return self._store.timeout
 
     def set_timeout(self, timeout: Timeout) -> None:
-        """Sets the limit of waits that name none, in seconds or as a `timedelta`."""
+        """Sets the limit of waits without a timeout of their own, in seconds or as a `timedelta`."""
         self._store.set_timeout(timeout)
 
     def note_failure(self, reason: str) -> None:
@@ -101,16 +101,15 @@ TORCH_TCP_BYTES: Final = 8 << 20  # torch's own limit for one text or value
 class TorchStoreAdapter(Store):
     """Any store of `torch.distributed`, e.g. the one that `torchrun` serves.
 
-    Errors become this package's. Where torch's store has no `multi_get` and the like (its FileStore), they are done
-    one key at a time; it has no queues at all.
+    Errors become errors of this package. If torch's store has no `multi_get` and similar methods (like its FileStore),
+    the adapter handles one key at a time, and has no queues.
 
-    Waiting asks again and again, with random pauses that grow to a quarter of a second at most: a wait inside torch
-    cannot be interrupted, keeps other threads off the connection, and if it is cut into short ones, torch prints a
-    warning for each.
+    A wait polls, with random pauses of at most a quarter of a second. A wait inside torch could not be interrupted and
+    would block the connection for other threads; if it were cut into short waits, torch would print many warnings.
 
     Args:
-        store: torch's.
-        timeout: how long methods wait that take no timeout of their own; torch's setting by default.
+        store: torch's store.
+        timeout: the limit of waits without a timeout of their own; torch's setting by default.
     """
 
     def __init__(self, store: torch_distributed.Store, timeout: Timeout | None = None) -> None:
@@ -124,17 +123,17 @@ class TorchStoreAdapter(Store):
 
     @property
     def underlying_store(self) -> torch_distributed.Store:
-        """The store of torch. Raises `DistStoreError` once it is closed."""
+        """torch's store. Raises `DistStoreError` after `close`."""
         if self._underlying is None:
             raise DistStoreError(f"the store at {self.address} was closed by this process")
         return self._underlying
 
     @property
-    def _store(self) -> Any:  # torch's stubs lack some methods and say that values are `str` alone
+    def _store(self) -> Any:  # torch's stubs lack some methods and declare values as `str` only
         return self.underlying_store
 
     def close(self) -> None:
-        """Drops torch's store, which closes its connection when no other reference exists. Idempotent."""
+        """Drops torch's store, which closes its connection unless other references exist. Idempotent."""
         self._underlying = None
 
     @property
@@ -145,7 +144,7 @@ class TorchStoreAdapter(Store):
         return self._offers("has_extended_api") and bool(self._store.has_extended_api())
 
     def clone(self) -> TorchStoreAdapter:
-        """A clone of torch's store, with its own connection."""
+        """Returns a clone of torch's store, with its own connection."""
         with self._mapped("clone"):
             return TorchStoreAdapter(self._store.clone(), self._timeout_s)
 
@@ -165,18 +164,18 @@ class TorchStoreAdapter(Store):
             raise DistNetworkError(f"{what} failed in torch's store at {self.address}: {_first_line(exc)}") from exc
         except NotImplementedError as exc:
             raise DistStoreError(f"torch's store at {self.address} has no {what}: {_first_line(exc)}") from exc
-        except (RuntimeError, ValueError, IndexError) as exc:  # the latter two: torch's `add` to what is not a number
+        except (RuntimeError, ValueError, IndexError) as exc:  # the latter two: `add` to a value that is no number
             raise DistStoreError(f"{what} failed in torch's store at {self.address}: {_first_line(exc)}") from exc
 
 
 def _check_size(operation: StoreOperation[object], address: str) -> None:
-    """Refuses what torch's server would answer by closing the connection."""
+    """Refuses sizes for which torch's server would close the connection."""
     for argument in operation.arguments:
         for item in argument if isinstance(argument, tuple) else (argument,):
             if isinstance(item, str | bytes) and len(item) > TORCH_TCP_BYTES:
                 raise DistStoreError(
-                    f"{operation.method}() of {len(item)} bytes is more than torch's store at {address} takes for a "
-                    f"key or a value, {TORCH_TCP_BYTES} bytes ({TORCH_TCP_BYTES >> 20} MiB). Use several keys."
+                    f"{operation.method}() has a key or value of {len(item)} bytes, but torch's store at {address} "
+                    f"takes at most {TORCH_TCP_BYTES} bytes ({TORCH_TCP_BYTES >> 20} MiB). Use several keys."
                 )
 
 
@@ -187,7 +186,7 @@ def _innermost(store: torch_distributed.Store) -> torch_distributed.Store:
 
 
 def _offers(store: torch_distributed.Store) -> Offers:
-    """A program's own store, in Python, has the methods that its class defines; those of torch's have them all."""
+    """Returns which methods a store has: all for a store of torch, those of its class for a program's own store."""
     kind = type(_innermost(store))
     torchs: Any = torch._C._distributed_c10d
     known = (*torch_distributed.Store.__mro__, getattr(torchs, kind.__name__, None))
@@ -209,5 +208,5 @@ def _address_of(store: torch_distributed.Store) -> str:
 
 
 def _first_line(exc: BaseException) -> str:
-    """torch's C++ errors go on with a stack trace."""
+    """Cuts the stack trace off a C++ error of torch."""
     return str(exc).partition("\n")[0] or type(exc).__name__

@@ -1,17 +1,17 @@
 """A store in a file that several processes open, on one machine or on a shared file system with locks.
 
 The file is an append-only log of changes that survives the death of a writer at any byte. Format: 8 bytes of magic and
-8 random ones, which tell a new file from an old one of the same name; then records. A record is 4 bytes of length, 4
-bytes of CRC-32 and a body, all little endian; a body is one or more changes, each a code byte, two 4-byte lengths, a
-key and a value. Readers see all changes of a record or none.
+8 random bytes, which distinguish a new file from an old one of the same name; then records. A record is 4 bytes of
+length, 4 bytes of CRC-32 and a body, all little endian. A body is one or more changes, each a code byte, two 4-byte
+lengths, a key and a value. Readers see all changes of a record or none.
 
-Rules: writers hold an exclusive lock on the file, readers a shared one, so nobody reads while somebody writes. The
-kernel drops the lock of a process that dies. The part of its record that it wrote by then is an incomplete tail:
-readers stop before it, and the next writer cuts it off.
+Rules: writers hold an exclusive lock on the file and readers a shared lock, so no process reads while another writes.
+The kernel releases the lock of a process that dies. If it has written a part of a record, readers stop before that
+part, and the next writer cuts it off.
 
 [Note: flock per operation] The lock is `flock` on a descriptor that is opened for one operation. POSIX record locks
-belong to the process and vanish when any of its descriptors for the file closes; and a descriptor that stays open would
-be inherited by a forked child, which would go on holding the lock of a parent that was killed.
+belong to the process and vanish when any of its descriptors for the file is closed; and a forked child would inherit a
+descriptor that stays open, and would continue to hold the lock of a parent that was killed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _CHANGE = struct.Struct("<BII")
 
 
 class ChangeLog:
-    """Knows how much of the file it has read. Not thread-safe: its owner serialises the calls."""
+    """The file, and how much of it was read. Not thread-safe: its owner serialises the calls."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -54,36 +54,36 @@ class ChangeLog:
         self._header = b""
 
     def create(self, deadline: Deadline) -> None:
-        """Makes the file if it is not there or empty; raises `DistStoreError` if it is not one for this user alone."""
+        """Makes the file if it is missing or empty; raises `DistStoreError` if other users can write to it."""
         with _system_errors(self.path), self._opened(os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX, deadline) as descriptor:
             self._check_ours(descriptor)
             header = os.pread(descriptor, HEADER_BYTES, 0)
             if not MAGIC.startswith(header[: len(MAGIC)]):
-                raise DistStoreError(f"{self.path} exists and is not the file of a store; use another path")
-            if len(header) < HEADER_BYTES:  # new, or its maker was killed
+                raise DistStoreError(f"{self.path} exists, but is not the file of a store; use another path")
+            if len(header) < HEADER_BYTES:  # new, or the process that made it was killed
                 header = MAGIC + os.urandom(HEADER_BYTES - len(MAGIC))
                 _write_all(descriptor, header, 0)
             self._header = header
 
     def _check_ours(self, descriptor: int) -> None:
-        """Raises where others could have written what this process is about to believe, such as addresses."""
+        """Raises if other users could have written to the file, since this process trusts its content."""
         found = os.fstat(descriptor)
         if not found.st_size and stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
-            os.fchmod(descriptor, 0o600)  # nobody has written anything yet
+            os.fchmod(descriptor, 0o600)  # the file is still empty
             return
         why = why_not_private(found, may_be_read=True)
         if why is not None:
             raise DistStoreError(
-                f"{self.path} {why}. Use a path in a folder of your own, or `chmod 600 {self.path}` if you trust what "
-                "is in it"
+                f"{self.path} {why}. Use a path in a folder of your own, or `chmod 600 {self.path}` if you trust its "
+                "content"
             )
 
     @contextmanager
     def locked(self, writing: bool, deadline: Deadline) -> Iterator[OpenLog]:
-        """Opens and locks the file; the lock is free again after the `with` block.
+        """Opens the file and locks it for the `with` block.
 
         Raises:
-            DistStoreError: the file is gone, was replaced or is damaged, or the lock was not free in time.
+            DistStoreError: the file is missing, was replaced or is damaged, or the lock was not free in time.
         """
         mode = fcntl.LOCK_EX if writing else fcntl.LOCK_SH
         with _system_errors(self.path), self._opened(os.O_RDWR, mode, deadline) as descriptor:
@@ -93,7 +93,7 @@ class ChangeLog:
             yield OpenLog(self, descriptor)
 
     def maybe_grown(self) -> bool:
-        """Whether there may be something to read; costs one `stat`."""
+        """Whether the file may have new records; costs one `stat`."""
         with _system_errors(self.path):
             return os.stat(self.path).st_size != self._offset
 
@@ -107,7 +107,7 @@ class ChangeLog:
             os.close(descriptor)  # this frees the lock
 
     def _lock(self, descriptor: int, mode: int, deadline: Deadline) -> None:
-        # flock() has no time limit, so it is tried again and again; a lock is held for some microseconds.
+        # flock() has no time limit, so this tries repeatedly; a lock is held for some microseconds.
         pauses = backoff(LOCK_FIRST_PAUSE_S, LOCK_LONGEST_PAUSE_S, deadline)
         while True:
             try:
@@ -118,20 +118,20 @@ class ChangeLog:
                     raise
             if deadline.expired():
                 raise DistStoreError(
-                    f"the lock of {self.path} was not free in time; is a process that uses it stopped?"
+                    f"the lock of {self.path} was not free in time; is a process stopped that uses the file?"
                 )
             time.sleep(next(pauses))
 
 
 class OpenLog:
-    """The locked file; valid inside `ChangeLog.locked`."""
+    """The locked file; valid within `ChangeLog.locked`."""
 
     def __init__(self, log: ChangeLog, descriptor: int) -> None:
         self._log = log
         self._descriptor = descriptor
 
     def read(self) -> list[Change]:
-        """The changes that were not read before, in their order."""
+        """Returns the changes that were not read before, in order."""
         data = self._read_rest()
         changes: list[Change] = []
         position = 0
@@ -142,7 +142,7 @@ class OpenLog:
         return changes
 
     def write(self, changes: Iterable[Change]) -> None:
-        """Appends one record; everything must have been read. On failure (a full disk) the file is as before."""
+        """Appends one record, after all others were read. If that fails (a full disk), the file is as before."""
         body = b"".join(
             _CHANGE.pack(change.code, len(key), len(change.value)) + key + change.value
             for change in changes
@@ -151,7 +151,7 @@ class OpenLog:
         if len(body) > MAX_RECORD_BYTES:
             raise DistStoreError(f"a record of {len(body)} bytes is too large for {self._log.path}")
         offset = self._log._offset
-        os.ftruncate(self._descriptor, offset)  # what a killed writer left
+        os.ftruncate(self._descriptor, offset)  # cuts off the part of a record that a killed writer left
         record = _RECORD.pack(len(body), zlib.crc32(body)) + body
         try:
             _write_all(self._descriptor, record, offset)
@@ -204,7 +204,7 @@ def _system_errors(path: str) -> Iterator[None]:
     except OSError as exc:
         if isinstance(exc, DistStoreError):
             raise
-        hint = " (the store was closed by all its users, or somebody removed it)" if exc.errno == errno.ENOENT else ""
+        hint = " (all users of the store have closed it, or the file was removed)" if exc.errno == errno.ENOENT else ""
         raise DistStoreError(
             f"the file of a store cannot be used: {path}: {own_shortage(exc) or exc.strerror}{hint}"
         ) from exc
@@ -216,16 +216,16 @@ __all__ = ["FileStore"]
 class FileStore(Store):
     """A store in a file. A process that is killed during a write does no harm.
 
-    All processes give the same path, and a new path for each job: keys that an earlier run left in the file would be
-    taken for this one's. With a known `world_size`, the last of that many stores to be closed, or dropped, removes the
-    file. A process that is killed leaves it.
+    All processes pass the same path, a new one for each job: otherwise they would find keys of an earlier run. With a
+    known `world_size`, the last of that many stores to be closed or dropped removes the file. If a process is killed,
+    the file stays.
 
-    Waiting reads the file's size after random pauses of at most 50 ms: a file shared between machines has no events.
+    A wait reads the file's size after random pauses of at most 50 ms, as a file shared between machines has no events.
 
     Args:
-        file_name: the file; it is created, its folder has to exist.
-        world_size: how many processes will use it; -1 if that is not known.
-        timeout: how long methods wait that take no timeout of their own.
+        file_name: the file, which is created if necessary; its folder must exist.
+        world_size: how many processes will use the store; -1 if unknown.
+        timeout: the limit of waits without a timeout of their own.
 
     Raises:
         DistStoreError: the file cannot be used.
@@ -249,11 +249,11 @@ class FileStore(Store):
         return f"file {self.path}"
 
     def clone(self) -> FileStore:
-        """Another store object for the file; it does not count as one of the `world_size` users."""
+        """Returns another store object for the file; it does not count as one of the `world_size` users."""
         return FileStore(self.path, -1, self._timeout_s)
 
     def close(self) -> None:
-        """Counts this user as gone; the last of `world_size` removes the file. Idempotent, bounded."""
+        """Ends the use of the store; the last of `world_size` users removes the file. Idempotent, bounded."""
         if self._closer.detach() is not None:
             self._state.close()
 
@@ -268,7 +268,7 @@ class FileStore(Store):
 
 
 def _drop(pid: int, state: _FileState) -> None:
-    """The store is gone. A finalizer may run in the middle of an operation on this file, so it does not wait."""
+    """Closes a dropped store. Does not wait, as a finalizer may run in the middle of an operation on this file."""
     try:
         state.close(limit_s=0.0)
     except DistStoreError:
@@ -276,7 +276,7 @@ def _drop(pid: int, state: _FileState) -> None:
 
 
 class _FileState:
-    """The file's log and the contents that it amounts to so far; apart from `FileStore`, so that it can outlive it."""
+    """The file's log and its contents so far; separate from `FileStore`, so that it can outlive it."""
 
     def __init__(self, path: str, world_size: int) -> None:
         self.log = ChangeLog(path)
@@ -293,7 +293,7 @@ class _FileState:
                 self._change(log, [Change(Code.OPENED)])
 
     def execute(self, operation: StoreOperation[object]) -> object:
-        """Carries out an operation with the file locked; `Missing` when it has to wait."""
+        """Runs an operation with the file locked; returns `Missing` if the operation must wait."""
         with self._open(writing=not operation.read_only) as log:
             result, changes = operation.decide(self._contents)
             if changes:
@@ -302,7 +302,7 @@ class _FileState:
 
     @contextmanager
     def _open(self, writing: bool, limit_s: float | None = None) -> Iterator[OpenLog]:
-        """Locks the file and brings the contents up to date."""
+        """Locks the file and updates the contents."""
         limit_s = SLOW_ANSWER_LIMIT_S if limit_s is None else limit_s
         deadline = Deadline.after(limit_s)
         if not self._lock.acquire(timeout=deadline.remaining_s()):
@@ -317,7 +317,7 @@ class _FileState:
             self._lock.release()
 
     def _change(self, log: OpenLog, changes: Sequence[Change]) -> None:
-        """Writes the changes first and then applies them: a full disk leaves file and contents as they were."""
+        """Writes the changes before it applies them, so that a full disk leaves file and contents unchanged."""
         log.write(changes)
         self._apply(changes)
 

@@ -1,13 +1,13 @@
-"""The table of a store, the form that threads and event loops of one process use together, and the store that it is.
+"""The table of a store; the table with its lock, for threads and event loops of one process; and `HashStore`.
 
 Rules of `StoreTable`: no threads, no event loop, no clock, no I/O. Every method changes the table at once and returns
-which waiters it woke; the caller delivers that. Invariants:
+the waiters that it woke; the caller notifies them. Invariants:
 
-    I1  An operation is parked only while at least one of its keys is missing, and it watches one that is.
-    I2  A parked operation is woken at most once, at the first instant at which all its keys are there, with the result
-        of that instant.
-    I3  Operations that pop from one queue are served in the order in which they were parked, after those that only
-        wait for the queue to be there.
+I1  An operation is parked only while at least one of its keys is missing, and it watches a missing key.
+I2  A parked operation is woken at most once, at the first instant at which all its keys exist, with the result of
+        that instant.
+I3  Operations that pop from one queue are served in the order in which they were parked, after those that only
+        wait for the queue to exist.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ADDING: Final = frozenset({Code.SET, Code.APPEND, Code.PUSH})
 
 
 Woken = tuple[int, object]
-"""The number of a waiter whose operation was carried out, and the operation's result."""
+"""The number of a waiter whose operation is done, and the operation's result."""
 
 
 @dataclass(slots=True)
@@ -60,29 +60,29 @@ class StoreTable:
         return len(self._waiters)
 
     def execute(self, operation: StoreOperation[object]) -> tuple[object, list[Woken]]:
-        """Carries out an operation that can be done now; the result is `Missing` for one that has to wait.
+        """Runs an operation; the result is `Missing` if the operation must wait.
 
         Raises:
-            DistStoreError: the operation does not fit to what is there; nothing has changed.
+            DistStoreError: the operation does not fit the value of its key; the table is unchanged.
         """
         result, changes = operation.decide(self.contents)
         return result, self._commit(changes)
 
     def park(self, operation: StoreOperation[object], missing: Missing) -> int:
-        """Adds a waiter for an operation of which `missing` was just the result; returns the waiter's number."""
+        """Adds a waiter for an operation whose result is `missing`; returns the waiter's number."""
         self._last_number += 1
         waiter = self._waiters[self._last_number] = _Waiter(self._last_number, operation, list(missing.keys))
         self._watch(waiter)
         return waiter.number
 
     def forget(self, number: int) -> None:
-        """Removes a waiter; nothing happens when it is gone."""
+        """Removes a waiter, if it exists."""
         waiter = self._waiters.pop(number, None)
         if waiter is not None:
             self._unwatch(waiter)
 
     def restore(self, operation: StoreOperation[object], result: object) -> list[Woken]:
-        """Puts a popped value, whose caller is gone, back to the front of its queue; other results are dropped."""
+        """Puts a popped value whose caller is gone back to the front of its queue; drops other results."""
         if not isinstance(operation, QueuePop) or not isinstance(result, bytes):
             return []
         self.contents.queues.setdefault(operation.key, deque()).appendleft(result)
@@ -110,7 +110,7 @@ class StoreTable:
         return woken
 
     def _watch(self, waiter: _Waiter) -> None:
-        # Keys usually come in the order in which they are asked for, by rank: so the last is the one to watch.
+        # Keys are usually set in the order in which they are requested, by rank, so watch the last one.
         self._watching.setdefault(waiter.missing[-1], {})[waiter.number] = waiter
 
     def _unwatch(self, waiter: _Waiter) -> None:
@@ -121,19 +121,19 @@ class StoreTable:
 
 
 class _Call:
-    """An operation under way: its result so far, and what tells its caller that the result has changed."""
+    """An operation in progress: its result so far, and a function that tells its caller of a change of the result."""
 
     __slots__ = ("notify", "number", "operation", "result")
 
     def __init__(self, operation: StoreOperation[object], notify: Callable[[], object]) -> None:
         self.operation = operation
         self.notify = notify
-        self.number = 0  # of the waiter; 0 for a call that does not wait
+        self.number = 0  # the waiter's number; 0 for a call that does not wait
         self.result: object = None
 
 
 class SharedTable:
-    """A table with the lock that guards it and the calls that wait. The lock is held for microseconds only."""
+    """A table, its lock, and the calls that wait. The lock is held for microseconds only."""
 
     def __init__(self) -> None:
         self._table = StoreTable()
@@ -141,7 +141,7 @@ class SharedTable:
         self._waiting: dict[int, _Call] = {}
         self._closed_because = ""
         self.failure = ""
-        """The reason why the serving process gives up, if it does."""
+        """The error of the serving process, if it gives up."""
 
     @property
     def num_waiting(self) -> int:
@@ -152,12 +152,12 @@ class SharedTable:
         return bool(self._closed_because)
 
     def execute(self, operation: StoreOperation[object], deadline: Deadline) -> object:
-        """Carries out an operation on the caller's thread; `Missing` when it has waited until the deadline.
+        """Runs an operation on the caller's thread; returns `Missing` if it has waited until the deadline.
 
-        Ctrl-C removes the waiter; a value that the operation popped at that moment goes back to its queue.
+        Ctrl-C removes the waiter, and puts a value that the operation has just popped back to its queue.
 
         Raises:
-            DistStoreError: the table was closed, or the operation does not fit to what is there.
+            DistStoreError: the table was closed, or the operation does not fit the value of its key.
         """
         woken = threading.Event()
         with self._begun(operation, woken.set) as call:
@@ -166,7 +166,7 @@ class SharedTable:
         return self._result(call)
 
     async def execute_on_loop(self, operation: StoreOperation[object], timeout_s: float) -> object:
-        """The same for a coroutine. Cancelling it is like Ctrl-C."""
+        """Like `execute`, for a coroutine. Cancellation has the effect of Ctrl-C."""
         woken, loop = asyncio.Event(), asyncio.get_running_loop()
         with self._begun(operation, lambda: loop.call_soon_threadsafe(woken.set)) as call:
             if call.number and timeout_s > 0:
@@ -176,12 +176,12 @@ class SharedTable:
         return self._result(call)
 
     def give_back(self, operation: StoreOperation[object], result: object) -> None:
-        """Undoes an operation whose result did not reach its caller: a popped value goes back to its queue."""
+        """Puts a popped value back to its queue if the result did not reach the caller."""
         with self._lock:
             self._deliver(self._table.restore(operation, result))
 
     def close(self, reason: str) -> int:
-        """Refuses further calls and ends those that wait with an error; returns how many waited. Idempotent."""
+        """Refuses further calls and fails those that wait; returns how many waited. Idempotent."""
         with self._lock:
             self._closed_because = reason
             calls = list(self._waiting.values())
@@ -191,7 +191,7 @@ class SharedTable:
 
     @contextmanager
     def _begun(self, operation: StoreOperation[object], notify: Callable[[], object]) -> Iterator[_Call]:
-        """Carries out the operation, or parks it for the time of the `with` block."""
+        """Runs the operation, or parks it during the `with` block."""
         call = _Call(operation, notify)
         delivered = False
         try:
@@ -219,7 +219,7 @@ class SharedTable:
             if not delivered:
                 self._deliver(self._table.restore(call.operation, call.result))
             elif isinstance(call.result, Missing):
-                call.result = call.operation.decide(self._table.contents)[0]  # some of the keys may have come
+                call.result = call.operation.decide(self._table.contents)[0]  # some of the keys may have been set
 
     def _deliver(self, woken: Iterable[Woken]) -> None:
         for number, result in woken:
@@ -234,10 +234,10 @@ class SharedTable:
 
 
 class HashStore(Store):
-    """A store for the threads of one process; useful in tests and for a world of one.
+    """A store for the threads of one process, for tests and worlds of size 1.
 
     Args:
-        timeout: how long methods wait that take no timeout of their own.
+        timeout: the limit of waits without a timeout of their own.
     """
 
     __reduce_ex__ = refuse_pickling

@@ -50,17 +50,17 @@ _INT64 = range(-(2**63), 2**63)
 class Store:
     """Keys (text) with values (bytes) that all processes of a job see.
 
-    Safe to use from several threads. A method that waits is bounded by the store's `timeout` unless it takes its own,
-    raises `StoreTimeout` naming the missing keys and the store, and leaves nothing behind; Ctrl-C interrupts it in the
-    main thread. `close` gives up connections and files; `with` does it by itself.
+    Several threads may use it. A method that waits takes at most the store's `timeout`, unless it has a timeout of its
+    own; then it raises `StoreTimeout`, which names the missing keys and the store, and leaves no trace in the store.
+    Ctrl-C interrupts it in the main thread. `close` releases connections and files; `with` calls it.
 
-    A new kind of store implements `execute`, `address` and `clone`. The other methods check their arguments and hand
-    `execute` an operation of `rpcdist.collectives.store`, whose docstring says what the operation returns. Or it has,
-    as a program's own store for torch has, some of the methods themselves: `set`, `get` and `add` are enough for
-    process groups; `check` and `compare_set` make it faster, and safe from processes that die.
+    A new kind of store implements `execute`, `address` and `clone`. The other methods check their arguments and pass
+    an operation of `rpcdist.collectives.store` to `execute`; the operation's docstring says what it returns. Or, like
+    a program's own store for torch, it defines some of the methods themselves: `set`, `get` and `add` are enough for
+    process groups; with `check` and `compare_set` it is faster, and safe from processes that die.
     """
 
-    _timeout_s: float = STORE_TIMEOUT_S  # of a class that does not call __init__
+    _timeout_s: float = STORE_TIMEOUT_S  # for a subclass that does not call __init__
 
     def __init__(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         self._timeout_s = seconds(timeout)
@@ -68,15 +68,15 @@ class Store:
     # ------------------------------------------------------------ to implement
 
     def execute(self, operation: StoreOperation[object], deadline: Deadline) -> object:
-        """Carries out one operation. It may be called from several threads at the same time.
+        """Runs one operation. Several threads may call it at the same time.
 
         Args:
-            operation: `Get`, `Wait` and `QueuePop` may have to wait; the others are done at once.
-            deadline: until when to wait; one that has passed means to look once. It limits the wait for keys only: how
-                long a network or a file may take is the store's own affair.
+            operation: `Get`, `Wait` and `QueuePop` may have to wait; the others never wait.
+            deadline: the limit of the wait for keys; after it, the store looks once. It does not limit the time that a
+                network or a file takes.
 
         Returns:
-            What the operation's docstring says; `Missing`, with the missing keys, when it waited in vain.
+            The result that the operation's docstring names; `Missing`, with the missing keys, after the deadline.
 
         Raises:
             DistStoreError: the operation failed.
@@ -85,17 +85,17 @@ class Store:
 
     @property
     def address(self) -> str:
-        """Where the table is, for people: host:port, a path, or the like."""
+        """The place of the table, for people: host:port, a path, or similar."""
         return f"{type(self).__name__} of the program"
 
     def clone(self) -> Store:
-        """Another object for the same table, with its own timeout; close both."""
+        """Returns another object for the same table, with its own timeout; close both."""
         raise DistStoreError(f"{type(self).__name__} has no method clone(), which is needed here; add it to the class")
 
     # ------------------------------------------------------------ values
 
     def set(self, key: str, value: Value) -> None:
-        """Sets `key`, whether it was there or not."""
+        """Sets `key`, whether it exists or not."""
         self._run(Set((_text(key),), (_data(value),)))
 
     def get(self, key: str) -> bytes:
@@ -103,56 +103,56 @@ class Store:
         return self._run(Get((_text(key),)), self._timeout_s)[0]
 
     def add(self, key: str, amount: int) -> int:
-        """Adds to a counter and returns the sum; a new one starts at 0, and `get` returns it as decimal text.
+        """Adds to a counter and returns the sum; a new counter starts at 0, and `get` returns it as decimal text.
 
         Raises:
-            DistStoreError: the key holds something that is not a number.
+            DistStoreError: the value of the key is not a number.
         """
         if not hasattr(amount, "__index__") or (number := index(amount)) not in _INT64:
             raise TypeError(f"add() takes a whole number of 64 bits, not {amount!r}")
         return self._run(Add(_text(key), number))
 
     def append(self, key: str, value: Value) -> None:
-        """Appends to the value of `key`; a missing one counts as empty."""
+        """Appends to the value of `key`; a missing value counts as empty."""
         self._run(Append(_text(key), _data(value)))
 
     def compare_set(self, key: str, expected_value: Value, desired_value: Value) -> bytes:
-        """Sets `key` if it holds `expected_value`, or if it is missing and the empty value is expected.
+        """Sets `key` if its value is `expected_value`, or if it is missing and `expected_value` is empty.
 
         Returns:
-            The value after that; `expected_value` when the key is missing and was not set.
+            The value after that; `expected_value` if the key is missing and was not set.
         """
         return self._run(CompareSet(_text(key), _data(expected_value), _data(desired_value)))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all keys (or queues of these names) are there; does not wait."""
+        """Whether all keys (or queues of these names) exist; does not wait."""
         return self._run(Check(_texts(keys)))
 
     def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
-        """Waits until all keys (or queues of these names) are there."""
+        """Waits until all keys (or queues of these names) exist."""
         names = _texts(keys)
         if names:
             self._run(Wait(names), self._timeout_s if timeout is None else seconds(timeout))
 
     def delete_key(self, key: str) -> bool:
-        """Removes a key; returns whether it was there. Queues stay."""
+        """Removes a key; returns whether it existed. Queues stay."""
         return self._run(DeleteKey(_text(key)))
 
     def num_keys(self) -> int:
-        """How many keys the whole table has, those of other prefixes included, queues not."""
+        """Returns the number of keys in the whole table, with those of other prefixes, without queues."""
         return self._run(NumKeys())
 
     def list_keys(self) -> list[str]:
-        """All keys (of this prefix, without it), in no particular order."""
+        """Returns all keys (of this prefix, without the prefix), in no particular order."""
         return list(self._run(ListKeys()))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Waits for all keys, up to `timeout`, and returns their values as of one instant where the store is ours."""
+        """Waits for all keys, up to `timeout`, and returns their values; those of our stores are of one instant."""
         names = _texts(keys)
         return list(self._run(Get(names), self._timeout_s)) if names else []
 
     def multi_set(self, keys: Sequence[str], values: Sequence[Value]) -> None:
-        """Sets several keys, at one instant where the store is ours."""
+        """Sets several keys; in our stores, at one instant."""
         if len(keys) != len(values):
             raise DistStoreError(f"multi_set() got {len(keys)} keys and {len(values)} values; give one value for each")
         if keys:
@@ -168,8 +168,8 @@ class Store:
         """Takes the first value of a queue; each value goes to one caller.
 
         Raises:
-            QueueEmptyError: it is empty and `block` is false.
-            StoreTimeout: nothing came within `timeout`.
+            QueueEmptyError: the queue is empty and `block` is false.
+            StoreTimeout: no value came within `timeout`.
         """
         name, timeout_s = _text(key), self._timeout_s if block else 0.0
         value = self._execute(QueuePop(name), timeout_s)
@@ -180,18 +180,18 @@ class Store:
         raise QueueEmptyError(f"queue is empty: {name!r} in the store at {self.address}")
 
     def queue_len(self, key: str) -> int:
-        """How many values a queue has."""
+        """Returns the number of values in a queue."""
         return self._run(QueueLen(_text(key)))
 
     # ------------------------------------------------------------ the rest
 
     def _execute(self, operation: StoreOperation[object], timeout_s: float) -> object:
-        """Refuses what is too large here, for every kind of store: another process could not read it."""
+        """Refuses operations that are too large, for every kind of store: other processes could not read the value."""
         size_bytes = operation.size_bytes
         if size_bytes > LARGEST_BYTES:
             raise DistStoreError(
-                f"{operation.method}() of {size_bytes} bytes of keys and values is more than a store takes in one "
-                f"operation, {LARGEST_BYTES} bytes ({LARGEST_BYTES >> 20} MiB). Use several keys, or a file."
+                f"{operation.method}() has {size_bytes} bytes of keys and values, but a store takes at most "
+                f"{LARGEST_BYTES} bytes ({LARGEST_BYTES >> 20} MiB) in one operation. Use several keys, or a file."
             )
         return self.execute(operation, Deadline.after(timeout_s))
 
@@ -202,9 +202,9 @@ class Store:
         return cast("R", result)
 
     def barrier(self, key: str, world_size: int, timeout: Timeout | None = None) -> None:
-        """Waits until `world_size` callers have come to the barrier of this name; it can be used again and again.
+        """Waits until `world_size` callers have reached the barrier of this name, which can be used repeatedly.
 
-        A caller that times out has been counted: do not use the same name again after that.
+        A caller that times out has been counted, so do not use the same name again after that.
         """
         if world_size < 1:
             raise ConfigError(f"a barrier needs a world_size of at least 1, not {world_size}")
@@ -213,32 +213,32 @@ class Store:
         done = f"{key}/last_member/{round_number}"
         if place == world_size - 1:
             self.set(done, b"1")
-            if round_number:  # all have left the previous round, or they would not have come to this one
+            if round_number:  # all have left the previous round, since they have come to this one
                 self.delete_key(f"{key}/last_member/{round_number - 1}")
         self.wait([done], timeout)
 
     @property
     def timeout(self) -> timedelta:
-        """How long methods wait that take no timeout of their own."""
+        """The limit of waits without a timeout of their own."""
         return timedelta(seconds=self._timeout_s)
 
     def set_timeout(self, timeout: Timeout) -> None:
-        """Sets the limit of waits that name none, in seconds or as a `timedelta`."""
+        """Sets the limit of waits without a timeout of their own, in seconds or as a `timedelta`."""
         self._timeout_s = seconds(timeout)
 
-    def note_failure(self, reason: str) -> None:  # most stores have nobody to tell
-        """Records why this process gives up, for processes that lose the store that it serves. Never blocks."""
+    def note_failure(self, reason: str) -> None:  # most stores do not serve other processes
+        """Records why this process gives up, for errors of processes that lose the store it serves. Never blocks."""
 
     def has_extended_api(self) -> bool:
-        """Whether `append`, `multi_get` and `multi_set` are one step each, and queues exist."""
+        """Whether `append`, `multi_get` and `multi_set` are atomic, and queues exist."""
         return type(self).execute is not Store.execute
 
     def full_key(self, key: str) -> str:
-        """The key as the table knows it, with the prefixes of this object before it."""
+        """Returns the key in the table, with the prefixes of this object."""
         return key
 
-    def close(self) -> None:  # a store that holds nothing has nothing to do
-        """Gives up what the store holds; idempotent, bounded. Nothing else may be called after it."""
+    def close(self) -> None:  # most stores hold no resources
+        """Releases the store's resources. Idempotent, bounded. No other method may be called afterwards."""
 
     def __enter__(self) -> Self:
         return self
@@ -253,18 +253,18 @@ class Store:
 
 
 def seconds(timeout: Timeout) -> float:
-    """Seconds of a timeout; negative ones count as 0. Raises `TypeError` or `ConfigError` for what is no timeout."""
+    """Returns the seconds of a timeout, 0 for negative ones. Raises `TypeError` or `ConfigError` if it is invalid."""
     if isinstance(timeout, timedelta):
         return max(0.0, timeout.total_seconds())
     if isinstance(timeout, bool) or not isinstance(timeout, int | float):
-        raise TypeError(f"a timeout is a datetime.timedelta or a number of seconds, not {timeout!r}")
+        raise TypeError(f"a timeout must be a datetime.timedelta or a number of seconds, not {timeout!r}")
     if not math.isfinite(timeout):
-        raise ConfigError(f"the timeout of a store has to be finite, not {timeout}")
+        raise ConfigError(f"the timeout of a store must be finite, not {timeout}")
     return max(0.0, float(timeout))
 
 
 def timed_out(what: str, timeout_s: float, keys: Iterable[str], address: str) -> StoreTimeout:
-    """The error for keys that did not come in time."""
+    """Makes the error for keys that were not set in time."""
     return StoreTimeout(
         f"{what} timeout after {round(timeout_s * 1000)}ms, keys: {listed(keys)} (missing in the store at "
         f"{address}). The process that sets them has not started, has failed, or uses another store or prefix."
@@ -276,12 +276,12 @@ def _text(key: str) -> str:
         return key
     if isinstance(key, bytes):  # as in torch
         return key.decode()
-    raise TypeError(f"a key of a store is text, not {type(key).__name__}")
+    raise TypeError(f"a key of a store must be text, not {type(key).__name__}")
 
 
 def _texts(keys: Sequence[str]) -> tuple[str, ...]:
     if isinstance(keys, str | bytes):
-        raise TypeError(f"expected a list of keys, not the single key {keys!r}")
+        raise TypeError(f"expected a list of keys, but got the single key {keys!r}")
     return tuple(_text(key) for key in keys)
 
 
@@ -290,27 +290,27 @@ def _data(value: Value) -> bytes:
         return value.encode()
     if isinstance(value, bytes | bytearray):
         return bytes(value)
-    raise TypeError(f"a value of a store is bytes or text, not {type(value).__name__}")
+    raise TypeError(f"a value of a store must be bytes or text, not {type(value).__name__}")
 
 
 logger = logging.getLogger(__name__)
 
 
 class DroppedStores:
-    """The clean-ups that are due. Any thread may use it."""
+    """Stores that finalizers could not close. Any thread may use it."""
 
     def __init__(self) -> None:
         self._closers: deque[tuple[int, Callable[[], None]]] = deque()
         self._exiting = False
 
     def add(self, pid: int, close: Callable[[], None]) -> None:
-        """Has `close` called later, in process `pid` only (not in a child forked from it); safe in a finalizer."""
+        """Schedules `close` for later, in process `pid` only (not in a forked child); safe in a finalizer."""
         self._closers.append((pid, close))
-        if self._exiting:  # a finalizer that runs at exit may come after `at_exit`, when nothing can be interrupted
+        if self._exiting:  # a finalizer may run after `at_exit`, when it cannot interrupt an operation
             self.close_all()
 
     def close_all(self) -> None:
-        """Closes dropped stores. Errors are logged, because no caller can handle them."""
+        """Closes dropped stores. Logs errors, because no caller can handle them."""
         while self._closers:
             try:
                 pid, close = self._closers.popleft()
@@ -328,13 +328,13 @@ class DroppedStores:
 
 
 DROPPED_STORES: Final = DroppedStores()
-"""Those of this process, for its finalizers."""
+"""The dropped stores of this process."""
 
 register_at_exit(DROPPED_STORES.at_exit)
 
 
 class SignedRecords:
-    """Any thread may use it."""
+    """Signed values in a store. Any thread may use it."""
 
     def __init__(self, store: Store, records: Records) -> None:
         self._store = store
@@ -344,7 +344,7 @@ class SignedRecords:
         self._store.set(key, self._records.sign(self._store.full_key(key), value.encode()))
 
     def replace(self, key: str, value: str, wanted: str) -> bool:
-        """Replaces the record of a key if it is still the given one; whether it was. The record must be there."""
+        """Replaces the record of an existing key if it still is `value`; returns whether it was replaced."""
         full_key, found = self._store.full_key(key), self._store.get(key)
         if self._records.verify(full_key, found, self._store.address).decode(errors="replace") != value:
             return False
@@ -352,11 +352,11 @@ class SignedRecords:
         return self._store.compare_set(key, found, record) == record
 
     def get(self, keys: Sequence[str], timeout_s: float | None = None) -> list[str]:
-        """Waits for all of them, up to the store's timeout or the one given; bytes that are no text become U+FFFD.
+        """Waits for all keys, up to the store's timeout or the given one; bytes that are not text become U+FFFD.
 
         Raises:
             AuthenticationFailed: a record was not signed by a process of the job; names its key.
-            DistStoreError: they did not come in time, or the operation failed.
+            DistStoreError: a key was not set in time, or the operation failed.
         """
         if timeout_s is not None:
             self._store.wait(keys, timeout_s)

@@ -1,7 +1,7 @@
-"""Operations on a store that has torch's methods: one of torch's, or a program's own, in Python, with some of them.
+"""Operations on a store with torch's methods: a store of torch, or a program's own Python store with some of them.
 
-torch needs few methods of a program's store, and so does this: `set`, `get` and `add`. `get` of a missing key may raise
-a `LookupError` or a `TimeoutError`, or return nothing, where there is no `check`.
+Like torch, this module needs only the methods `set`, `get` and `add`. If a store has no `check`, its `get` of a missing
+key may raise a `LookupError` or a `TimeoutError`, or return an empty value.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Offers = Callable[[str], bool]
 
 
 def carry_out(store: Any, operation: StoreOperation[object], deadline: Deadline, offers: Offers) -> object:
-    """As `Store.execute`; a wait asks again and again, with random pauses that grow."""
+    """Like `Store.execute`; a wait polls, with random pauses that grow."""
     pauses = backoff(POLL_S, LONGEST_PAUSE_S, deadline)
     while isinstance(result := _at_once(store, operation, offers), Missing) and not deadline.expired():
         time.sleep(next(pauses))
@@ -40,7 +40,7 @@ def carry_out(store: Any, operation: StoreOperation[object], deadline: Deadline,
 
 
 def _at_once(store: Any, operation: StoreOperation[object], offers: Offers) -> object:
-    """Carries out an operation without waiting; `Missing` for one that would have to."""
+    """Runs an operation without waiting; returns `Missing` if it would have to wait."""
     match operation:
         case Set(keys, values) if len(keys) > 1 and offers("multi_set") and store.has_extended_api():
             return store.multi_set(list(keys), list(values))
@@ -63,7 +63,7 @@ def _at_once(store: Any, operation: StoreOperation[object], offers: Offers) -> o
                 return bytes(_method(store, "queue_pop", offers)(key, False))
             except torch_distributed.QueueEmptyError:
                 return Missing((key,))
-        case _:  # the others have the names and the arguments of torch's methods
+        case _:  # other operations have the names and arguments of torch's methods
             return _method(store, operation.method, offers)(*operation.arguments)
 
 
@@ -98,7 +98,7 @@ def _missing(store: Any, keys: Sequence[str], offers: Offers) -> tuple[str, ...]
 
 
 def _value(store: Any, key: str, offers: Offers) -> bytes | None:
-    """The value of a key in a store without `check`; None if it is missing, or empty, which cannot be told apart."""
+    """Returns the value of a key in a store without `check`; None if it is missing or empty, which look the same."""
     try:
         value = _method(store, "get", offers)(key)
     except (LookupError, TimeoutError):
@@ -111,7 +111,7 @@ def _bytes(value: Any) -> bytes:
 
 
 def _set_once(store: Any, key: str, desired: bytes, offers: Offers) -> bytes:
-    """`compare_set` with nothing as the expected value, where the store has no such method: the first to count sets."""
+    """Like `compare_set` with an empty expected value, for stores without it: the first caller to count sets."""
     if (value := _value_if_there(store, key, offers)) is not None:
         return value
     if _method(store, "add", offers)(f"{key}/claims", 1) == 1:
@@ -122,8 +122,8 @@ def _set_once(store: Any, key: str, desired: bytes, offers: Offers) -> bytes:
     while (value := _value_if_there(store, key, offers)) is None:
         if deadline.expired():
             raise DistStoreError(
-                f"{key!r} was not set within {STORE_GRACE_S:g} s by the process that was the first to claim it; has it "
-                f"ended? With a method compare_set(), {type(store).__name__} would not depend on that."
+                f"the process that first claimed {key!r} did not set it within {STORE_GRACE_S:g} s; has it ended? With "
+                f"a method compare_set(), {type(store).__name__} would not depend on that process."
             )
         time.sleep(next(pauses))
     return value

@@ -1,13 +1,13 @@
-"""The operations of a store as data: one class for each, with its parameters and what it returns.
+"""The operations of a store as data: one class for each, with its parameters and its result.
 
-The public methods of `Store` make them, `Store.execute` carries them out, and on the way they may get a prefix, travel
-to another process or wait. `decide` is the meaning of an operation: from the contents of a table it says what the
-operation returns and which changes it makes. It changes nothing itself, so that a file can be written before the
-changes count, and so that an operation that has to wait can simply be tried again.
+The public methods of `Store` make them, and `Store.execute` runs them; in between they may get a prefix, travel to
+another process, or wait. `decide` defines an operation: from the contents of a table it computes the result and the
+changes. It changes nothing itself, so that a file can be written before the changes are applied, and an operation that
+must wait can simply be tried again.
 
-The meaning is that of torch's stores, found by running them: values and queues of the same name live side by side;
-queues count for `check` and `wait`, not for `num_keys`, `list_keys` and `delete_key`; `compare_set` on a missing key
-writes only when an empty value was expected; `add` keeps decimal text and wraps at 64 bits.
+The semantics are those of torch's stores, found by experiments: a value and a queue of the same name can coexist;
+queues count for `check` and `wait`, but not for `num_keys`, `list_keys` and `delete_key`; `compare_set` on a missing
+key writes only if the expected value is empty; `add` stores decimal text and wraps at 64 bits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rpcdist.errors import DistStoreError
 
 
 class Code(enum.IntEnum):
-    """The kind of a change. The numbers stand in the files of `FileStore`."""
+    """The kind of a change. `FileStore` writes the numbers to its files."""
 
     SET = 1
     APPEND = 2
@@ -33,11 +33,11 @@ class Code(enum.IntEnum):
     PUSH = 4
     POP = 5
     OPENED = 6  # a process with a known world size began to use the file
-    CLOSED = 7  # it will not use the file any more
+    CLOSED = 7  # such a process has ended its use of the file
 
 
 class Change(NamedTuple):
-    """One change of the contents; it always succeeds, because the operation that asks for it looked first."""
+    """One change of the contents; it always succeeds, because the operation has checked the contents."""
 
     code: Code
     key: str = ""
@@ -45,22 +45,22 @@ class Change(NamedTuple):
 
 
 class Contents:
-    """Keys with values, and queues, which have names of their own. An empty queue is removed."""
+    """Keys with values, and queues, which have separate names. An empty queue is removed."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes | bytearray] = {}  # one that grows is changed in place, and not copied each time
         self.queues: dict[str, deque[bytes]] = {}
 
     def without_value(self, keys: Iterable[str]) -> tuple[str, ...]:
-        """Those of `keys` that have no value, in their order."""
+        """Returns those of `keys` that have no value, in order."""
         return tuple(filterfalse(self.values.__contains__, keys))
 
     def without_value_or_queue(self, keys: Iterable[str]) -> tuple[str, ...]:
-        """Those of `keys` that name neither a value nor a queue, in their order."""
+        """Returns those of `keys` that name neither a value nor a queue, in order."""
         return tuple(filterfalse(self.queues.__contains__, self.without_value(keys)))
 
     def apply(self, change: Change) -> None:
-        """Carries out a change. `OPENED` and `CLOSED` concern the file alone and change nothing here."""
+        """Applies a change. `OPENED` and `CLOSED` concern only the file and change nothing here."""
         key, value = change.key, change.value
         match change.code:
             case Code.SET:
@@ -83,32 +83,32 @@ class Contents:
 R_co = TypeVar("R_co", covariant=True)
 
 LARGEST_BYTES: Final = 128 << 20
-"""Of the keys and values of one operation, of a value, and of an answer that comes from another process."""
-_ITEM_BYTES: Final = 8  # what a message needs for each key and value beside its bytes
+"""The limit of the keys and values of one operation, of a value, and of a reply from another process."""
+_ITEM_BYTES: Final = 8  # the overhead of each key and value in a message
 _NUMBER = re.compile(rb"\s*([+-]?\d{1,30})")
 _MAX_NUMBER_BYTES: Final = 100  # with white space before it, of which a value may have any amount
 _NAMES_KEYS: Final = frozenset({"key", "keys", "prefix"})
-"""The fields of operations that name keys, or the start of some."""
+"""The fields of operations that contain keys or the start of keys."""
 _WORD_START = re.compile("(?<!^)(?=[A-Z])")
 
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """The result of an operation that needs `keys` which are not there: wait for them, or give up."""
+    """The result of an operation that needs keys that do not exist: the caller waits for them, or gives up."""
 
     keys: tuple[str, ...]
 
 
 Decision = tuple[R_co | Missing, tuple[Change, ...]]
-"""The result of an operation, and the changes of the contents that go with it."""
+"""The result of an operation, and its changes of the contents."""
 
 
 class StoreOperation(ABC, Generic[R_co]):
     """An operation whose result has the type `R_co`.
 
     Attributes:
-        method: the method of `Store` that it belongs to, which is torch's name for it.
-        read_only: whether it never changes anything.
+        method: the method of `Store` that makes it; torch's name for the operation.
+        read_only: whether it never changes the contents.
     """
 
     __slots__ = ()
@@ -120,25 +120,25 @@ class StoreOperation(ABC, Generic[R_co]):
 
     @classmethod
     def parameters(cls) -> list[str]:
-        """The names of the fields; they are also those of the fields of its message."""
+        """Returns the names of the fields, which are also the fields of its message."""
         return [field.name for field in fields(cls)]  # type: ignore[arg-type]  # each of the classes is a dataclass
 
     @property
     def arguments(self) -> tuple[object, ...]:
-        """The values of the fields, which are the arguments of torch's method if that takes one key."""
+        """Returns the values of the fields, which are the arguments of torch's method if that takes one key."""
         return tuple(getattr(self, name) for name in self.parameters())
 
     @property
     def size_bytes(self) -> int:
-        """How much it carries: its keys and values."""
+        """The size of its keys and values."""
         return sum(_size_bytes(argument) for argument in self.arguments)
 
     @abstractmethod
     def decide(self, contents: Contents) -> Decision[R_co]:
-        """The result and the changes of the operation; `Missing` when it has to wait."""
+        """Returns the result and the changes of the operation; `Missing` if it must wait."""
 
     def under(self, prefix: str) -> Self:
-        """The same operation with `prefix` before each key."""
+        """Returns the same operation with `prefix` before each key."""
         changed: dict[str, str | tuple[str, ...]] = {}
         for name in _NAMES_KEYS.intersection(self.parameters()):
             given = getattr(self, name)
@@ -151,7 +151,7 @@ class StoreOperation(ABC, Generic[R_co]):
 
 @dataclass(frozen=True, slots=True)
 class Set(StoreOperation[None]):
-    """Sets all keys, at one instant; returns None. `multi_set` is this with several."""
+    """Sets all keys, at one instant; returns None. `multi_set` has several keys."""
 
     keys: tuple[str, ...]
     values: tuple[bytes, ...]
@@ -163,7 +163,7 @@ class Set(StoreOperation[None]):
 
 @dataclass(frozen=True, slots=True)
 class Get(StoreOperation[tuple[bytes, ...]]):
-    """Returns the values of all keys, as of one instant; waits for them. `multi_get` is this with several."""
+    """Waits for all keys and returns their values, as of one instant. `multi_get` has several keys."""
 
     keys: tuple[str, ...]
     read_only = True
@@ -198,7 +198,7 @@ class Check(StoreOperation[bool]):
 
 @dataclass(frozen=True, slots=True)
 class Add(StoreOperation[int]):
-    """Adds `amount` to the number of `key`, a missing one counting as 0, and returns the sum."""
+    """Adds `amount` to the number of `key`, or to 0 if it is missing, and returns the sum."""
 
     key: str
     amount: int
@@ -210,7 +210,7 @@ class Add(StoreOperation[int]):
 
 @dataclass(frozen=True, slots=True)
 class Append(StoreOperation[None]):
-    """Appends to the value of `key`, a missing one counting as empty; returns None."""
+    """Appends to the value of `key`, or to an empty value if it is missing; returns None."""
 
     key: str
     value: bytes
@@ -219,7 +219,7 @@ class Append(StoreOperation[None]):
         size_bytes = len(contents.values.get(self.key, b"")) + len(self.value)
         if size_bytes > LARGEST_BYTES:
             raise DistStoreError(
-                f"cannot append to key {self.key!r}: its value would have {size_bytes} bytes, and the limit is "
+                f"cannot append to key {self.key!r}: its value would have {size_bytes} bytes, but the limit is "
                 f"{LARGEST_BYTES} ({LARGEST_BYTES >> 20} MiB)"
             )
         return None, (Change(Code.APPEND, self.key, self.value),)
@@ -227,7 +227,7 @@ class Append(StoreOperation[None]):
 
 @dataclass(frozen=True, slots=True)
 class CompareSet(StoreOperation[bytes]):
-    """Sets `key` if it holds `expected`; returns what it holds then, or `expected` when it is missing and stays so."""
+    """Sets `key` if its value is `expected`; returns the value after that, or `expected` if `key` stays missing."""
 
     key: str
     expected: bytes
@@ -244,7 +244,7 @@ class CompareSet(StoreOperation[bytes]):
 
 @dataclass(frozen=True, slots=True)
 class DeleteKey(StoreOperation[bool]):
-    """Removes the value of `key`; returns whether there was one."""
+    """Removes the value of `key`; returns whether it had one."""
 
     key: str
 
@@ -255,7 +255,7 @@ class DeleteKey(StoreOperation[bool]):
 
 @dataclass(frozen=True, slots=True)
 class NumKeys(StoreOperation[int]):
-    """Returns how many keys the whole table has."""
+    """Returns the number of keys in the whole table."""
 
     read_only = True
 
@@ -290,7 +290,7 @@ class QueuePush(StoreOperation[None]):
 
 @dataclass(frozen=True, slots=True)
 class QueuePop(StoreOperation[bytes]):
-    """Takes the first value of the queue `key` and returns it; waits for one."""
+    """Takes the first value of the queue `key` and returns it; waits for a value."""
 
     key: str
 
@@ -301,7 +301,7 @@ class QueuePop(StoreOperation[bytes]):
 
 @dataclass(frozen=True, slots=True)
 class QueueLen(StoreOperation[int]):
-    """Returns how many values the queue `key` has."""
+    """Returns the number of values in the queue `key`."""
 
     key: str
     read_only = True
@@ -322,7 +322,7 @@ def _size_bytes(argument: object) -> int:
 
 
 def next_number(key: str, text: bytes | bytearray | None, amount: int) -> int:
-    """The sum that `add` stores, wrapped to a signed 64-bit number as in torch.
+    """Returns the sum that `add` stores, wrapped to a signed 64-bit number as in torch.
 
     Raises:
         DistStoreError: `text` does not start with a number.

@@ -1,11 +1,11 @@
-"""The tables that this process serves, by the gRPC service `Store`: one at each port.
+"""The tables that this process serves through the gRPC service `Store`, one at each port.
 
-The service's method runs as a coroutine on the I/O loop of the process that serves. A call that waits ends by an event
-in the table, at its own time limit, or when the transport cancels it because the client went away; in each case its
-waiter leaves the table.
+The service's method runs as a coroutine on the I/O loop of the serving process. A call that waits ends by an event in
+the table, at its own time limit, or when the transport cancels it because the client went away. In each case its
+waiter is removed from the table.
 
-Operations and results travel as protobuf messages. The fields of a request have the names of the operation's, so one
-rule translates all operations.
+Operations and results travel as protobuf messages. The fields of a request have the names of the operation's fields, so
+one rule translates all operations.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from rpcdist.transport._framing.message_parts import UNWEIGHED_BYTES, missing_we
 from rpcdist.transport.addresses import split_address
 from rpcdist.transport.fork import in_forked_child
 
-# Each operation, and the field of the reply that carries its result; none for an operation that returns nothing.
+# The field of the reply that carries the result of each operation; empty for an operation without a result.
 _RESULT_FIELDS: Final[dict[type[StoreOperation[object]], str]] = {
     ops.Set: "",
     ops.Get: "values",
@@ -63,20 +63,20 @@ M = TypeVar("M", store_pb2.StoreRequest, store_pb2.StoreReply)
 
 
 def request_for(operation: StoreOperation[object], timeout_s: float) -> store_pb2.StoreRequest:
-    """The message that asks for an operation. The time is rounded up, so that a short wait does not become none."""
+    """Returns the request for an operation. The time is rounded up, so that a short wait does not become 0."""
     request = store_pb2.StoreRequest(timeout_ms=math.ceil(timeout_s * 1000))
     message = getattr(request, operation.method)
-    message.SetInParent()  # an operation without fields would not be there otherwise
+    message.SetInParent()  # otherwise the request would lack an operation without fields
     for name, value in zip(operation.parameters(), operation.arguments, strict=True):
         _put(message, name, value)
     return _weighed(request)
 
 
 def operation_of(request: store_pb2.StoreRequest) -> StoreOperation[object]:
-    """The operation that a message asks for.
+    """Returns the operation of a request.
 
     Raises:
-        DistStoreError: none that is known here.
+        DistStoreError: this process does not know the operation.
     """
     method = request.WhichOneof("operation")
     kind = _OPERATIONS.get(method)
@@ -87,7 +87,7 @@ def operation_of(request: store_pb2.StoreRequest) -> StoreOperation[object]:
 
 
 def reply_with(operation: StoreOperation[object], result: object) -> store_pb2.StoreReply:
-    """The message that carries a result, or `Missing`."""
+    """Returns the message that carries a result or `Missing`."""
     reply = store_pb2.StoreReply()
     if isinstance(result, Missing):
         reply.missing.keys.extend(result.keys)
@@ -109,10 +109,10 @@ def _weighed(message: M) -> M:
 
 
 def result_of(reply: store_pb2.StoreReply) -> object:
-    """The result that a message carries, or `Missing`.
+    """Returns the result in a message, or `Missing`.
 
     Raises:
-        DistStoreError: the operation could not be carried out.
+        DistStoreError: the operation failed.
     """
     match reply.WhichOneof("result"):
         case None:
@@ -147,37 +147,37 @@ Method = Callable[[Identity, Any], Awaitable[tuple[Message | bytes, Undo]]]
 
 
 class StoreService:
-    """Answers the calls of service `Store` from one table, which this process may use directly."""
+    """Answers the calls of the service `Store` from one table, which this process may also use directly."""
 
     def __init__(self) -> None:
         self.table = SharedTable()
         self._replied_at = float("-inf")
 
     def methods(self) -> Mapping[str, Method]:
-        """The handlers by method name, as `Node.add_service` takes them."""
+        """Returns the handlers by method name, for `Node.add_service`."""
         return {"Execute": self.execute, "ExecuteLarge": self.execute_large}
 
     async def execute(self, peer: Identity, request: store_pb2.StoreRequest) -> tuple[store_pb2.StoreReply, Undo]:
-        """Carries out one operation. Cancelling it removes its waiter, and a popped value goes back to its queue.
+        """Runs one operation. Cancellation removes its waiter, and puts a popped value back to its queue.
 
         Returns:
-            The reply, and what puts a popped value back if its caller does not get it.
+            The reply, and a function that puts a popped value back if the caller does not get it.
         """
         return await self._execute(request, LARGEST_UNCUT_BYTES, store_pb2.StoreReply(too_large=True))
 
     async def execute_large(self, peer: Identity, request: bytes) -> tuple[bytes, Undo]:
-        """The same, with request and reply as bytes that travel in pieces."""
+        """Like `execute`, with request and reply as bytes that travel in pieces."""
         try:
             found = parsed(store_pb2.StoreRequest, request)
         except DecodeError as exc:
-            raise DistStoreError("the request is none of a store") from exc
+            raise DistStoreError("the request is not a request to a store") from exc
         reply, undo = await self._execute(found, LARGEST_BYTES, None)
         return reply.SerializeToString(), undo
 
     async def _execute(
         self, request: store_pb2.StoreRequest, limit_bytes: int, instead: store_pb2.StoreReply | None
     ) -> tuple[store_pb2.StoreReply, Undo]:
-        """The reply, and what undoes it. Beyond the limit nothing has happened; the reply is another, or says so."""
+        """Returns the reply and its undo. A reply beyond the limit is undone, and `instead` or an error replaces it."""
         try:
             operation = operation_of(request)
             result = await self.table.execute_on_loop(operation, request.timeout_ms / 1000)
@@ -189,8 +189,8 @@ class StoreService:
             if instead is not None:
                 return instead, lambda: None
             raise DistStoreError(
-                f"the answer to {operation.method}() has {size_bytes} bytes, more than a store sends at once, "
-                f"{limit_bytes} bytes ({limit_bytes >> 20} MiB). Ask for fewer keys at once."
+                f"the reply to {operation.method}() has {size_bytes} bytes, but a store sends at most "
+                f"{limit_bytes} bytes ({limit_bytes >> 20} MiB) at once. Request fewer keys at once."
             )
         except DistStoreError as exc:
             if self.table.closed:
@@ -200,10 +200,10 @@ class StoreService:
             self._replied_at = asyncio.get_running_loop().time()
 
     async def close(self) -> None:
-        """Refuses further calls and ends those that wait; their callers get an error. Idempotent.
+        """Refuses further calls and fails those that wait. Idempotent.
 
-        Often the serving process ends as soon as it sees the key that the last of its clients has set, which is before
-        the reply to that client has left. So replies of the last moment get `STORE_LINGER_S` to leave.
+        The serving process often ends as soon as it sees the key that its last client has set, before the reply to
+        that client has left. So the last replies get `STORE_LINGER_S` to leave.
         """
         loop = asyncio.get_running_loop()
         failure = self.table.failure
@@ -216,7 +216,7 @@ DESCRIPTOR = store_pb2.DESCRIPTOR.services_by_name["Store"]
 
 
 class ServedTable:
-    """A table that this process serves, and uses without the network; its service ends with the last share of it."""
+    """A table that this process serves, and uses without the network; the service ends with its last share."""
 
     def __init__(self, server: TableServer, node: Node, address: str) -> None:
         self.address = address
@@ -226,7 +226,7 @@ class ServedTable:
         self._node = node
 
     def execute(self, operation: StoreOperation[object], deadline: Deadline) -> object:
-        """Carries out an operation on this thread, which must be none of an event loop."""
+        """Runs an operation on this thread, which must not be the thread of an event loop."""
         if asyncio._get_running_loop() is not None:
             raise BlockingInLoop("this call of a store", "await asyncio.to_thread(...)")
         return self.service.table.execute(operation, deadline)
@@ -237,12 +237,12 @@ class ServedTable:
         return self._server.share(host, port, may_share=True, timeout_s=STORE_GRACE_S)
 
     def close(self) -> None:
-        """Gives up a share. Blocks, bounded."""
+        """Releases a share. Blocks for a limited time."""
         self._server.give_up(self)
 
     def start(self, timeout_s: float) -> None:
         self._node.add_service(DESCRIPTOR, self.service.methods(), timeout_s, self.address)
-        register_at_exit(self.end_calls)  # scripts written for torch close no stores
+        register_at_exit(self.end_calls)  # scripts written for torch do not close stores
 
     def end(self) -> None:
         unregister_at_exit(self.end_calls)
@@ -254,17 +254,17 @@ class ServedTable:
         self._node.release()
 
     def end_calls(self) -> None:
-        """Ends the calls under way, and lets the last replies leave."""
+        """Ends the calls in progress, and waits until the last replies have left."""
         if in_forked_child():
             return
         try:
             self._node.run(self.service.close(), CLOSE_LIMIT_S)
-        except (RpcdistError, RuntimeError):  # the loop is gone, and the service with it
+        except (RpcdistError, RuntimeError):  # the loop has ended, and the service with it
             pass
 
 
 class TableServer:
-    """Serves a table at each port that a store asks for, all on one node."""
+    """Serves one table for each requested port, all on one node."""
 
     def __init__(self, acquire: Callable[[], Node]) -> None:
         self._acquire = acquire
@@ -273,18 +273,18 @@ class TableServer:
 
     @property
     def tables(self) -> list[SharedTable]:
-        """Those that are served now."""
+        """Returns the tables that are served now."""
         return [serving.service.table for serving in self._serving.values()]
 
     def share(self, host: str, port: int, may_share: bool, timeout_s: float) -> ServedTable:
-        """Starts to serve a table, or returns a share of the one that is served at that port already.
+        """Starts to serve a table, or returns a share of the table that this process already serves at that port.
 
         Args:
-            port: 0 for any that is free.
-            may_share: whether the table of an earlier caller will do.
+            port: 0 for any free port.
+            may_share: whether to share the table of an earlier caller.
 
         Raises:
-            DistNetworkError: the port is in use, if only by a store of this process and `may_share` is not set.
+            DistNetworkError: the port is in use, even if by a store of this process when `may_share` is not set.
         """
         with self._lock:
             serving = self._serving.get(port)
@@ -295,7 +295,7 @@ class TableServer:
                     raise DistNetworkError(f"the store cannot be served at {host} port {port}: {exc}") from exc
             elif not may_share:
                 raise DistNetworkError(
-                    f"this process serves a store at {serving.address} already (address already in use). Pass "
+                    f"this process already serves a store at {serving.address} (address already in use). Pass "
                     "multi_tenant=True to share its table, close() that store first, or choose another port."
                 )
             serving.num_shares += 1
@@ -327,4 +327,4 @@ class TableServer:
 
 
 TABLE_SERVER: Final = TableServer(acquire_node)
-"""That of this process, on its one node."""
+"""The server of this process, on its one node."""

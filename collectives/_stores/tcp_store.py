@@ -54,7 +54,7 @@ JOIN_KEY: Final = "init/"  # counts those who connected, as in torch
 
 
 class _Remote:
-    """The table is behind an authenticated link, which is opened again when it broke or was idle between two calls.
+    """A table in another process, behind an authenticated link that is opened again after it broke or was idle.
 
     The clones of a store share it. It has the methods of `ServedTable`.
     """
@@ -77,7 +77,7 @@ class _Remote:
             raise
 
     async def _find(self) -> None:
-        """Connects, and makes sure that there is a store: a process may listen before it serves one."""
+        """Connects, and checks that the process serves a store, as it may listen before it does."""
         deadline = Deadline.after(self._timeout_s)
         pauses = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, deadline)
         while True:
@@ -89,23 +89,23 @@ class _Remote:
                 return
             except AuthenticationFailed:
                 raise
-            except (TransportError, TimeoutError) as exc:  # nobody listens yet, or the process is busy
+            except (TransportError, TimeoutError) as exc:  # no process listens yet, or the process is busy
                 if deadline.expired():
                     raise ConnectFailed(self.address, await self._why_not(exc), self._timeout_s) from exc
             await asyncio.sleep(next(pauses))
 
     async def _log_waiting(self) -> None:
         logger.warning(
-            "no process has answered at %s for %g s, where rank 0 should serve the store; this process tries for %g "
+            "no process has answered for %g s at %s, where rank 0 should serve the store; this process tries for %g "
             "s. %s",
-            self.address, INIT_NOTICE_S, self._timeout_s, NOBODY_THERE,
+            INIT_NOTICE_S, self.address, self._timeout_s, NOBODY_THERE,
         )  # fmt: skip
 
     async def _why_not(self, exc: TransportError | TimeoutError) -> str:
         if (shortage := own_shortage(exc)) is not None:
             return shortage
         if isinstance(exc, TimeoutError):
-            return "a process accepts connections there, and does not answer. Is rank 0 stopped or busy?"
+            return "a process accepts connections there, but does not answer. Is rank 0 stopped or busy?"
         if not isinstance(exc, ConnectFailed):
             return f"a process answers there, but it serves no store ({exc})"
         host = split_address(self.address)[0]
@@ -115,9 +115,9 @@ class _Remote:
         except socket.gaierror as why:
             return f"this host cannot resolve the name {host!r} ({why.strerror}). Check MASTER_ADDR or the init_method"
         except TimeoutError:
-            return f"no name server said within {SIDE_ATTEMPT_LIMIT_S:g} s where {host!r} is. Check MASTER_ADDR"
+            return f"no name server resolved {host!r} within {SIDE_ATTEMPT_LIMIT_S:g} s. Check MASTER_ADDR"
         if "refused" in exc.reason.lower():
-            return f"nobody listens there. {NOBODY_THERE}"
+            return f"no process listens there. {NOBODY_THERE}"
         return f"{exc.reason.rstrip('.?')}. {NOBODY_THERE}"
 
     async def _connected(self, timeout_s: float) -> Link:
@@ -171,30 +171,30 @@ class _Remote:
                 return
         try:
             self._node.run(self._end(), STORE_GRACE_S)
-        except (RpcdistError, RuntimeError):  # the loop is gone, and the link with it
+        except (RpcdistError, RuntimeError):  # the loop has ended, and the link with it
             pass
         self._node.release()
 
 
 class TCPStore(Store):
-    """A store that one process serves over gRPC on its port; the others are its clients. All prove the job token.
+    """A store that one process serves over gRPC on its port; other processes are clients. All prove the job token.
 
     Args:
-        host_name: where the server is; the master binds this address.
-        port: its port; for the master 0 picks one, see `port`.
-        world_size: how many processes will use the store, the master included; None if that is not known.
-        is_master: whether this process serves it. The master reaches the table without the network.
-        timeout: limit for connecting, for waiting for the workers, and for methods that take no timeout of their own.
+        host_name: the server's address, which the master binds.
+        port: the server's port; the master may pass 0 to have one chosen, see `port`.
+        world_size: how many processes will use the store, the master included; None if unknown.
+        is_master: whether this process serves the store. The master uses the table without the network.
+        timeout: the limit of connecting, of waiting for the workers, and of waits without a timeout of their own.
         wait_for_workers: whether the master waits until `world_size` processes have connected.
-        multi_tenant: whether a store that this process serves there already is shared instead of being an error.
+        multi_tenant: whether to share a store that this process already serves there, instead of raising.
         master_listen_fd: not supported.
-        use_libuv: accepted for scripts written for torch, without effect.
+        use_libuv: accepted for compatibility with torch and ignored.
 
     Raises:
-        ConnectFailed: nobody answered within `timeout` (it is tried again until then).
+        ConnectFailed: no process answered within `timeout`, although the store tried repeatedly.
         AuthenticationFailed: the tokens differ.
         DistNetworkError: the master's port is in use.
-        StoreTimeout: not all workers came.
+        StoreTimeout: not all workers connected.
     """
 
     libuvBackend: Final = False
@@ -218,7 +218,7 @@ class TCPStore(Store):
         self._world_size = world_size
         if master_listen_fd is not None:
             raise ConfigError(
-                "master_listen_fd is not supported: gRPC opens its own socket. Pass port=0 to have one picked."
+                "master_listen_fd is not supported, as gRPC opens its own socket. Pass port=0 to have a port chosen."
             )
         if not 0 <= port < 2**16:
             raise ConfigError(f"port must have value from 0 to 65535 but was {port}.")
@@ -242,7 +242,7 @@ class TCPStore(Store):
     def _join(self, world_size: int, is_master: bool) -> None:
         came = self.add(JOIN_KEY, 1)
         if not is_master:
-            # Everybody tells, whatever number it expects: a process that expects another one is found later, by name.
+            # Every process pushes, whatever world size it expects; a later check names a process that expects another.
             self.queue_push(JOIN_KEY, COMPLETE if came == world_size else b"came")
             return
         deadline = Deadline.after(self._timeout_s)
@@ -268,7 +268,7 @@ class TCPStore(Store):
         return self._access.address
 
     def clone(self) -> TCPStore:
-        """Another store object on the same connection."""
+        """Returns another store object on the same connection."""
         twin = TCPStore.__new__(TCPStore)
         Store.__init__(twin, self._timeout_s)
         twin._host, twin._world_size = self._host, self._world_size
@@ -280,7 +280,7 @@ class TCPStore(Store):
             self._access.service.table.failure = reason
 
     def close(self) -> None:
-        """Ends the connection, or the service when this is its last user here; idempotent, bounded."""
+        """Ends the connection, or the service if this is its last user in this process. Idempotent, bounded."""
         if self._closer.detach() is not None:
             self._access.close()
 
@@ -293,11 +293,11 @@ class TCPStore(Store):
         except (AuthenticationFailed, DistStoreError):
             raise
         except ConnectFailed as exc:
-            if exc.waited_s is not None:  # the connection was gone before the call, and could not be opened again
+            if exc.waited_s is not None:  # the connection was lost before the call, and could not be opened again
                 raise
             raise _lost(self.address, operation, exc) from exc
         except DeadlineExceeded as exc:
-            if operation.read_only:  # nothing has happened, so the caller may ask again for as long as it likes
+            if operation.read_only:  # it has no effect, so the caller may repeat it
                 text = f"the store at {self.address} has not answered {type(operation).__name__} in time"
                 raise StoreTimeout(f"{text} ({exc}); is the process that serves it (rank 0) stopped or busy?") from exc
             raise _lost(self.address, operation, exc) from exc
@@ -319,7 +319,7 @@ def _open(host: str, port: int, is_master: bool, share: bool, timeout_s: float) 
     if is_master:
         return TABLE_SERVER.share(host, port, share, max(timeout_s, STORE_GRACE_S))
     if port == 0:
-        raise ConfigError(f"the port of the store at {host} is not known; pass the master's (its `port` attribute).")
+        raise ConfigError(f"the port of the store at {host} is unknown; pass the master's (its `port` attribute).")
     return _Remote(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", timeout_s)
 
 
@@ -332,7 +332,7 @@ def _timed_out_join(timeout_s: float, came: int, world_size: int, address: str) 
 
 def _lost(address: str, operation: StoreOperation[object], reason: Exception) -> DistNetworkError:
     was_refused = REFUSED in str(reason)
-    what = "gave no answer to" if was_refused else "was lost during"
+    what = "did not answer" if was_refused else "was lost during"
     text = f"the store at {address} {what} {type(operation).__name__}: {str(reason).removesuffix('.')}. "
     if CLOSED not in text and not was_refused:
         text += "The process that serves it (rank 0) has ended, or the network is broken; "

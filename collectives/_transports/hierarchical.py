@@ -1,8 +1,8 @@
 """The transport of a group that spans several hosts with several ranks each: shared memory inside, sockets between.
 
-Every host has a leader, its lowest rank. An operation becomes a few smaller ones: on the host's own transport, on the
-transport of the leaders, on the host's own transport again. ALL_TO_ALL gains nothing from leaders, and runs on a socket
-transport of all ranks. All parts carry the fingerprint of the whole operation, so that any of them finds a mismatch.
+Every host has a leader, its lowest rank. An operation becomes several smaller ones: on the host's own transport, on the
+transport of the leaders, and on the host's own transport again. ALL_TO_ALL gains nothing from leaders, so it runs on a
+socket transport of all ranks. All parts carry the fingerprint of the whole operation, so that each detects a mismatch.
 """
 
 from __future__ import annotations
@@ -30,21 +30,20 @@ class Hosts:
     """Which ranks of a group share a host.
 
     Attributes:
-        members: the ranks of each host in rising order; hosts are ordered by their first rank.
+        members: the ranks of each host in ascending order; hosts are ordered by their first rank.
     """
 
     members: tuple[tuple[int, ...], ...]
 
     @classmethod
     def from_leaders(cls, leaders: Sequence[int]) -> Hosts:
-        """Makes the hosts from the leader of each rank; a leader is its own."""
+        """Groups the ranks by their leader; a leader's entry is the leader itself."""
         members: dict[int, list[int]] = {}
         for rank, leader in enumerate(leaders):
             members.setdefault(leader, []).append(rank)
         return cls(tuple(tuple(members[leader]) for leader in sorted(members)))
 
     def index_of(self, rank: int) -> int:
-        """Returns the index of the host of a rank."""
         return next(index for index, ranks in enumerate(self.members) if rank in ranks)
 
     @property
@@ -53,7 +52,7 @@ class Hosts:
 
 
 class _Part:
-    """The transport of some ranks of the group, and which ranks those are."""
+    """A transport that connects some ranks of the group, with those ranks."""
 
     def __init__(self, transport: Transport, ranks: tuple[int, ...]) -> None:
         self.transport = transport
@@ -133,7 +132,7 @@ class HierarchicalTransport(Transport):
             self._between.run(control, operation)
 
     def _reduced(self, operation: Operation, buffer: torch.Tensor) -> ReduceOp:
-        """Multiplies `buffer` if needed; returns the reduction of the parts. `_finish` divides in the end."""
+        """Multiplies `buffer` if needed; returns the reduction for the parts. `_finish` divides later."""
         assert operation.reduce_op is not None
         reduce_kernels.premultiply(operation, buffer)
         return ReduceOp.SUM if operation.reduce_op in (ReduceOp.AVG, ReduceOp.PREMUL_SUM) else operation.reduce_op
@@ -246,7 +245,7 @@ class HierarchicalTransport(Transport):
         return tuple(whole.split([count * len(ranks) for ranks in self._hosts.members]))
 
     def _gather_on_leader(self, chunk: torch.Tensor, control: Control) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-        """Returns a buffer for all ranks, as blocks and as a whole; the leader has its host's block filled."""
+        """Returns a buffer for all ranks, as blocks and as a whole; on the leader, the block of its host is filled."""
         whole = chunk.new_empty(chunk.numel() * self.size)
         blocks = self._blocks(whole)
         chunks = (
@@ -257,13 +256,13 @@ class HierarchicalTransport(Transport):
         return blocks, whole
 
     def _copy_chunks(self, whole: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
-        """Copies the chunks of `whole` to the outputs for their ranks, if there are outputs here."""
+        """Copies each rank's chunk of `whole` to that rank's output, if the operation has outputs on this rank."""
         count = whole.numel() // self.size
         for position, rank in enumerate(self._order if outputs else ()):
             outputs[rank].view(-1).copy_(whole[position * count : (position + 1) * count])
 
     def _scatter_on_host(self, block: torch.Tensor, sizes: list[int], output: torch.Tensor, control: Control) -> None:
-        """Sends the leader's block to its host's ranks, in chunks of these sizes."""
+        """Scatters the leader's block to the ranks of its host, in chunks of these sizes."""
         nothing = block[:0]
         chunks = block.split(sizes) if self._between is not None else (nothing,) * len(sizes)
         arrivals = (output.view(-1), *(nothing,) * (len(sizes) - 1))

@@ -1,11 +1,10 @@
-"""The interface of a transport, which moves the bytes of a group's operations, and what it asks the group's engine.
+"""The interface between a transport, which moves the bytes of a group's operations, and the group's engine.
 
 A transport carries the collective operations of one group over one medium: shared memory, sockets, or both. The engine
-calls it with one operation at a time, in the same order on every rank, on whichever thread runs the operation; so a
+calls it with one operation at a time, in the same order on every rank, on the thread that runs the operation; so a
 transport needs no lock. `SingleRankTransport` serves a group of one rank.
 
-Threads that wait for other ranks sleep on descriptors (`Waker`, `Pollers`), after a look for as long as
-`SpinPolicy` says.
+A thread that waits for other ranks spins as long as `SpinPolicy` says, then sleeps on descriptors (`Waker`, `Pollers`).
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ from rpcdist.transport.hub_connector import HubAddress
 
 
 class TransportMismatch(Exception):
-    """A peer's fingerprint, or the size of its message, is not the expected one. The engine tells every rank.
+    """A peer's fingerprint or message size is not the expected one. The engine tells every rank.
 
     Attributes:
-        views: for each rank the operation that it runs, as `describe_fingerprint` writes it; at least two ranks.
+        views: the operation that each rank runs, as `describe_fingerprint` writes it; of at least two ranks.
     """
 
     def __init__(self, views: dict[int, str]) -> None:
@@ -38,7 +37,7 @@ class TransportMismatch(Exception):
 
 
 class TransportPeerLost(Exception):
-    """The connection with a peer ended. The engine waits shortly for the watch to say why, and tells every rank."""
+    """The connection to a peer ended. The engine waits briefly for the watch to report why, and tells every rank."""
 
     def __init__(self, rank: int, reason: str) -> None:
         super().__init__(rank, reason)
@@ -47,7 +46,7 @@ class TransportPeerLost(Exception):
 
 
 class TransportTimeout(Exception):
-    """The deadline passed.
+    """The operation's deadline passed.
 
     Attributes:
         waiting_for: the ranks from which data is missing, as far as this rank can see.
@@ -59,7 +58,7 @@ class TransportTimeout(Exception):
 
 
 class Control(ABC):
-    """The questions of a transport to the engine while it waits. The engine makes one for each operation."""
+    """Tells a waiting transport whether the engine wants to end the operation. The engine makes one per operation."""
 
     deadline: Deadline
     sequence: int
@@ -68,14 +67,14 @@ class Control(ABC):
     @property
     @abstractmethod
     def wakeup_fd(self) -> int:
-        """A descriptor that becomes readable when `check` would raise; poll it with your sockets. -1: there is none."""
+        """A descriptor that becomes readable when `check` would raise; poll it with the sockets. -1 for none."""
 
     @abstractmethod
     def check(self) -> None:
-        """Raises the error that ends the operation, because the group failed or was aborted, here or on another rank.
+        """Raises the error that ends the operation, if the group failed or was aborted, here or on another rank.
 
         It makes no system call. Call it at least every 50 ms while waiting, and let other Python threads run in between
-        (`time.sleep(0)`): the failure is noticed by another thread.
+        (`time.sleep(0)`), since another thread notices the failure.
         """
 
 
@@ -111,19 +110,19 @@ class Transport(ABC):
 
     @abstractmethod
     def run(self, operation: Operation, control: Control) -> None:
-        """Carries out a collective operation; blocks, on the caller's thread, until this rank's part is done.
+        """Runs a collective operation on the caller's thread, and blocks until this rank's part is done.
 
-        A rank returns only when no other rank can find this operation mismatched any more: a rank that only sends waits
+        A rank returns only when no other rank can still find a mismatch in this operation: a rank that only sends waits
         until its receivers have seen its fingerprint.
 
         Raises:
-            TransportMismatch, TransportPeerLost, TransportTimeout: after any of them the transport is never used again.
+            TransportMismatch, TransportPeerLost, TransportTimeout: the transport is not used again after any of these.
             CollectiveError: from `control.check()`.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Frees sockets and memory; idempotent; never waits; called once no operation runs."""
+        """Frees sockets and memory. Idempotent; never waits; called when no operation is running."""
 
 
 class SingleRankTransport(Transport):
@@ -140,7 +139,7 @@ class SingleRankTransport(Transport):
                 reduce_kernels.premultiply(operation, output)
 
     def close(self) -> None:
-        """Does nothing: nothing is open."""
+        """Does nothing."""
 
 
 _MAX_POLLERS: Final = 64
@@ -155,14 +154,14 @@ class Waker:
         self._write_end.setblocking(False)
 
     def fileno(self) -> int:
-        """The descriptor that is readable once `wake` was called."""
+        """The descriptor that is readable after `wake`."""
         return self._read_end.fileno()
 
     def wake(self) -> None:
         """Wakes the sleeper; any thread may call it, and it never blocks."""
         try:
             self._write_end.send(b"!", NO_SIGPIPE)
-        except OSError:  # full: readable already; closed: nobody polls any more
+        except OSError:  # the buffer is full, so the descriptor is readable already; or it is closed
             pass
 
     def drain(self) -> None:
@@ -178,7 +177,7 @@ class Waker:
 
 
 class Pollers:
-    """Keeps `select.poll` objects, since the same few sets of descriptors are waited for again and again.
+    """Caches `select.poll` objects, since a transport polls the same few sets of descriptors repeatedly.
 
     Used by one thread at a time.
     """
@@ -187,7 +186,7 @@ class Pollers:
         self._kept: dict[tuple[int, ...], select.poll] = {}
 
     def get(self, masks: dict[int, int], wakeup_fd: int) -> select.poll:
-        """Returns a poller for these descriptors and events, and for `wakeup_fd` to be readable unless that is -1."""
+        """Returns a poller for these descriptors and events, and for reading `wakeup_fd` unless that is -1."""
         key = (wakeup_fd, *masks, *masks.values())
         poller = self._kept.get(key)
         if poller is None:
@@ -206,11 +205,11 @@ _LEAST_PART: Final = 1 / 32  # of the longest time
 
 
 class SpinPolicy:
-    """Learns from the last waits whether spinning is worth it. One thread at a time uses it.
+    """Learns from recent waits how long to spin before sleeping. Used by one thread at a time.
 
-    A sleep costs a wake-up, which takes long on a core that has gone idle meanwhile. Spinning keeps a core from others,
-    also with a `sched_yield` after each attempt, so there is none of it where a host has more ranks than cores, and
-    little where other programs keep the cores busy: there the waits are long.
+    Waking up from a sleep takes long on a core that has gone idle. Spinning takes a core away from other threads, even
+    with a `sched_yield` after each attempt. So a rank does not spin on a host with more ranks than cores, and spins
+    little where other programs keep the cores busy, because waits are long there.
 
     Attributes:
         spin_s: how long to try before the next sleep, in seconds.
@@ -227,7 +226,7 @@ class SpinPolicy:
             self.spin_s = min(2 * self.spin_s, self._longest_s)
 
     def slept(self, waited_s: float) -> None:
-        """Reports that spinning was not enough, and how much longer the wait was."""
+        """Reports that the thread had to sleep, and how long the wait was."""
         if self._longest_s:
             waited_long = waited_s > self._longest_s
             self.spin_s = (
@@ -238,11 +237,11 @@ class SpinPolicy:
 
 
 def ranks_here(rank: int, addresses: Sequence[str]) -> int:
-    """How many ranks are on the host of a rank, by the addresses of all ranks' hubs; 0 if there are no addresses."""
+    """Returns the number of ranks on a rank's host, from the hub addresses of all ranks; 0 without addresses."""
     hosts = [HubAddress.parse(address).host for address in addresses]
     return hosts.count(hosts[rank]) if hosts else 0
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
+    """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,3 +1,3 @@
-"""`python -m rpcdist doctor`: why the workers of a job cannot reach each other, and what to do about it."""
+"""`python -m rpcdist doctor`: finds why the workers of a job cannot reach each other, and how to fix it."""
 
 __all__: list[str] = []

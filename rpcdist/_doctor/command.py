@@ -1,4 +1,4 @@
-"""The command: collects the facts, and prints what they mean."""
+"""The command: collects the facts, and prints the findings."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def add_doctor(commands: Commands) -> None:
 
 
 def _address(text: str) -> str:
-    from rpcdist.transport.addresses import split_address  # not at the top: it brings gRPC, whatever the command is
+    from rpcdist.transport.addresses import split_address  # imports gRPC, which others do not need
 
     try:
         split_address(text)
@@ -45,21 +45,21 @@ def _run(arguments: argparse.Namespace) -> int:
     from rpcdist._doctor.findings import Finding, host_findings, summary, worker_findings
     from rpcdist._doctor.host_probes import host_facts
 
-    # The findings say what the transport would log of failed attempts.
+    # The findings contain what the transport would log about failed attempts.
     logging.getLogger("rpcdist").setLevel(logging.CRITICAL)
     addresses: Sequence[str] = list(dict.fromkeys(arguments.addresses))
     host = host_facts()
     print(_machine(host))
     found: list[Finding] = host_findings(host, is_asked_about_workers=bool(addresses))
     if addresses and (host.setting_error or host.token_error or host.is_token_missing):
-        print("the addresses were not tried: a worker could not start here either")
+        print("the addresses were not tried, because a worker could not start here either")
     elif addresses:
         for facts in _examined(addresses):
             print(summary(facts))
             found += worker_findings(facts, host)
     found = list(dict.fromkeys(found))
     if not found:
-        print("nothing is wrong")
+        print("no problems found")
         return 0
     print(f"{len(found)} finding{'s' if len(found) > 1 else ''}:")
     for number, finding in enumerate(found, start=1):
@@ -75,7 +75,7 @@ def _machine(host: HostFacts) -> str:
 
 
 def _examined(addresses: Sequence[str]) -> list[WorkerFact]:
-    """The workers at the addresses, and those that a coordinator among them names."""
+    """Examines the workers at the addresses, and those that a coordinator among them names."""
     from rpcdist._doctor.worker_probes import WorkerProbes
     from rpcdist.transport import Node, NodeOptions
 
@@ -87,7 +87,7 @@ def _examined(addresses: Sequence[str]) -> list[WorkerFact]:
             others = [(address, name) for address, name in named if address not in addresses]
             others = [each for each in others if not _is_asked(each[1], asked)]
             if len(others) > MAX_MEMBERS:
-                print(f"the job has {len(others)} more workers; the first {MAX_MEMBERS} are looked at")
+                print(f"the job has {len(others)} more workers; only the first {MAX_MEMBERS} are examined")
             return asked + list(threads.map(lambda each: probes.examine(*each), others[:MAX_MEMBERS]))
     finally:
         probes.close()

@@ -1,6 +1,6 @@
 """The doctor's observations, as data: `host_probes.py` and `worker_probes.py` fill these, `findings.py` judges them.
 
-A field that is None was not looked at, or could not be.
+A field is None if it was not or could not be examined.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ class PortAnswer(Enum):
     SILENT = "silent"
     UNREACHABLE = "unreachable"
     FAILED = "failed"
-    """For a reason of this process, such as no free descriptor."""
+    """This process failed, for example for lack of a free descriptor."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuFacts:
-    """The GPUs of this machine, and what torch makes of them.
+    """The GPUs of this machine, and whether torch can use them.
 
     Attributes:
         has_driver: whether NVIDIA's kernel driver is loaded.
         torch_cuda: the version of CUDA that torch is built for; None for a CPU build.
         is_available: whether torch can use a GPU.
         is_hidden: whether CUDA_VISIBLE_DEVICES hides all GPUs.
-        nccl: the version of the NCCL that the backend "nccl" would take.
-        nccl_error: why there is none.
+        nccl: the version of the NCCL that the backend "nccl" would use.
+        nccl_error: why the backend cannot use NCCL.
     """
 
     has_driver: bool = False
@@ -54,11 +54,11 @@ class HostFacts:
         channels: the value of RPCDIST_CHANNELS.
         descriptors: the soft limit of open files.
         most_descriptors: the hard limit.
-        threads_error: why no more threads or descriptors can be had.
+        threads_error: why this process cannot get more threads or descriptors.
         memory_bytes: the memory that the process may use: that of its container, or of the machine.
-        shm_bytes: the size of /dev/shm; 0 if there is none.
-        memfd_error: why no shared memory without a name can be had.
-        abstract_error: why no abstract Unix socket can be had.
+        shm_bytes: the size of /dev/shm; 0 if it does not exist.
+        memfd_error: why unnamed shared memory is not available.
+        abstract_error: why abstract Unix sockets are not available.
     """
 
     setting_error: str | None = None
@@ -80,14 +80,14 @@ class HostFacts:
 
 
 class PortFact(NamedTuple):
-    """One address that the name of a worker stands for.
+    """One address to which the name of a worker resolves.
 
     Attributes:
-        answer: what became of the attempt to connect.
-        detail: what the system said.
-        own_host: the address of this machine that the connection left from.
-        is_host_up: whether the machine answers at another port, where this one was silent.
-        mtu_bytes: the largest packet on the way there, as far as the kernel knows.
+        answer: the outcome of the attempt to connect.
+        detail: the system's error.
+        own_host: this machine's source address of the connection.
+        is_host_up: whether the machine answers at another port, if this one was silent.
+        mtu_bytes: the largest packet on the path, as far as the kernel knows.
     """
 
     host: str
@@ -100,14 +100,14 @@ class PortFact(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """The certificate that a worker shows, looked at where no session came about.
+    """The certificate that a worker shows, examined if no session could be opened.
 
     Attributes:
-        speaks_tls: whether TLS answered at all.
-        is_of_job: whether it is one that processes issue themselves with the job token.
+        speaks_tls: whether the worker answered with TLS.
+        is_of_job: whether it is a certificate that a process issued itself with a job token.
         is_ours: whether it was issued with the token of this process.
-        earliest_s, latest_s: between these times, in seconds since 1970, is the clock of the worker, as the certificate
-            was issued less than a day ago by that clock.
+        earliest_s, latest_s: the range of the worker's clock, in seconds since 1970, as the certificate was issued less
+            than a day ago by that clock.
     """
 
     speaks_tls: bool
@@ -122,8 +122,8 @@ class SessionFact(NamedTuple):
 
     Attributes:
         channel: "local", "tcp" or "grpc".
-        passed_over: better channels that were tried in vain, and why.
-        round_trip_s: of a small question over gRPC.
+        passed_over: better channels that failed, with the reasons.
+        round_trip_s: the time of a small question over gRPC.
     """
 
     name: str
@@ -134,15 +134,15 @@ class SessionFact(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WorkerAnswer:
-    """The answers of a worker to the questions of the doctor.
+    """A worker's answers to the doctor's questions.
 
     Attributes:
-        failure: why it cannot reach this process; empty if it can.
-        failure_of_question: why there is no answer.
-        own_address: where it tried to reach this process.
-        clock_offset_s: its clock less ours.
-        clock_error_s: how much that may be wrong.
-        large_failure: why a message of 20 kB did not come through, though small ones did.
+        failure: why the worker cannot reach this process; empty if it can.
+        failure_of_question: why the worker did not answer.
+        own_address: the address at which it tried to reach this process.
+        clock_offset_s: its clock minus ours.
+        clock_error_s: the possible error of that.
+        large_failure: why a message of 20 kB did not arrive, although small messages did.
     """
 
     failure: str = ""
@@ -156,15 +156,15 @@ class WorkerAnswer:
 
 @dataclass(frozen=True, slots=True)
 class WorkerFact:
-    """One address that was asked for, or that the coordinator named.
+    """One address from the command line, or from the coordinator.
 
     Attributes:
-        member: the name of the worker, where the coordinator named the address.
-        session_error: why there is no session.
-        listen_error: why this process could not listen where that worker would reach it.
-        is_refused: whether the two sides did talk, and one refused the other.
-        shown: the worker's certificate, where there is no session.
-        now_s: this machine's clock when it was looked at.
+        member: the name of the worker, if the coordinator named the address.
+        session_error: why no session could be opened.
+        listen_error: why this process could not listen at an address that the worker can reach.
+        is_refused: whether the two processes communicated, but one refused the other.
+        shown: the worker's certificate, if no session could be opened.
+        now_s: this machine's clock at the examination.
         members: name and address of the workers that a coordinator there names.
     """
 

@@ -1,7 +1,7 @@
-"""The meaning of the facts: findings, each a sentence with its remedy. Pure: no socket, no clock, no environment.
+"""Derives findings from the facts, each a sentence with a remedy. Pure: no socket, no clock, no environment.
 
-A finding is something that is wrong, or certain to go wrong. A sound machine has none: what is merely slower by the
-user's own choice, or concerns machines that were not asked about, is none.
+A finding is a problem that exists or is certain to occur. A healthy machine has none: settings of the user that only
+make it slower, and machines that were not examined, are not findings.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ NCCL_SHM_BYTES: Final = 64 << 20
 """The size of /dev/shm in a container whose creator did not choose one."""
 
 MAX_CLOCK_OFFSET_MINUTES: Final = 10
-"""Certificates tolerate a day, and logs of several machines cannot be compared with much less than this."""
+"""The tolerated difference of clocks. Certificates tolerate a day, but logs of machines can then not be compared."""
 
 _MIN_MTU_BYTES: Final = 1280
 _FIRST_OF_VERSION: Final = {"rpcdist": 3, "python": 2, "torch": 3, "cuda": 1, "nccl": 2}
-"""How many parts of a version must be equal in all processes of a job."""
+"""The number of parts of a version that must be equal in all processes of a job."""
 
 
 class Finding(NamedTuple):
-    """Something that is wrong, and what to do about it."""
+    """A problem and its remedy."""
 
     problem: str
     remedy: str
@@ -41,10 +41,10 @@ class Finding(NamedTuple):
 
 
 def host_findings(host: HostFacts, *, is_asked_about_workers: bool) -> list[Finding]:
-    """Finds what is wrong with this machine.
+    """Finds the problems of this machine.
 
     Args:
-        is_asked_about_workers: whether addresses were named; some facts matter only then.
+        is_asked_about_workers: whether addresses were passed; some facts matter only then.
     """
     return [*_setting_findings(host, is_asked_about_workers), *_limit_findings(host), *_gpu_findings(host)]
 
@@ -72,7 +72,7 @@ def _limit_findings(host: HostFacts) -> Iterator[Finding]:
         )
     if host.free_memory_bytes is not None and host.free_memory_bytes < MIN_FREE_MEMORY_BYTES:
         yield Finding(
-            f"only {_size(host.free_memory_bytes)} of {_size(host.memory_bytes or 0)} of memory are left here",
+            f"only {_size(host.free_memory_bytes)} of {_size(host.memory_bytes or 0)} of memory are free here",
             "end other processes, or raise the memory limit of the container: the kernel kills processes at the limit",
         )
     if host.memfd_error is not None:
@@ -99,20 +99,20 @@ def _gpu_findings(host: HostFacts) -> Iterator[Finding]:
         return
     if gpu.torch_cuda is None:
         yield Finding(
-            "this machine has an NVIDIA driver, and torch is a build for the CPU",
-            "install the build of torch for CUDA, or leave it if the job uses no GPU",
+            "this machine has an NVIDIA driver, but torch is a build for the CPU",
+            "install the build of torch for CUDA, or ignore this if the job uses no GPU",
         )
         return
     if not gpu.is_available:
         yield Finding(
-            f"torch is built for CUDA {gpu.torch_cuda}, and cannot use the GPUs of this machine",
+            f"torch is built for CUDA {gpu.torch_cuda}, but cannot use the GPUs of this machine",
             "compare that version with the one that `nvidia-smi` shows, and install the build of torch that fits",
         )
         return
     if gpu.nccl_error is not None:
         yield Finding(f"the backend 'nccl' cannot be used here ({gpu.nccl_error})", "pip install 'rpcdist[cuda]'")
     if host.shm_bytes is not None and host.shm_bytes <= NCCL_SHM_BYTES:
-        have = "there is no /dev/shm" if host.shm_bytes == 0 else f"/dev/shm has {_size(host.shm_bytes)}"
+        have = "this machine has no /dev/shm" if host.shm_bytes == 0 else f"/dev/shm has {_size(host.shm_bytes)}"
         yield Finding(
             f"{have}, which is too small for NCCL between the GPUs of one machine",
             "start the container with --shm-size=1g or --ipc=host",
@@ -123,7 +123,7 @@ def _gpu_findings(host: HostFacts) -> Iterator[Finding]:
 
 
 def worker_findings(worker: WorkerFact, host: HostFacts) -> list[Finding]:
-    """Finds what is wrong between this machine and a worker."""
+    """Finds the problems between this machine and a worker."""
     if worker.name_error is not None:
         name = split_address(worker.address)[0]
         return [
@@ -157,13 +157,13 @@ def _no_session(worker: WorkerFact, host: HostFacts) -> Iterator[Finding]:
     elif worker.session_error is not None:
         yield Finding(
             f"{_who(worker)} accepts connections, but no session can be opened ({_clause(worker.session_error)})",
-            "check that a worker of the job listens there and look at its log; where both are in order, packets above "
-            "some size may be lost on the way, so try a smaller MTU",
+            "check that a worker of the job listens there and read its log; if both are in order, packets above some "
+            "size may be lost on the way, so try a smaller MTU",
         )
 
 
 def _closed_port(worker: WorkerFact) -> Iterator[Finding]:
-    """Nothing can be connected to. Where a name has several addresses, the one that came furthest is told."""
+    """Explains why no connection could be opened, for the address of a name that came furthest."""
     name, number = split_address(worker.address)
     order = (PortAnswer.REFUSED, PortAnswer.SILENT, PortAnswer.UNREACHABLE, PortAnswer.FAILED)
     port = min(worker.ports, key=lambda port: order.index(port.answer), default=None)
@@ -171,15 +171,15 @@ def _closed_port(worker: WorkerFact) -> Iterator[Finding]:
         return
     if is_loopback(port.host) and worker.member:
         yield Finding(
-            f"{worker.member} says that it listens at {worker.address}, which only processes of its own machine reach",
+            f"{worker.member} says that it listens at {worker.address}, which only processes of its machine can reach",
             "correct the line of its host name in /etc/hosts there, or set RPCDIST_HOST there "
             "to the address or interface of the network",
         )
     elif is_loopback(port.host) and not is_loopback(name):
         yield Finding(
-            f"the name {name!r} stands for {port.host} on this machine, where nothing listens at port {number}",
-            "write the IP address of the worker, or correct the line of that name in /etc/hosts: a worker that listens "
-            "at an address of the network cannot be reached by a name that stands for loopback",
+            f"the name {name!r} resolves to {port.host} on this machine, where no process listens at port {number}",
+            "write the IP address of the worker, or correct the line of that name in /etc/hosts: a name that resolves "
+            "to loopback cannot reach a worker that listens at an address of the network",
         )
     elif port.answer is PortAnswer.REFUSED:
         yield Finding(
@@ -202,11 +202,11 @@ def _silence(worker: WorkerFact, port: PortFact, number: int) -> Finding:
     if port.is_host_up:
         return Finding(
             f"the machine {port.host} answers, but silently drops connections to port {number}",
-            f"open TCP port {number} in its firewall; RPCDIST_PORTS=29600-29700 keeps workers to ports that are open",
+            f"open TCP port {number} in its firewall; RPCDIST_PORTS=29600-29700 restricts workers to a range of ports",
         )
     return Finding(
-        f"{_who(worker)} does not answer at all",
-        "check that the address is right and the machine runs; else open the port in the firewalls on the way",
+        f"{_who(worker)} does not answer",
+        "check that the address is right and the machine runs; otherwise open the port in the firewalls on the way",
     )
 
 
@@ -221,7 +221,7 @@ def _certificate_finding(worker: WorkerFact, host: HostFacts) -> Finding | None:
             "RPCDIST_TLS to the same value in all processes",
         )
     if not shown.is_of_job:
-        return None  # certificates of the user's own; the error of the session says what is wrong
+        return None  # the user's own certificates: the error of the session explains the problem
     if not shown.is_ours:
         return _other_token(worker, host)
     if shown.earliest_s is not None and shown.latest_s is not None:
@@ -240,12 +240,12 @@ def _certificate_finding(worker: WorkerFact, host: HostFacts) -> Finding | None:
 
 
 def _strange_server(worker: WorkerFact) -> Finding:
-    """TLS failed, and the certificate does not say that the token is to blame."""
+    """Makes the finding if TLS failed, but the certificate does not show that the tokens differ."""
     if worker.shown is None:
         return Finding(
-            f"the process at {_who(worker)} accepts connections, but TLS with it fails before it shows a certificate",
-            "check the address, the port, and whether a proxy stands in between; if a worker listens there, its log "
-            "says whether the job tokens differ",
+            f"the process at {_who(worker)} accepts connections, but TLS fails before it shows a certificate",
+            "check the address, the port, and whether a proxy is in between; if a worker listens there, its log says "
+            "whether the job tokens differ",
         )
     return Finding(
         f"{_who(worker)} and this process do not trust each other's certificates",
@@ -262,7 +262,7 @@ def _other_token(worker: WorkerFact, host: HostFacts) -> Finding:
 
 
 def _channel_findings(worker: WorkerFact, host: HostFacts) -> Iterator[Finding]:
-    """Why the session does not run over the best channel that there could be."""
+    """Explains why the session does not use the best possible channel."""
     assert worker.session is not None
     channel, passed_over = worker.session.channel, dict(worker.session.passed_over)
     if channel != "grpc" and not (worker.is_this_machine and channel == "tcp"):
@@ -272,7 +272,7 @@ def _channel_findings(worker: WorkerFact, host: HostFacts) -> Iterator[Finding]:
             "local", "its Unix socket is not in this network namespace, or RPCDIST_CHANNELS is set there"
         )
         yield Finding(
-            f"{_who(worker)} is on this machine, and is reached by {channel} instead of shared memory ({_clause(why)})",
+            f"{_who(worker)} is on this machine, but is reached by {channel} instead of shared memory ({_clause(why)})",
             "run both as one user, and containers with the network of the host (--network host)",
         )
     elif channel == "grpc" and "tcp" in passed_over:
@@ -287,13 +287,13 @@ def _channel_findings(worker: WorkerFact, host: HostFacts) -> Iterator[Finding]:
             yield Finding(
                 f"calls to {_who(worker)} go over gRPC, which takes about twice as long as TCP, because its TCP "
                 f"channel is not available ({_clause(why)})",
-                "open that port in the firewall; RPCDIST_PORTS=29600-29700 keeps workers to ports that are open",
+                "open that port in the firewall; RPCDIST_PORTS=29600-29700 restricts workers to a range of ports",
             )
 
 
 def _answer_findings(worker: WorkerFact, host: HostFacts) -> Iterator[Finding]:
     if worker.listen_error is not None:
-        yield Finding(f"a worker here could not listen where {_who(worker)} looks for it", _clause(worker.listen_error))
+        yield Finding(f"a worker here could not listen where {_who(worker)} would look", _clause(worker.listen_error))
     answer = worker.answer
     if answer is None:
         return
@@ -332,7 +332,7 @@ def _mtu_findings(worker: WorkerFact) -> Iterator[Finding]:
     for port in worker.ports:
         if port.mtu_bytes is not None and port.mtu_bytes < _MIN_MTU_BYTES:
             yield Finding(
-                f"the path to {port.host} supports packets of {port.mtu_bytes} bytes only, so large tensors are slow",
+                f"the path to {port.host} supports packets of only {port.mtu_bytes} bytes, so large tensors are slow",
                 "set the MTU of the interface or tunnel to 1400 or more",
             )
 
@@ -358,7 +358,7 @@ def _version_findings(worker: WorkerFact, answer: WorkerAnswer, host: HostFacts)
             continue
         if theirs.split(".")[:num_parts] != ours.split(".")[:num_parts]:
             yield Finding(
-                f"{_who(worker)} has {name} {theirs}, and this process {name} {ours}",
+                f"{_who(worker)} has {name} {theirs}, but this process has {name} {ours}",
                 f"install the same version of {name} for all processes of the job",
             )
 
@@ -367,7 +367,7 @@ def _version_findings(worker: WorkerFact, answer: WorkerAnswer, host: HostFacts)
 
 
 def summary(worker: WorkerFact) -> str:
-    """One line about a worker that was reached."""
+    """Returns one line about an examined worker."""
     session = worker.session
     if session is None:
         return f"{_who(worker)}: not reached"
@@ -379,7 +379,7 @@ def summary(worker: WorkerFact) -> str:
 
 
 def _clause(text: str) -> str:
-    """A text as the end of a sentence of ours."""
+    """Converts a text to a clause at the end of a sentence."""
     return " ".join(text.split()).rstrip(". ") or "no reason is known"
 
 

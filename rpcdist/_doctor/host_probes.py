@@ -1,4 +1,4 @@
-"""Looks at this machine and at the settings of this process; see `HostFacts`. Nothing is changed, no file is made."""
+"""Examines this machine and the settings of this process; see `HostFacts`. Changes nothing, and makes no file."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _CGROUPS: Final = Path("/sys/fs/cgroup")
 
 
 def host_facts() -> HostFacts:
-    """Takes two seconds, most of them for the import of torch."""
+    """Examines this machine. Takes two seconds, most of them for the import of torch."""
     memory = _memory()
     shm = _shm()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     is_token_missing = TOKEN_VARIABLE not in os.environ and _is_token_file_missing()
-    gpu = _gpu()  # imports torch, whose version is looked up after that
+    gpu = _gpu()  # imports torch, whose version is read below
     return HostFacts(
         setting_error=_error_of(_check_settings),
         token_error=None if is_token_missing else _error_of(job_token),
@@ -54,7 +54,7 @@ def host_facts() -> HostFacts:
 
 
 def _error_of(check: Callable[[], object]) -> str | None:
-    """The error that a check raises, as a text."""
+    """Returns the error that a check raises, as a text."""
     try:
         check()
     except OSError as exc:
@@ -78,11 +78,11 @@ def _is_token_file_missing() -> bool:
     try:
         return not token_path().exists()
     except (ConfigError, OSError):
-        return False  # `job_token` says what is wrong
+        return False  # `job_token` reports the problem
 
 
 def _memory() -> tuple[int | None, int | None]:
-    """All that there is, and what is left of it, in bytes: of the machine, or of the container if that has less."""
+    """Returns the total and the free memory in bytes, of the container if that has less than the machine."""
     values = _table(Path("/proc/meminfo"))
     total, free = values.get("MemTotal:"), values.get("MemAvailable:")
     if total is None or free is None:
@@ -97,7 +97,7 @@ def _memory() -> tuple[int | None, int | None]:
 
 
 def _own_cgroups() -> list[Path]:
-    """The folder of this process's control group, and those above it (version 2)."""
+    """Returns the folder of this process's control group, and those above it (version 2)."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -110,7 +110,7 @@ def _own_cgroups() -> list[Path]:
 
 
 def _table(file: Path) -> dict[str, int]:
-    """The numbers of a file of the kernel, by the words before them."""
+    """Returns the numbers in a file of the kernel, by the words before them."""
     try:
         lines = file.read_text().splitlines()
     except OSError:
@@ -120,7 +120,7 @@ def _table(file: Path) -> dict[str, int]:
 
 
 def _number(file: Path) -> int | None:
-    """None if there is no such file, or it says "max"."""
+    """Returns the number in a file; None if the file does not exist or contains "max"."""
     try:
         text = file.read_text().strip()
     except OSError:
@@ -162,12 +162,12 @@ def _gpu() -> GpuFacts:
 
 
 def _nccl() -> tuple[str | None, str | None]:
-    """The version of CuPy's NCCL; or why it cannot be used, although CuPy is installed."""
+    """Returns the version of CuPy's NCCL, or why it cannot be used although CuPy is installed."""
     if find_spec("cupy") is None:
         return None, None
     try:
         from cupy.cuda import nccl
-    except Exception as exc:  # CuPy raises whatever its loader meets
+    except Exception as exc:  # CuPy passes on any error of its loader
         return None, f"CuPy cannot load NCCL: {exc}"
     number = nccl.get_version()
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}", None

@@ -1,7 +1,7 @@
-"""Looks at a worker as another worker would meet it; see `WorkerFact`. Every probe has a limit of seconds.
+"""Examines a worker from the view of another worker; see `WorkerFact`. Every probe has a limit of seconds.
 
-A session is tried first, and plain connections only where that fails: a port that is probed without one leaves a
-warning in the log of the worker.
+It tries a session first, and plain connections only if that fails, because a probe of a port without a session leaves a
+warning in the worker's log.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from rpcdist.transport.identities import printable
 from rpcdist.transport.session import NullHandler
 
 LARGE_BYTES: Final = 20_000
-"""More than one packet takes anywhere, and less than slow links need a second for."""
+"""More than one packet of any network, but less than slow links need a second for."""
 
-MAX_ADDRESSES: Final = 4  # of one name
-_OTHER_PORT: Final = 9  # "discard": closed everywhere, and machines that are up say so
+MAX_ADDRESSES: Final = 4  # per name
+_OTHER_PORT: Final = 9  # "discard": closed on every machine, so a running machine refuses the connection
 _IP_MTU: Final = 14
 _IPV6_MTU: Final = 24
 _NOT_TLS: Final = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "UNEXPECTED_MESSAGE", "RECORD_LAYER_FAILURE")
@@ -44,22 +44,22 @@ _NO_WAY: Final = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.E
 
 
 class WorkerProbes:
-    """Examines workers from a node of its own. Any thread may use it; `close` ends it."""
+    """Examines workers from its own node. Any thread may use it; `close` ends it."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self._own: dict[str, str] = {}  # where this process listens, by the host
+        self._own: dict[str, str] = {}  # the address of this process for each host
         self._own_lock = threading.Lock()
 
     def close(self) -> None:
         self._node.release()
 
     def examine(self, address: str, member: str = "") -> WorkerFact:
-        """Looks at one worker; takes up to 30 seconds where nothing answers.
+        """Examines one worker; takes up to 30 seconds without an answer.
 
         Args:
             address: host:port.
-            member: the name of the worker, where the coordinator named the address.
+            member: the name of the worker, if the coordinator named the address.
         """
         host, _ = split_address(address)
         try:
@@ -140,7 +140,7 @@ class WorkerProbes:
             return f"the attempt did not end in time, {exc}"
 
     def _own_address(self, host: str) -> str:
-        """Where this process listens for workers that are reached at `host`, as a worker here would."""
+        """Returns the address at which a worker here would listen for workers that are reached at `host`."""
         bind = pick_bind_host(host, host_from_environment("TP_SOCKET_IFNAME"))
         with self._own_lock:
             if bind not in self._own:
@@ -148,12 +148,12 @@ class WorkerProbes:
             return self._own[bind]
 
     def _members(self, link: Link) -> tuple[tuple[str, str], ...]:
-        """The workers of the job, if this is the coordinator."""
+        """Returns the workers of the job, if the worker is the coordinator."""
         if link.peer.id != 0:
             return ()
         request = membership_pb2.MembersRequest()
         asking = link.unary("Membership", "Members", request, membership_pb2.JoinReply, ATTEMPT_LIMIT_S)
-        with suppress(RpcdistError, DecodeError, TimeoutError):  # a rank 0 of a group alone has no such list
+        with suppress(RpcdistError, DecodeError, TimeoutError):  # the rank 0 of a job without RPC has no such list
             reply = self._node.run(asking, 2 * ATTEMPT_LIMIT_S)
             members = parsed(membership_pb2.MemberList, reply.members).members
             return tuple((printable(each.identity.name), printable(each.address)) for each in members)
@@ -161,7 +161,7 @@ class WorkerProbes:
 
 
 def _resolved(host: str) -> list[str]:
-    """The addresses of a name. Raises `OSError`, also if no name server answers in time."""
+    """Returns the addresses of a name. Raises `OSError`, also if no name server answers in time."""
     found: list[str] = []
     failed: list[OSError] = []
 
@@ -170,7 +170,7 @@ def _resolved(host: str) -> list[str]:
             entries = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
             found.extend(dict.fromkeys(str(entry[4][0]) for entry in entries))
         except UnicodeError as exc:
-            failed.append(OSError(0, f"it is no name of a machine: {exc}"))
+            failed.append(OSError(0, f"it is not the name of a machine: {exc}"))
         except OSError as exc:
             failed.append(exc)
 
@@ -185,14 +185,14 @@ def _resolved(host: str) -> list[str]:
 
 
 def _way_to(host: str) -> tuple[str, None, int | None]:
-    """The own address that packets to a host leave from, and how large they may be; nothing is sent."""
+    """Returns the source address of packets to a host, and their largest size; sends nothing."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     level, option = (socket.IPPROTO_IPV6, _IPV6_MTU) if ":" in host else (socket.IPPROTO_IP, _IP_MTU)
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((host, _OTHER_PORT))
             return str(probe.getsockname()[0]), None, probe.getsockopt(level, option)
-    except OSError:  # no way leads there, which the attempt to connect will say
+    except OSError:  # no route exists, which the attempt to connect reports
         return "", None, None
 
 
@@ -218,10 +218,10 @@ def _connect(host: str, number: int, limit_s: float) -> tuple[PortAnswer, str]:
 
 
 def _shown(host: str, number: int, token: bytes) -> Shown | None:
-    """The certificate of the server at an address; None if it shows none in time."""
+    """Returns the certificate of the server at an address; None if it shows none in time."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE  # it is looked at, and nothing is said to its owner
+    context.verify_mode = ssl.CERT_NONE  # the certificate is only examined, and no data is sent
     context.set_alpn_protocols(["h2"])
     try:
         with (

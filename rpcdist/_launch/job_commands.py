@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def add_launch_commands(commands: Commands) -> None:
-    """Adds these commands."""
+    """Adds the commands for jobs."""
     add = commands.add_parser("launch", help="runs a function in processes of this machine, in one role or several")
     add.set_defaults(run=told(_launch))
     add.add_argument(
@@ -71,7 +71,7 @@ def add_launch_commands(commands: Commands) -> None:
 
 
 def told(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
-    """A command whose errors are one line, as they say what to do."""
+    """Wraps a command: prints its errors as one line without a traceback, since they say what to do."""
 
     def run(arguments: argparse.Namespace) -> int:
         try:
@@ -89,7 +89,7 @@ def _launch(arguments: argparse.Namespace) -> int:
     common: dict[str, Any] = {"log_dir": arguments.log_dir, "prefix": not arguments.no_prefix, "name": arguments.name}
     if not arguments.role:
         if arguments.function is None or arguments.workers is None:
-            raise ConfigError("give MODULE:FUNCTION and --workers, or --role once or several times")
+            raise ConfigError("pass MODULE:FUNCTION and --workers, or --role once or several times")
         launch(
             _function(arguments.function),
             workers=arguments.workers,
@@ -110,7 +110,7 @@ def _launch(arguments: argparse.Namespace) -> int:
         )
     names = {role.name for role in roles}
     for name in {*arguments.daemon, *restarts} - {"", *names}:
-        raise ConfigError(f"no --role defines {name!r}; there are {', '.join(sorted(names))}")
+        raise ConfigError(f"no --role defines {name!r}; the roles are {', '.join(sorted(names))}")
     launch(roles=roles, env=env, **common)
     return 0
 
@@ -166,7 +166,7 @@ def _stop(arguments: argparse.Namespace) -> int:
 
 
 def _has_ended(job: LaunchedJob, limit_s: float) -> bool:
-    """Whether the program of a job ends within the limit."""
+    """Waits until the program of a job has ended; returns False after the limit."""
     end = time.monotonic() + limit_s
     try:
         handle = os.pidfd_open(job.pid)

@@ -1,4 +1,4 @@
-"""The roles of a job, and the plan of its ranks: names, environments and devices of each. Pure."""
+"""The roles of a job, and the plan of its ranks: their names, environments and devices. Pure."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ Variables = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """Ranks of a job that run the same function: `Role("trainer", train, 4)` are trainer0, trainer1 and so on.
+    """Ranks of a job that run the same function: `Role("trainer", train, 4)` has trainer0, trainer1 and so on.
 
     Args:
         function: called with the rank of the process in the whole job, and `args`.
-        count: how many ranks it has.
+        count: the number of its ranks.
         args: the other arguments of the function, pickled.
-        max_restarts: how often a rank of it is started again whose process is killed or lost.
+        max_restarts: how often each rank is started again after its process was killed or lost.
         env: environment variables of its ranks; or a list with those of each rank.
-        resources: of each rank: `{"CPU": 2, "GPU": 1}`, and on Ray whatever its nodes have.
-        daemon: whether the job ends without it: when all other roles have returned, its ranks are stopped.
+        resources: the resources of each rank: `{"CPU": 2, "GPU": 1}`, and on Ray any resource of its nodes.
+        daemon: whether the job ends without it: its ranks are stopped when all other roles have returned.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Role:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The resources of one machine: cores that this process may use, and GPUs as `CUDA_VISIBLE_DEVICES` names them."""
+    """The resources of one machine: cores that this process may use, and GPUs by their `CUDA_VISIBLE_DEVICES` names."""
 
     num_cores: int
     gpus: tuple[str, ...] = ()
@@ -55,7 +55,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """One rank: `variables` are those that differ from the environment of this process."""
+    """One rank; `variables` are those that differ from the environment of this process."""
 
     name: str
     role: Role
@@ -64,7 +64,7 @@ class RankPlan:
 
 @dataclass(frozen=True, slots=True)
 class JobPlan:
-    """The ranks of a job, in order, and in words what was decided without the user."""
+    """The ranks of a job, in order, and a text for each choice that was made without the user."""
 
     ranks: tuple[RankPlan, ...]
     notice: str = ""
@@ -79,7 +79,7 @@ class JobPlan:
 
 
 def this_machine(environment: Variables) -> Machine:
-    """The cores of this process, and the GPUs that it may use."""
+    """Returns the cores and GPUs that this process may use."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     visible = environment.get(DEVICES_VARIABLE)
     if visible is not None:
@@ -91,18 +91,18 @@ def this_machine(environment: Variables) -> Machine:
 def plan_job(
     roles: Sequence[Role], common: Variables, environment: Variables, machine: Machine | None, *, named: bool = True
 ) -> JobPlan:
-    """Numbers the ranks in the order of the roles, and gives each its environment.
+    """Numbers the ranks in the order of the roles, and makes the environment of each.
 
     LOCAL_RANK counts the ranks of a role, so that it is the number of the rank's GPU among those that the role sees.
 
     Args:
-        common: variables of all ranks, which those of the roles replace.
-        environment: of this process, which the ranks get as well.
-        machine: the one where all ranks run; None if an engine places them, which then gives them their devices.
-        named: whether the ranks get to know their roles.
+        common: variables of all ranks, which those of a role override.
+        environment: the environment of this process, which the ranks get as well.
+        machine: the machine of all ranks; None if an engine places them and gives them devices.
+        named: whether the ranks learn their roles.
 
     Raises:
-        ConfigError: a role is wrong, or asks for more than there is.
+        ConfigError: a role is invalid, or requests more than the machine has.
     """
     _check(roles, common)
     if machine is not None:
@@ -135,7 +135,7 @@ def plan_job(
 
 
 def _visible(gpus: Sequence[str], per_rank: int, index: int) -> Sequence[str]:
-    """The GPUs that a rank sees: all of its role, of which LOCAL_RANK is its own; or its own, where it has several."""
+    """Returns the GPUs that a rank sees: those of its role, with one per rank; otherwise only its own."""
     return gpus if per_rank == 1 else gpus[per_rank * index : per_rank * (index + 1)]
 
 
@@ -151,12 +151,12 @@ def _env_of(role: Role, index: int) -> Variables:
 
 def _check(roles: Sequence[Role], common: Variables) -> None:
     if not roles:
-        raise ConfigError("roles is empty: a job has at least one role")
+        raise ConfigError("roles is empty: a job needs at least one role")
     names = [role.name for role in roles]
     for role in roles:
         check_worker_name(f"{role.name}0")
         if names.count(role.name) > 1:
-            raise ConfigError(f"two roles have the name {role.name!r}: give each its own")
+            raise ConfigError(f"two roles have the name {role.name!r}: rename one")
         if isinstance(role.count, bool) or not isinstance(role.count, int) or role.count < 1:
             raise ConfigError(f"role {role.name!r}: the count of its ranks must be at least 1, not {role.count!r}")
         if role.max_restarts < 0:
@@ -174,7 +174,7 @@ def _check(roles: Sequence[Role], common: Variables) -> None:
 
 
 def check_environment(variables: Variables) -> None:
-    """Raises `ConfigError` where a variable is no text, or is one that belongs to the launcher."""
+    """Raises `ConfigError` if a variable is not a text, or belongs to the launcher."""
     for name, value in variables.items():
         if not isinstance(name, str) or not isinstance(value, str):
             raise ConfigError(f"env[{name!r}]={value!r}: names and values of environment variables must be strings")
@@ -187,17 +187,17 @@ def _check_resources(roles: Sequence[Role], machine: Machine) -> None:
         for name, amount in (role.resources or {}).items():
             if name not in ("CPU", "GPU"):
                 raise ConfigError(
-                    f"role {role.name!r} asks for {name!r}: one machine has CPU and GPU; rpcdist.ray has more"
+                    f"role {role.name!r} requests {name!r}: one machine has only CPU and GPU; rpcdist.ray has more"
                 )
             if amount < 0 or int(amount) != amount:
                 raise ConfigError(
-                    f"role {role.name!r} asks for {amount} {name}: on one machine it must be a whole number"
+                    f"role {role.name!r} requests {amount} {name}: on one machine it must be a whole number"
                 )
     wanted = sum(_num_gpus(role) * role.count for role in roles)
     if wanted > len(machine.gpus):
         asked = ", ".join(f"{role.name}: {role.count} x {_num_gpus(role)}" for role in roles if _num_gpus(role))
         has = f"{len(machine.gpus)} ({', '.join(machine.gpus)})" if machine.gpus else "none"
-        raise ConfigError(f"the roles ask for {wanted} GPUs ({asked}), and this machine has {has}")
+        raise ConfigError(f"the roles request {wanted} GPUs ({asked}), but this machine has {has}")
 
 
 def _check_names(plans: Iterable[RankPlan]) -> None:
@@ -217,11 +217,11 @@ HOST: Final = "127.0.0.1"
 
 @contextmanager
 def held_port(port: int, host: str = HOST) -> Iterator[int]:
-    """A port on which rank 0 can listen, and no other program meanwhile.
+    """Reserves a port on which rank 0 can listen, but other programs cannot.
 
-    Our socket is bound but does not listen. With SO_REUSEADDR on both sides, the kernel lets a second socket bind and
-    listen there, which all servers for rendezvous do, torch's too. But it gives the port to no program that asks for
-    any free port, and none that connects somewhere gets it as its own.
+    Our socket is bound but does not listen. With SO_REUSEADDR on both sockets, the kernel lets a second socket bind and
+    listen there, as all servers for rendezvous do, torch's too. But the kernel never chooses the port for a program
+    that requests any free port, or for an outgoing connection.
     """
     if not 0 <= port < 1 << 16:
         raise ConfigError(f"master_port {port}: must be between 0 and 65535")

@@ -1,6 +1,6 @@
-"""The jobs of this user that `launch` runs on this machine: a file for each, while it runs.
+"""The jobs of this user that `launch` runs on this machine: one file for each running job.
 
-A file says which process runs the job and what its ranks do; nothing secret is in it. The folder is the user's own.
+A file contains the process that runs the job and the states of its ranks, but no secrets. The folder is the user's own.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _UNFINISHED: Final = ".json.new"
 
 @dataclass(frozen=True, slots=True)
 class LaunchedJob:
-    """The content of a file: `pid` and `started` name the process that called `launch`, `states` those of the ranks."""
+    """The content of a file: `pid` and `started` identify the process that called `launch`; `states` are the ranks'."""
 
     name: str
     address: str
@@ -40,17 +40,17 @@ class LaunchedJob:
     states: dict[str, str] = field(default_factory=dict)
 
     def is_called(self, wanted: str) -> bool:
-        """Whether it has this name or address."""
+        """Whether the job has this name or address."""
         return wanted in (self.name, self.address, str(self.pid))
 
 
 class JobRecord:
-    """The file of a job of this process, while entered.
+    """The file of a job of this process, within the context.
 
-    A job runs without it where no folder can be had, which the log says then.
+    If no folder is available, the job runs without it, and the log says so.
 
     Raises:
-        ConfigError: another job runs under this name.
+        ConfigError: another job with this name is running.
     """
 
     def __init__(self, name: str | None, address: str, log_dir: str | None) -> None:
@@ -59,7 +59,7 @@ class JobRecord:
 
     def __enter__(self) -> Self:
         if other := next((job for job in jobs() if job.name == self._job.name), None):
-            raise ConfigError(f"a job {other.name!r} runs already, by process {other.pid}: choose another name")
+            raise ConfigError(f"process {other.pid} already runs a job {other.name!r}: choose another name")
         try:
             self._path = os.path.join(runtime_folder(create=True), f"{os.getpid()}-{id(self)}{_SUFFIX}")
         except OSError as exc:
@@ -73,7 +73,7 @@ class JobRecord:
                 os.unlink(self._path)
 
     def write(self, plan: JobPlan, progress: Progress) -> None:
-        """Says what the ranks do now."""
+        """Writes the current states of the ranks."""
         self._job.states.update({one.name: progress.state(rank) for rank, one in enumerate(plan.ranks)})
         self._save()
 
@@ -85,13 +85,13 @@ class JobRecord:
             with open(temporary, "w") as file:
                 json.dump(asdict(self._job), file)
             os.replace(temporary, self._path)
-        except OSError as exc:  # a full disk, say: the job itself goes on
+        except OSError as exc:  # for example a full disk; the job continues
             logger.info("`python -m rpcdist status` will not know this job: %s", exc)
             self._path = None
 
 
 def jobs() -> Iterator[LaunchedJob]:
-    """The jobs of this user whose program runs. Files that a killed program left behind are removed."""
+    """Yields the jobs of this user whose program runs. Removes files that killed programs left."""
     try:
         folder = runtime_folder(create=False)
         names = sorted(os.listdir(folder))
@@ -111,7 +111,7 @@ def jobs() -> Iterator[LaunchedJob]:
             with open(path) as file:
                 job = LaunchedJob(**json.load(file))
         except (OSError, ValueError, TypeError, RecursionError):
-            continue  # it ended just now, or another version wrote it
+            continue  # the job has just ended, or another version wrote the file
         if start_of(job.pid) == job.started != "":
             yield job
         else:
@@ -120,22 +120,22 @@ def jobs() -> Iterator[LaunchedJob]:
 
 
 def find_job(wanted: str) -> LaunchedJob:
-    """The job of this name or address. Raises `ConfigError`."""
+    """Returns the job with this name or address. Raises `ConfigError`."""
     known = list(jobs())
     for job in known:
         if job.is_called(wanted):
             return job
     running = ", ".join(job.name for job in known) or "none"
-    raise ConfigError(f"no job {wanted!r} of this user runs on this machine; running: {running}")
+    raise ConfigError(f"no job {wanted!r} of this user runs on this machine; running jobs: {running}")
 
 
 def address_of(wanted: str) -> str:
-    """The address of a job that `launch` runs on this host under a name; any other text is an address."""
+    """Returns the address of the job of `launch` with this name on this host; other texts are returned as addresses."""
     return next((job.address for job in jobs() if job.is_called(wanted)), wanted)
 
 
 def start_of(pid: int) -> str:
-    """When a process was started, so that another one of the same id is told apart; empty if there is none."""
+    """Returns when a process was started, to detect reuse of its id; empty if it does not exist."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[19]

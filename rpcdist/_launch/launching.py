@@ -80,50 +80,51 @@ def launch(
     """Calls a function in `workers` new processes of this machine, and returns the results in the order of ranks.
 
     Each process is a rank: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set before it imports
-    anything, so `init_rpc(name)` and `init_process_group()` need no more arguments. As with every way to spawn
+    modules, so `init_rpc(name)` and `init_process_group()` need no more arguments. As with every way to spawn
     processes, the call must be under `if __name__ == "__main__":`, since each process imports the main module.
 
     With `roles` instead of a function, the ranks of each role run its function, and the results are lists by the name
-    of the role. All of them are one world. `placement_from_environment().name` is the name of a rank's worker.
+    of the role. All ranks form one world. `placement_from_environment().name` is the name of a rank's worker.
 
-    Under torchrun, srun or mpirun, or another launcher of several processes, nothing is started: the function is called
-    in this process with its rank, and the list has this one result. The other arguments are then the launcher's
-    business.
+    Under torchrun, srun, mpirun or another launcher of several processes, it starts no processes: it calls the function
+    in this process with its rank, and returns a list of this one result. The launcher then decides what the other
+    arguments would.
 
     When a rank fails, all others are ended, and the error names the rank that failed first. Ctrl-C and SIGTERM, which
-    the ranks get as SIGTERM, end all ranks. No rank outlives this process, even if that is killed (on Linux).
+    the ranks get as SIGTERM, end all ranks. No rank outlives this process, even if it is killed (on Linux).
 
     Args:
-        function: called with the rank and `args`. It goes by reference, so define it at the top of a module; in a
+        function: called with the rank and `args`. It is passed by reference, so define it at the top of a module; in a
             notebook, and under `python -c` and `python -`, functions and classes of the main module go by value.
         args: the other arguments of the function, pickled.
         workers: number of processes, and the world size.
-        roles: see `Role`; instead of all of these, and of `max_restarts` and `resources`.
+        roles: see `Role`; replaces the arguments above, `max_restarts` and `resources`.
         join_timeout_s: limit for the whole job in seconds; None for no limit.
-        env: environment variables of the new processes, beside those of this process; or a list with those of each.
-        master_port: port for the rendezvous; 0 takes a free one, and keeps it from other programs until the end.
-        max_restarts: how often each rank is started again whose process is killed. An exception always ends the job.
-        resources: of each rank: `{"GPU": 1, "CPU": 4}` are its GPUs (`CUDA_VISIBLE_DEVICES`), and its threads. By
-            default all see all GPUs, and share the cores.
-        prefix: whether each line that a rank writes begins with its name; by default with roles only.
-        log_dir: a folder for what each rank writes, in files `NAME.ATTEMPT.log`.
-        name: of the job, for `python -m rpcdist status`; by default its address stands for it.
+        env: environment variables of the new processes, added to those of this process; or a list with those of each.
+        master_port: port for the rendezvous; 0 reserves a free port until the job ends.
+        max_restarts: how often each rank is started again after its process was killed. An exception always ends the
+            job.
+        resources: the resources of each rank: `{"GPU": 1, "CPU": 4}` sets its GPUs (`CUDA_VISIBLE_DEVICES`) and
+            threads. By default all ranks see all GPUs, and share the cores.
+        prefix: whether each line of a rank's output begins with its name; by default only with roles.
+        log_dir: a folder for the ranks' output, in files `NAME.ATTEMPT.log`.
+        name: the name of the job for `python -m rpcdist status`; its address by default.
 
     Returns:
-        What the function returned on rank 0, 1 and so on; the results travel pickled. With roles, by role; None for a
-        daemon that was stopped.
+        The results of the function on rank 0, 1 and so on, which travel pickled. With roles, by role; None for a daemon
+        that was stopped.
 
     Raises:
         ProcessFailed: a rank raised an exception, or its process ended without returning; the text has its traceback,
             or the last lines of its output.
         DeadlineExceeded: the job did not end within `join_timeout_s`.
         ConfigError: an argument is wrong, the port is in use, or the launcher's WORLD_SIZE is not `workers`.
-        SerializationError: the function or its arguments, or a result here, cannot be pickled.
+        SerializationError: the function, its arguments or a result cannot be pickled.
         TransportError: this process has too few descriptors, or too little memory, to start the others.
         OSError: a process cannot be started for another reason.
-        SystemExit: a rank called `sys.exit` with this code (not 0); there is no guard, and the text has the line where
-            it belongs; or 130 after Ctrl-C, and 143 after SIGTERM. That of Ctrl-C is a `KeyboardInterrupt` as well, and
-            at a prompt or in a notebook nothing but that.
+        SystemExit: a rank called `sys.exit` with this code (not 0); or the main guard is missing, and the text has the
+            line where it belongs; or 130 after Ctrl-C, and 143 after SIGTERM. The exception after Ctrl-C is also a
+            `KeyboardInterrupt`, and only that at a prompt or in a notebook.
     """
     check_not_importing_main("launch")
     check_join_timeout(join_timeout_s)
@@ -158,10 +159,10 @@ def roles_of(
     max_restarts: int,
     resources: Mapping[str, float] | None,
 ) -> tuple[Sequence[Role], Mapping[str, str]]:
-    """The roles that the arguments of `launch` mean, and the variables of all ranks. Raises `ConfigError`."""
+    """Returns the roles for the arguments of `launch`, and the variables of all ranks. Raises `ConfigError`."""
     if roles is None:
         if function is None or workers is None:
-            raise ConfigError("give launch a function and the number of workers, or roles")
+            raise ConfigError("pass launch a function and the number of workers, or roles")
         if workers < 1:
             raise ConfigError(f"workers must be at least 1, not {workers}")
         return [Role("worker", function, workers, args, max_restarts, env, resources)], {}
@@ -181,7 +182,7 @@ def check_join_timeout(join_timeout_s: float | None) -> None:
 
 
 def run_here(placement: Placement, plan: JobPlan, by_role: bool) -> list[Any] | dict[str, list[Any]]:
-    """Under a launcher: this process is one of the ranks."""
+    """Runs this process's rank, under a launcher."""
     if placement.world_size != len(plan.ranks):
         raise ConfigError(
             f"workers={len(plan.ranks)}, but the launcher started WORLD_SIZE={placement.world_size} processes: pass as "
@@ -195,7 +196,7 @@ def run_here(placement: Placement, plan: JobPlan, by_role: bool) -> list[Any] | 
 
 
 def progress_of(plan: JobPlan, join_timeout_s: float | None) -> Progress:
-    """That of a job whose ranks have not been started."""
+    """Returns the progress of a job whose ranks have not been started."""
     return Progress(
         range(len(plan.ranks)),
         Deadline.after(join_timeout_s).at,
@@ -215,7 +216,7 @@ def results_of(
     join_timeout_s: float | None,
     named: bool,
 ) -> list[Any]:
-    """The results by rank; raises what says how the job has ended otherwise."""
+    """Returns the results by rank; raises if the job did not succeed."""
     if isinstance(outcome, Succeeded):
         return [None if one is None else load_result(rank, one) for rank, one in enumerate(outcome.results)]
     if outcome == signal.SIGINT:
@@ -239,7 +240,7 @@ def results_of(
 
 
 def results_by_role(results: list[Any], plan: JobPlan) -> dict[str, list[Any]]:
-    """Results by rank as lists by role."""
+    """Converts results by rank to lists by role."""
     by_role: dict[str, list[Any]] = {}
     for one, result in zip(plan.ranks, results, strict=True):
         by_role.setdefault(one.role.name, []).append(result)

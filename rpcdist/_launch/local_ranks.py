@@ -1,6 +1,6 @@
 """The engine of this machine: ranks are processes that this one starts.
 
-A `RankProcess` is one of them: its command and environment, its reports and output, and how it is ended.
+A `RankProcess` is one of them, with its reports and output.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _READ_BYTES = 1 << 20
 
 
 class RankProcess:
-    """The process of one rank, as its parent sees it.
+    """The parent's side of one rank's process.
 
     Args:
-        popen: the process, the leader of a process group of its own.
-        reports: the end of its pipe that is read; owned by this object.
+        popen: the process, the leader of its own process group.
+        reports: the read end of its pipe; owned by this object.
     """
 
     def __init__(self, rank: int, popen: subprocess.Popen[bytes], reports: int, output: WorkerOutput) -> None:
@@ -54,18 +54,18 @@ class RankProcess:
             self.streams[name] = stream
 
     def fileno(self) -> int:
-        """Readable when the rank has written, or ended."""
+        """A descriptor that is readable when the rank has written or ended."""
         return self._reports
 
     def read(self) -> list[Ready | Report]:
-        """The complete reports that have arrived, called when it is readable; sets `has_ended` at the end."""
+        """Returns the complete reports that have arrived; sets `has_ended` at the end. Call it when readable."""
         data = os.read(self._reports, _READ_BYTES)
         self.has_ended = not data
         self._received += data
         return take_reports(self._received)
 
     def copy_output(self, name: str) -> bool:
-        """Takes in what can be read of `stdout` or `stderr`; returns False when nothing will come any more."""
+        """Copies the available output of `stdout` or `stderr`; returns False at the end of the stream."""
         try:
             data = os.read(self.streams[name].fileno(), _READ_BYTES)  # more than a pipe holds
         except BlockingIOError:
@@ -75,34 +75,34 @@ class RankProcess:
         return bool(data)
 
     def terminate(self) -> None:
-        """Asks it to end: SIGTERM, which ends a process that installed no handler."""
+        """Sends SIGTERM, which ends a process without a handler."""
         with suppress(ProcessLookupError):
             os.kill(self._popen.pid, signal.SIGTERM)
 
     def pause(self) -> None:
-        """Stops it where it is, until `resume`: it notices nothing of what happens meanwhile."""
+        """Stops the process until `resume`, so that it does not notice other events meanwhile."""
         with suppress(ProcessLookupError):
             os.kill(self._popen.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Ends `pause`; signals that came meanwhile are delivered before anything else runs."""
+        """Ends `pause`; signals that came meanwhile are delivered before the program continues."""
         with suppress(ProcessLookupError):
             os.kill(self._popen.pid, signal.SIGCONT)
 
     def kill_group(self) -> None:
-        """Ends it and its children. The process must not have been reaped, or the id could be another's."""
+        """Kills the process and its children. It must not have been reaped, since its id could have been reused."""
         with suppress(ProcessLookupError, PermissionError):  # the second: on macOS, for a group of dead processes
             os.killpg(self._popen.pid, signal.SIGKILL)
 
     def reap(self, limit_s: float) -> int | None:
-        """Its return code as in `subprocess`; None if it has not ended within `limit_s` seconds."""
+        """Returns its return code as in `subprocess`; None if it has not ended within `limit_s` seconds."""
         try:
             return self._popen.wait(limit_s)
         except subprocess.TimeoutExpired:
             return None
 
     def close(self) -> None:
-        """Takes in the rest of the output, and closes the pipes. Children that live on cannot write any more."""
+        """Copies the rest of the output, and closes the pipes; children that still live cannot write any more."""
         for name, stream in self.streams.items():
             self.copy_output(name)
             stream.close()
@@ -115,7 +115,7 @@ def start_rank(rank: int, call: RankCall, environment: Mapping[str, str], output
     reports, report_fd = os.pipe()
     try:
         task = Task(rank, os.getpid(), report_fd, _preparation(rank, call), call)
-        # A file rather than a pipe: writing to a pipe would wait for the process to read.
+        # A file instead of a pipe, because writing to a pipe would wait for the process to read.
         with tempfile.TemporaryFile() as file:
             file.write(pickle.dumps(task.preparation["sys_path"]) + pickle.dumps(task))
             file.seek(0)
@@ -127,7 +127,7 @@ def start_rank(rank: int, call: RankCall, environment: Mapping[str, str], output
                 bufsize=0,
                 env=dict(environment),
                 pass_fds=(report_fd,),
-                process_group=0,  # so that Ctrl-C in a terminal reaches only the parent, which ends all
+                process_group=0,  # so that Ctrl-C in a terminal reaches only the parent, which ends all ranks
             )
     except BaseException:
         os.close(reports)
@@ -138,16 +138,16 @@ def start_rank(rank: int, call: RankCall, environment: Mapping[str, str], output
 
 
 def _command() -> list[str]:
-    """Python with the options of this interpreter, as `multiprocessing` would start it, but with our program."""
+    """Returns the command for Python with this interpreter's options, as in `multiprocessing`, but with our program."""
     *python, _program, _mark = spawn.get_command_line()
     return [*python, BOOTSTRAP]
 
 
 def _preparation(rank: int, call: RankCall) -> dict[str, Any]:
-    """The data that `multiprocessing` gives a process that it spawns: above all how to import the main module."""
+    """Returns the data that `multiprocessing` passes to a spawned process, mainly how to import the main module."""
     preparation: dict[str, Any] = spawn.get_preparation_data(f"rank{rank}")
     preparation["authkey"] = bytes(preparation["authkey"])  # its own type refuses to be pickled
-    if call.by_value:  # of a notebook, or of `python -`: there is no file to import
+    if call.by_value:  # in a notebook or under `python -`, the main module has no file
         preparation.pop("init_main_from_path", None)
         preparation.pop("init_main_from_name", None)
         return preparation
@@ -162,9 +162,9 @@ def _preparation(rank: int, call: RankCall) -> dict[str, Any]:
 
 
 def _is_guarded(spec: ModuleSpec) -> bool:
-    """Whether the main module of a package, a folder or a zip file asks for its name, so that it can be imported again.
+    """Whether the main module of a package, a folder or a zip file checks `__name__`, so that it can be imported again.
 
-    Many of these do nothing but run the program. Then others must not import them, and need not.
+    Many of these only run the program; then other processes must not import them, and need not.
     """
     source = getattr(spec.loader, "get_source", lambda name: None)(spec.name)
     if source is None:
@@ -175,13 +175,13 @@ def _is_guarded(spec: ModuleSpec) -> bool:
 
 
 class LocalRanks:
-    """See `RankEngine`. `pause` may be called on any thread, all else on one.
+    """See `RankEngine`. `pause` may be called on any thread, other methods on one thread.
 
     Args:
-        plans: by rank.
-        calls: what each role runs, by its name.
-        common: the environment variables that all ranks get.
-        wake: ends `reports` while it is readable.
+        plans: the plans by rank.
+        calls: the call of each role, by name.
+        common: the environment variables of all ranks.
+        wake: a descriptor that ends `reports` while it is readable.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class LocalRanks:
         self._processes: list[RankProcess] = []
         self._reported: set[RankProcess] = set()
         self._looked_at: float | None = None
-        self._reaping = threading.Lock()  # nobody is reaped while it is held: the process id could be another's
+        self._reaping = threading.Lock()  # no process is reaped while it is held, since its id could be reused
 
     def start(self, rank: int, attempt: int) -> None:
         plan = self._plans[rank]
@@ -227,7 +227,7 @@ class LocalRanks:
                 continue  # woken
             process, stream = key.data
             if process not in self._processes:
-                continue  # its end was seen just now, and the rest of its output taken in
+                continue  # its end was just seen, and the rest of its output copied
             if stream is None:
                 events += [(process.rank, event) for event in self._read(process, alive_at)]
             elif not process.copy_output(stream):
@@ -235,16 +235,16 @@ class LocalRanks:
         return events
 
     def pause(self) -> None:
-        """Stops all where they are until `end`, so that none of them notices what this process closes meanwhile."""
+        """Stops all processes until `end`, so that they do not notice connections that this process closes."""
         with self._reaping:
             for process in self._processes:
                 if not process.has_ended:
                     process.pause()
 
     def end(self) -> None:
-        """Asks the processes that still run to end, waits, kills them; then reaps all.
+        """Asks running processes to end, waits, kills the rest, and reaps all.
 
-        They are paused while they are asked: none sees the others die, and complains, before its own signal comes.
+        They are paused during the request, so that none sees another die and reports that before its own signal comes.
         """
         running = [process for process in self._processes if not process.has_ended]
         for process in running:
@@ -260,7 +260,7 @@ class LocalRanks:
         self._selector.close()
 
     def running(self) -> list[int]:
-        """The ranks whose processes have not ended."""
+        """Returns the ranks whose processes have not ended."""
         with self._reaping:
             return [process.rank for process in self._processes if not process.has_ended]
 
@@ -275,7 +275,7 @@ class LocalRanks:
         return [*reports, ProcessEnded(self._reap(process), alive_at)]
 
     def _reap(self, process: RankProcess) -> int | None:
-        """The return code of a process that ends now; its output is complete then."""
+        """Reaps a process that ends now and returns its return code; its output is then complete."""
         with self._reaping:
             returncode = process.reap(CLOSE_LIMIT_S)
             self._processes.remove(process)
@@ -290,7 +290,7 @@ class LocalRanks:
             self._selector.unregister(file)  # type: ignore[arg-type]
 
     def _wait_for_ends(self, processes: Sequence[RankProcess], deadline: Deadline) -> None:
-        """Waits until all have ended, and reads their output meanwhile, so that none waits for a full pipe."""
+        """Waits until all have ended, and reads their output meanwhile, so that no pipe becomes full."""
         while not (all(process.has_ended for process in processes) or deadline.expired()):
             for key, _ in self._selector.select(deadline.remaining_s()):
                 if key.data is None:

@@ -1,4 +1,4 @@
-"""The output of the ranks of a job: each line goes to the streams of this process, with a name, and to a file."""
+"""The output of the ranks of a job: copies each line to the streams of this process, with a name, and to a file."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from rpcdist.own_shortage import own_shortage
 logger = logging.getLogger("rpcdist.launch")
 
 ERROR_LINES: Final = 20
-"""So many lines of a rank that failed are in the error."""
+"""The number of lines of a failed rank's output in the error."""
 
 KEPT_LINES: Final = 200
 _LONGEST_LINE_BYTES: Final = 1 << 13
 _LINE: Final = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)")
-_COLOURS: Final = (36, 33, 35, 32, 34, 31)  # of a terminal
+_COLOURS: Final = (36, 33, 35, 32, 34, 31)  # terminal codes
 
 
 class JobOutput:
-    """Where the output of a job's ranks goes.
+    """The destinations of a job's output.
 
     Args:
         prefix: whether each line on the terminal begins with the worker's name.
-        log_dir: a folder for the files `NAME.ATTEMPT.log`; made if it is not there.
+        log_dir: a folder for the files `NAME.ATTEMPT.log`; made if necessary.
 
     Raises:
         ConfigError: the folder cannot be made.
@@ -46,7 +46,7 @@ class JobOutput:
                 raise ConfigError(f"log_dir={self.log_dir!r} cannot be made: {exc.strerror}") from exc
 
     def open(self, name: str, attempt: int) -> WorkerOutput:
-        """That of the process which is worker `name` in this attempt."""
+        """Returns the output for the process of worker `name` in this attempt."""
         path = None if self.log_dir is None else os.path.join(self.log_dir, f"{name}.{attempt}.log")
         colour = _COLOURS[len(self._workers) % len(_COLOURS)]
         before = self._workers.get(name)
@@ -55,7 +55,7 @@ class JobOutput:
         return output
 
     def tail(self, name: str, num_lines: int) -> str:
-        """The last lines of a worker's last process."""
+        """Returns the last lines of a worker's last process."""
         return self._workers[name].tail(num_lines) if name in self._workers else ""
 
 
@@ -74,7 +74,7 @@ def _opened(path: str) -> IO[bytes]:
 
 
 class WorkerOutput:
-    """The two output streams of one process. Used on one thread; `tail` on any."""
+    """The two output streams of one process. Used on one thread; `tail` on any thread."""
 
     def __init__(self, prefix: str | None, path: str | None, colour: int) -> None:
         self.colour = colour
@@ -85,15 +85,15 @@ class WorkerOutput:
         self._begun = {"stdout": b"", "stderr": b""}  # lines without an end so far
 
     def write(self, stream: str, data: bytes) -> None:
-        """Takes in what has arrived from `stdout` or `stderr`."""
+        """Copies bytes from `stdout` or `stderr`."""
         if self._file is not None:
             try:
                 self._file.write(data)
-            except OSError as exc:  # a full disk, say: the job itself goes on
+            except OSError as exc:  # for example a full disk; the job continues
                 logger.warning("the log %s ends here: %s", self._path, own_shortage(exc) or exc.strerror)
                 self._file.close()
                 self._file = None
-        # A carriage return ends a line as well, since progress bars write nothing else.
+        # A carriage return also ends a line, since progress bars write only these.
         whole = self._begun[stream] + data
         lines = _LINE.findall(whole)
         begun = whole[sum(map(len, lines)) :]
@@ -105,7 +105,7 @@ class WorkerOutput:
         self._show(stream, data if self._prefix is None else self._named(stream, lines))
 
     def close(self) -> None:
-        """Shows what has no end of its line; closes the file."""
+        """Shows an incomplete last line, and closes the file."""
         for stream, begun in self._begun.items():
             if begun:
                 self._kept.append(begun + b"\n")
@@ -117,11 +117,11 @@ class WorkerOutput:
             self._file = None
 
     def tail(self, num_lines: int) -> str:
-        """The last lines."""
+        """Returns the last lines."""
         return b"".join(list(self._kept)[-num_lines:]).decode(errors="replace")
 
     def _named(self, stream: str, lines: list[bytes]) -> bytes:
-        """The lines, with the worker's name in front of each where that is wished."""
+        """Returns the lines, each with the worker's name before it if `prefix` is set."""
         target = getattr(sys, stream)
         name = f"[{self._prefix}] ".encode()
         if target is not None and target.isatty():
@@ -130,11 +130,11 @@ class WorkerOutput:
 
     def _show(self, stream: str, data: bytes) -> None:
         target = getattr(sys, stream)
-        if not data or target is None:  # the second: pythonw, and daemons
+        if not data or target is None:  # the latter in pythonw and daemons
             return
         if hasattr(target, "buffer"):
             target.flush()
             target.buffer.write(data)
-        else:  # of a notebook
+        else:  # in a notebook
             target.write(data.decode(errors="replace"))
         target.flush()

@@ -1,14 +1,15 @@
-"""Where an engine put this process: its rank, the world size and rank 0's address, read from the environment.
+"""The place that an engine gave this process, from the environment: its rank, the world size and rank 0's address.
 
 `find_placement` and `torch_variables` are pure: an environment is a mapping, and no name is resolved here.
 
-1. torch's variables win, each for itself: a MASTER_ADDR that the user sets holds beside the rank that Slurm gave.
-2. An engine that started one process gave no place: `srun --pty bash` and `mpirun -n 1` may start a job themselves.
-3. Two that say different things are an error that names both, except where one started the other: torchrun, and a task
-   that starts as many processes as every other task, make a world of their own.
+1. Each of torch's variables takes precedence: a MASTER_ADDR that the user sets is combined with the rank from Slurm.
+2. An engine that started only one process gave no place: the process may start a job, as under `srun --pty bash` and
+   `mpirun -n 1`.
+3. Two contradicting engines are an error that names both, unless one started the other: torchrun, and a task that
+   starts as many processes as every other task, make their own world.
 
-The table of engines has the variables by which Open MPI, Slurm, PMIx, Kubeflow's Trainer and Kubernetes name a process.
-Each row is a function from an environment to a place, or None where the engine did not start this process.
+The table of engines has the variables with which Open MPI, Slurm, PMIx, Kubeflow's Trainer and Kubernetes identify a
+process. Each row is a function from an environment to a place, or None if the engine did not start this process.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Final
 from rpcdist.errors import ConfigError
 
 ROLE_VARIABLE: Final = "RPCDIST_ROLE"
-"""The role of a process and its number there, such as "trainer:3"; `launch` sets it."""
+"""The role of a process and its number in the role, such as "trainer:3"; `launch` sets it."""
 
 _VARIABLES: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -34,13 +35,13 @@ class Placement:
     """The place of a process in its job.
 
     Attributes:
-        world_size: how many processes the job has.
-        local_rank: of this process among those of its machine, where that is said.
-        node_rank: of its machine, where that is said.
-        host: the address of rank 0, where that is said.
-        port: the port at which the processes meet there.
-        role: the role of this process, where `launch` was given roles.
-        role_rank: its number among those of its role.
+        world_size: the number of processes in the job.
+        local_rank: its rank on its machine, if known.
+        node_rank: the rank of its machine, if known.
+        host: the address of rank 0, if known.
+        port: the port for the rendezvous on that host.
+        role: the role of this process, if `launch` got roles.
+        role_rank: its number in the role.
     """
 
     rank: int
@@ -59,27 +60,27 @@ class Placement:
 
 
 def placement_from_environment() -> Placement | None:
-    """The place that `launch`, torchrun, Slurm, MPI or Kubernetes gave this process; None if it was started alone.
+    """Returns the place that `launch`, torchrun, Slurm, MPI or Kubernetes gave this process; None if it runs alone.
 
     Raises:
-        ConfigError: the variables are not a place, or two of them say different things.
+        ConfigError: the variables are invalid, or two of them contradict each other.
     """
     return find_placement(os.environ, socket.getfqdn)
 
 
 def launcher_variable(name: str) -> str:
-    """One of torch's variables, MASTER_ADDR for example: as it is set, or else as the engine implies it; else empty."""
+    """Returns one of torch's variables, such as MASTER_ADDR: as it is set, or as the engine implies it; or empty."""
     return torch_variables(os.environ, socket.getfqdn).get(name, "")
 
 
 def how_to_set_address(environment: Mapping[str, str], own_name: Callable[[], str]) -> str:
-    """Advice where an engine gives ranks, but not the address of rank 0; empty without such an engine."""
+    """Returns advice if an engine gave ranks but not the address of rank 0; otherwise empty."""
     place = _engine_of(environment, own_name, also_of_one=True)
-    return "" if place is None else f"{place.says} does not say where rank 0 is: {place.advice}"
+    return "" if place is None else f"{place.says} does not contain the address of rank 0: {place.advice}"
 
 
 def find_placement(environment: Mapping[str, str], own_name: Callable[[], str]) -> Placement | None:
-    """`placement_from_environment` for any environment; `own_name` gives the full name of this host."""
+    """Like `placement_from_environment`, for any environment; `own_name` returns the full name of this host."""
     rank, size = environment.get("RANK"), environment.get("WORLD_SIZE")
     place = _engine_of(environment, own_name)
     if place is not None and (rank is None or size is None):
@@ -114,12 +115,12 @@ def find_placement(environment: Mapping[str, str], own_name: Callable[[], str]) 
 
 
 def torch_variables(environment: Mapping[str, str], own_name: Callable[[], str]) -> dict[str, str]:
-    """RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, as they are set or as an engine implies them.
+    """Returns RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, as they are set or as an engine implies them.
 
-    Those that nothing says are absent. The only process of an engine has a place here: it joins a world of one.
+    Unknown variables are absent. The only process of an engine also has a place here: it joins a world of size 1.
 
     Raises:
-        ConfigError: two engines say different things.
+        ConfigError: two engines contradict each other.
     """
     found = {name: environment[name] for name in _VARIABLES if environment.get(name)}
     is_placed = "RANK" in found and "WORLD_SIZE" in found
@@ -136,7 +137,7 @@ def torch_variables(environment: Mapping[str, str], own_name: Callable[[], str])
 def _engine_of(
     environment: Mapping[str, str], own_name: Callable[[], str], also_of_one: bool = False
 ) -> EnginePlace | None:
-    """The engine that started this process, whose word agrees with torch's variables and with the other engines."""
+    """Returns the engine that started this process; checks it against torch's variables and the other engines."""
     if "TORCHELASTIC_RUN_ID" in environment:
         return None
     places = engine_places(environment, own_name)
@@ -153,7 +154,7 @@ def _engine_of(
 
 
 def _may_be(rank: int | None, size: int | None, place: EnginePlace) -> bool:
-    """Whether torch's variables fit an engine's: they say the same, or this process is one of several of its task."""
+    """Whether torch's variables fit an engine's: they are equal, or this process is one of several in its task."""
     if rank is None or size is None:
         return rank in (None, place.rank) and size in (None, place.world_size)
     per_task, rest = divmod(size, place.world_size)
@@ -183,7 +184,7 @@ def _number(environment: Mapping[str, str], name: str) -> int | None:
 LOOPBACK: Final = "127.0.0.1"
 TORCH_PORT: Final = 29500
 
-# Below the range from which Linux takes the ports of programs that ask for any.
+# Below the range from which Linux chooses ports for programs.
 _FIRST_PORT: Final = 20000
 _NUM_PORTS: Final = 10000
 
@@ -195,9 +196,9 @@ class EnginePlace:
     Attributes:
         says: the engine and its variables, for messages.
         rank, world_size, local_rank, node_rank: as in `Placement`.
-        host: the address of rank 0; None where the engine does not say it.
-        port: the port there, the same in all processes of this job and likely another one in the next job.
-        advice: what the user has to set where there is no host.
+        host: the address of rank 0; None if the engine does not provide it.
+        port: the port on that host, equal in all processes of this job and probably different in the next job.
+        advice: what the user must set if the host is missing.
     """
 
     says: str
@@ -211,10 +212,10 @@ class EnginePlace:
 
 
 def engine_places(environment: Mapping[str, str], own_name: Callable[[], str]) -> list[EnginePlace]:
-    """The places that all engines give, the innermost first.
+    """Returns the places from all engines, the innermost first.
 
-    `mpirun` starts its daemons by Slurm, so a rank of it finds the place of its daemon in Slurm's variables: these are
-    left out there. `own_name` gives the full name of this host, and is called for an Indexed Job only.
+    `mpirun` starts its daemons through Slurm, so Slurm's variables contain the place of a rank's daemon, and are
+    ignored for its ranks. `own_name` returns the full name of this host, and is called only for an Indexed Job.
 
     Raises:
         ConfigError: an engine's variables contradict each other, or say that torchrun is missing.
@@ -239,7 +240,7 @@ def _open_mpi(environment: Mapping[str, str]) -> EnginePlace | None:
 
 
 def _host_of_mpirun(environment: Mapping[str, str], rank: int) -> str | None:
-    """The host of `mpirun`, where rank 0 runs as well unless it says otherwise on rank 0's own host."""
+    """Returns the host of `mpirun`, on which rank 0 runs as well unless its variables on rank 0's host differ."""
     uri = environment.get("OMPI_MCA_orte_hnp_uri", "")
     if rank == 0 and environment.get("OMPI_MCA_orte_local_daemon_uri", uri) != uri:
         return None
@@ -248,7 +249,7 @@ def _host_of_mpirun(environment: Mapping[str, str], rank: int) -> str | None:
 
 def _slurm(environment: Mapping[str, str]) -> EnginePlace | None:
     step = environment.get("SLURM_STEP_ID") or environment.get("SLURM_STEPID")
-    if step is None or "SLURM_PROCID" not in environment:  # a batch script has a SLURM_PROCID, and is no step
+    if step is None or "SLURM_PROCID" not in environment:  # a batch script has a SLURM_PROCID, but is not a step
         return None
     size_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
     says, (rank, size, local_rank) = _read("Slurm", environment, ("SLURM_PROCID", size_name, "SLURM_LOCALID"))
@@ -270,7 +271,7 @@ def _slurm(environment: Mapping[str, str]) -> EnginePlace | None:
 
 
 def first_host(node_list: str) -> str:
-    """The first host of a list as Slurm writes it: `n01` of `n[01-04,9],m3`, and `r0n2-ib` of `r[0-1]n[2-3]-ib`."""
+    """Returns the first host of Slurm's list: `n01` for `n[01-04,9],m3`, and `r0n2-ib` for `r[0-1]n[2-3]-ib`."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", node_list)
     return re.sub(r"\[([^\]]*)\]", lambda numbers: re.split("[-,]", numbers[1])[0], first[0] if first else "")
 
@@ -289,7 +290,7 @@ def _pmix_uris(environment: Mapping[str, str]) -> list[str]:
 
 
 def _host_in_uris(uris: Iterable[str]) -> str | None:
-    """The first address of `1234.0;tcp://10.0.0.1,10.1.0.1:4567` and the like that other hosts can mean."""
+    """Returns the first address that other hosts can use in texts like `1234.0;tcp://10.0.0.1,10.1.0.1:4567`."""
     for uri in uris:
         for match in re.finditer(r"tcp4?://([^;/]*):\d+", uri):
             for host in match[1].split(","):
@@ -325,7 +326,7 @@ def _kubeflow(environment: Mapping[str, str]) -> EnginePlace | None:
 
 
 def _indexed_job(environment: Mapping[str, str], own_name: Callable[[], str]) -> EnginePlace | None:
-    """A pod's full name is JOB-INDEX.SUBDOMAIN...; RANK beside it is that of a process which the pod has started."""
+    """A pod's full name is JOB-INDEX.SUBDOMAIN...; if RANK is set too, a process in the pod started this one."""
     if "JOB_COMPLETION_INDEX" not in environment or "WORLD_SIZE" not in environment or "RANK" in environment:
         return None
     says, (rank, size) = _read("an Indexed Job", environment, ("JOB_COMPLETION_INDEX", "WORLD_SIZE"))
@@ -343,7 +344,7 @@ def _set_address(how: str = "") -> str:
 
 
 def _read(engine: str, environment: Mapping[str, str], names: tuple[str, ...]) -> tuple[str, list[int]]:
-    """The words of an engine, as text and as numbers: rank, world size and, for a third name, local rank."""
+    """Returns an engine's variables as text and as numbers: rank, world size and, for a third name, local rank."""
     says = f"{engine} ({' '.join(f'{name}={environment.get(name)}' for name in names)})"
     try:
         numbers = [int(environment[name]) for name in names]

@@ -1,12 +1,13 @@
-"""Decides when a job has ended, whose failure ended it, and who is started again. Pure: no process, no clock.
+"""Decides when a job has ended, which failure ended it, and which ranks restart. Pure: no process, no clock.
 
-1. A job succeeds when every rank that it waits for has returned and its process has ended. It does not wait for the
-   ranks of a role that is a daemon.
+1. A job succeeds when every rank for which it waits has returned and its process has ended. It does not wait for the
+   ranks of daemon roles.
 2. A job fails with the first failure. Failures that look like the loss of another rank (`may_be_consequence`) count
    last: after such a failure, other ranks have `cause_limit_s` to report a better reason.
-3. A process that ended without a report has failed before everything that was seen together with it: its peers notice
-   its closed connections, and report, while its parent is still waking up.
-4. A process that ended without a report is no failure while its rank has restarts left. An exception is one at once.
+3. A process that ended without a report counts as failed before all reports that were seen at the same time: its peers
+   notice its closed connections, and report, while its parent is still waking up.
+4. A process that ended without a report is not a failure while its rank has restarts left. An exception is a failure at
+   once.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from rpcdist.time_limits import FIRST_PAUSE_S, RESTART_LONGEST_PAUSE_S, SLOW_WOR
 
 @dataclass(frozen=True, slots=True)
 class Succeeded:
-    """Every rank that the job waits for has returned; pickled results in the order of the ranks, None for daemons."""
+    """Every rank for which the job waits has returned; pickled results in rank order, None for daemons."""
 
     results: tuple[bytes | None, ...]
 
@@ -41,7 +42,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """The time limit is over; `ranks` have not ended."""
+    """The time limit has passed; `ranks` have not ended."""
 
     ranks: tuple[int, ...]
 
@@ -60,12 +61,12 @@ class Progress:
     """The state of the ranks of a job.
 
     Args:
-        deadline: when the job must have ended; infinity for never. All times are those of one clock, in seconds.
+        deadline: the time by which the job must end; infinity for never. All times are of one clock, in seconds.
         cause_limit_s: how long a failure that may be a consequence waits for its cause.
         exit_limit_s: how long a process may take to end after its report.
-        max_restarts: how often a rank whose process is lost is started again; none that is not there.
+        max_restarts: how often each rank is started again after its process was lost; 0 for missing ranks.
         daemons: ranks for which the job does not wait.
-        pause_s: how long to wait before the restart of this number.
+        pause_s: returns the pause before a restart, from its number.
     """
 
     def __init__(
@@ -86,10 +87,10 @@ class Progress:
         self._max_restarts = max_restarts or {}
         self._waits_for = [rank for rank in ranks if rank not in daemons] or ranks
         self._pause_s = pause_s
-        self._due = dict.fromkeys(ranks, -math.inf)  # when to start which rank
-        self._starts: Counter[int] = Counter()  # by rank; those that the engine lost before they ran included
+        self._due = dict.fromkeys(ranks, -math.inf)  # when to start each rank
+        self._starts: Counter[int] = Counter()  # by rank; with starts that the engine lost before they ran
         self._restarts: Counter[int] = Counter()
-        self._deaths: dict[int, ProcessEnded] = {}  # the last one of each rank that is started again
+        self._deaths: dict[int, ProcessEnded] = {}  # the last one of each restarted rank
         self._results: dict[int, bytes] = {}
         self._failures: dict[int, ProcessEnded | Exited | Raised] = {}
         self._ready: set[int] = set()
@@ -98,7 +99,7 @@ class Progress:
         self._cause_deadline = math.inf
 
     def to_start(self, now: float) -> list[tuple[int, int]]:
-        """The ranks to start now, each with the number of its start, from 0; they count as started."""
+        """Returns the ranks to start now, each with the number of its start, from 0; marks them as started."""
         ranks = [rank for rank, moment in self._due.items() if now >= moment]
         for rank in ranks:
             del self._due[rank]
@@ -106,7 +107,7 @@ class Progress:
         return [(rank, self._starts[rank] - 1) for rank in ranks]
 
     def take(self, rank: int, event: Event, now: float) -> None:
-        """Takes in what an engine has said of a rank."""
+        """Handles an engine's report about a rank."""
         if isinstance(event, ProcessEnded):
             self._take_end(rank, event, now)
         elif isinstance(event, Ready):
@@ -118,11 +119,11 @@ class Progress:
             self._fail(rank, event, now)
 
     def not_ready(self) -> list[int]:
-        """The ranks that have not imported everything yet."""
+        """Returns the ranks that have not finished their imports."""
         return [rank for rank in self._ranks if rank not in self._ready]
 
     def outcome(self, now: float) -> Outcome | None:
-        """How the job has ended; None while it runs."""
+        """Returns how the job has ended; None while it runs."""
         if self._failures:
             rank, cause = min(self._failures.items(), key=_order)
             if not _may_be_consequence(cause) or now >= self._cause_deadline or self._all_have_reported():
@@ -137,15 +138,15 @@ class Progress:
         return None
 
     def next_deadline(self) -> float:
-        """When `outcome` or `to_start` may change though nothing is reported; infinity for never."""
+        """Returns when `outcome` or `to_start` may change without a report; infinity for never."""
         return min(self._deadline, self._cause_deadline, *self._exit_deadlines.values(), *self._due.values())
 
     def next_start(self) -> float:
-        """When the next rank has to be started; infinity for never."""
+        """Returns when the next rank must be started; infinity for never."""
         return min(self._due.values(), default=math.inf)
 
     def state(self, rank: int) -> str:
-        """The state or the end of a rank, in words."""
+        """Describes the state or the end of a rank."""
         if rank in self._failures:
             state = _words(self._failures[rank])
         elif rank in self._results:
@@ -158,19 +159,19 @@ class Progress:
         return state + (f" (restarted {number} of {self._max_restarts.get(rank, 0)} times)" if number else "")
 
     def losses(self) -> dict[int, str]:
-        """The end of the last process of each rank that was started again: "was killed by SIGKILL ..."."""
+        """Describes the end of the last process of each restarted rank: "was killed by SIGKILL ..."."""
         return {rank: str(death) for rank, death in self._deaths.items()}
 
     def has_ended(self, rank: int) -> bool:
-        """Whether its process is gone for good."""
+        """Whether its process has ended and is not restarted."""
         return rank in self._ended
 
     def num_restarts(self, rank: int) -> int:
-        """How often it was started again; starts that the engine lost do not count."""
+        """Returns how often it was restarted; starts that the engine lost do not count."""
         return self._restarts[rank]
 
     def is_over(self, rank: int) -> bool:
-        """Whether its function has ended, or its process is gone for good."""
+        """Whether its function or its process has ended and is not restarted."""
         return rank in self._ended or rank in self._results or rank in self._failures
 
     def _take_end(self, rank: int, end: ProcessEnded, now: float) -> None:
@@ -215,7 +216,7 @@ def _order(failure: tuple[int, ProcessEnded | Exited | Raised]) -> tuple[bool, f
 
 
 def restart_pause_s(number: int) -> float:
-    """How long to wait before restart `number` of a rank: longer each time, and random, so that ranks differ."""
+    """Returns the pause before restart `number` of a rank: longer each time, and random, so that ranks differ."""
     pauses = backoff(FIRST_PAUSE_S, RESTART_LONGEST_PAUSE_S)
     return [next(pauses) for _ in range(number)][-1]
 
@@ -224,7 +225,7 @@ def restart_pause_s(number: int) -> float:
 
 
 class Interrupted(KeyboardInterrupt, SystemExit):
-    """Ctrl-C. Where nothing catches it, the program ends with exit code 130 and without a traceback."""
+    """Ctrl-C. If it is not caught, the program ends with exit code 130 and without a traceback."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -232,7 +233,7 @@ class Interrupted(KeyboardInterrupt, SystemExit):
 
 
 def interrupted() -> BaseException:
-    """The error after Ctrl-C: `Interrupted`, or in a notebook or at a prompt, which go on, `KeyboardInterrupt`."""
+    """Returns the error after Ctrl-C: `Interrupted`, or `KeyboardInterrupt` in a notebook or at a prompt."""
     if hasattr(sys, "ps1"):
         return KeyboardInterrupt()
     print("\ninterrupted", file=sys.stderr)
@@ -240,7 +241,7 @@ def interrupted() -> BaseException:
 
 
 def error_of(outcome: Failed | Late | Stuck, workers: int, join_timeout_s: float | None = None) -> BaseException:
-    """The exception for a job of so many workers that did not succeed."""
+    """Makes the exception for a job of `workers` ranks that did not succeed."""
     if isinstance(outcome, Late):
         ranks = ", ".join(map(str, outcome.ranks))
         return DeadlineExceeded(f"after {join_timeout_s:g} s these of {workers} ranks had not ended: {ranks}")

@@ -1,7 +1,7 @@
 """The main function of a process: it prepares itself as `multiprocessing` does, calls the function, and reports.
 
-The parent starts `python -c BOOTSTRAP` with a `Task` at its standard input. Nothing of the user's program is imported
-before the process is tied to its parent, so a parent that is killed at any time leaves no process behind.
+The parent starts `python -c BOOTSTRAP` with a `Task` at its standard input. The process ties itself to its parent
+before it imports the user's program, so a parent that is killed at any time leaves no process behind.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from rpcdist._launch.reports import Exited, Raised, RankCall, Ready, Report, Ret
 from rpcdist.errors import ConfigError
 from rpcdist.private_files import note_failure
 
-# The path comes first: this package may be importable only because the parent's program extended `sys.path`.
+# The path comes first, because this package may be importable only with the `sys.path` of the parent's program.
 BOOTSTRAP: Final = (
     "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); "
     "from rpcdist._launch.rank_main import main; main()"
 )
 
-_PR_SET_PDEATHSIG: Final = 1  # of <sys/prctl.h>
+_PR_SET_PDEATHSIG: Final = 1  # from <sys/prctl.h>
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,32 +40,32 @@ class Task:
     rank: int
     parent_pid: int
     report_fd: int
-    preparation: dict[str, Any]  # of `multiprocessing.spawn`: the main module, the path, the working directory
+    preparation: dict[str, Any]  # for `multiprocessing.spawn`: the main module, the path, the working directory
     call: RankCall  # the function and its arguments after the rank
 
 
 def main() -> None:
-    """Runs the task at standard input; exits with code 1 when it fails."""
+    """Runs the task from standard input; exits with code 1 if it fails."""
     task: Task = pickle.load(sys.stdin.buffer)
     _end_with_parent(task.parent_pid)
     _close_standard_input()
     _close_in_forked_children(task.report_fd)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # it is a pipe, and its reader shows each line at once
+        sys.stdout.reconfigure(line_buffering=True)  # a pipe, whose reader shows each line at once
     rank_pid = os.getpid()
     report = _run(task)
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError, AttributeError):  # whatever the function made of them
-            stream.flush()  # before the report: a failure makes the parent end this process
+        with suppress(OSError, ValueError, AttributeError):  # the function may have replaced or closed them
+            stream.flush()  # before the report, since after a failure the parent ends this process
     if os.getpid() != rank_pid:
         _end_forked_child(report)
-    _write(task.report_fd, frame(report))  # and not closed: it ends with the process
+    _write(task.report_fd, frame(report))  # not closed, as it must end with the process
     if not isinstance(report, Returned):
         sys.exit(1)
 
 
 class MissingGuard(ConfigError, SystemExit):
-    """The main module starts processes whenever it is imported. The program of the parent ends with this one line."""
+    """The main module starts processes whenever it is imported. The parent's program ends with this one line."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -108,14 +108,14 @@ def _call(task: Task) -> bytes:
 
 
 def _import_main_of_package(name: str) -> None:
-    """As `spawn.prepare` does for other modules: `python -m package` runs `package.__main__`, which it leaves out."""
+    """Imports `package.__main__` of `python -m package`, which `spawn.prepare` leaves out."""
     main = ModuleType("__mp_main__")
     main.__dict__.update(runpy.run_module(name, run_name="__mp_main__", alter_sys=True))
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main
 
 
 def _end_with_parent(parent_pid: int) -> None:
-    """Has the kernel kill this process when its parent ends, however that happens."""
+    """Makes the kernel kill this process when its parent ends in any way."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # it ended before
@@ -123,7 +123,7 @@ def _end_with_parent(parent_pid: int) -> None:
 
 
 def _close_standard_input() -> None:
-    """As in a process of `multiprocessing`: the terminal belongs to the parent, and its task has been read."""
+    """Closes standard input, as in a process of `multiprocessing`, since the terminal belongs to the parent."""
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
@@ -131,9 +131,9 @@ def _close_standard_input() -> None:
 
 
 def _close_in_forked_children(report_fd: int) -> None:
-    """Keeps the pipe to this process: a child (of a `DataLoader`, say) that held it would hide the end of the rank."""
+    """Closes the pipe in forked children (of a `DataLoader`, for example), which would hide the end of the rank."""
     os.set_inheritable(report_fd, False)
-    still_open = [report_fd]  # once only: in a child of a child, the number may belong to another file
+    still_open = [report_fd]  # closed only once, as the number may belong to another file in a grandchild
 
     def close() -> None:
         while still_open:
@@ -143,7 +143,7 @@ def _close_in_forked_children(report_fd: int) -> None:
 
 
 def _end_forked_child(report: Report) -> NoReturn:
-    """Ends a child that has left the function which forked it. It is no rank: it ends like any program, unreported."""
+    """Ends a forked child that has left the function. It is not a rank, so it ends without a report."""
     if isinstance(report, Raised):
         print(report.traceback, file=sys.stderr, end="")
     sys.exit(report.code if isinstance(report, Exited) else isinstance(report, Raised))

@@ -1,11 +1,11 @@
-"""The call that a rank carries out, the reports of the rank, and how a report travels through a pipe.
+"""The call of a rank, the rank's reports, and their format on a pipe.
 
-A function and its arguments go to the rank as pickles. Where the main module has no file that another process could
-import, as in a notebook or under `python -c` and `python -`, functions and classes of it travel by value, as
-cloudpickle writes them.
+A function and its arguments are sent to the rank as pickles. If the main module has no file that another process could
+import, as in a notebook or under `python -c` and `python -`, its functions and classes are sent by value, pickled by
+cloudpickle.
 
-A rank writes `Ready` when everything is imported, and one report when its function has ended: each a length of 8 bytes
-and a pickle. Then its process ends, which the other side sees as the end of the pipe. Pure: no pipe is touched here.
+A rank writes `Ready` when all modules are imported, and one report when its function has ended: each a length of 8
+bytes and a pickle. Then its process ends, which the reader sees as the end of the pipe. Pure: uses no pipe.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class RankCall:
     """A function and its arguments after the rank.
 
     Attributes:
-        pickled: both as a pickle.
+        pickled: the pickle of both.
         by_value: whether the pickle contains the definitions of the main module.
         imports: further modules that the other process imports before it reports that it is ready.
     """
@@ -40,29 +40,29 @@ class RankCall:
     imports: tuple[str, ...] = ()
 
     def load(self) -> tuple[Any, tuple[Any, ...]]:
-        """The function and its arguments; imports their modules."""
+        """Returns the function and its arguments; imports their modules."""
         for module in self.imports:
             importlib.import_module(module)
         function, args = pickle.loads(self.pickled)
         return function, args
 
     def dump_result(self, result: object) -> bytes:
-        """A result for the process that made the call."""
+        """Returns the pickle of a result for the calling process."""
         return _dump(result, self.by_value)
 
 
 def pickle_call(function: object, args: tuple[object, ...], imports: tuple[str, ...] = ()) -> RankCall:
-    """A call for other processes; `imports` as in `RankCall`. Raises `SerializationError`."""
+    """Makes a call for other processes; `imports` as in `RankCall`. Raises `SerializationError`."""
     by_value = not main_has_a_file()
     name = getattr(function, "__qualname__", "")
     if not by_value and ("<lambda>" in name or "<locals>" in name):
         raise SerializationError(
-            f"{name} has no name by which a new process finds it. Define the function at the top of a module, and pass "
-            "what it needs as arguments."
+            f"a new process cannot find {name} by name. Define the function at the top of a module, and pass the "
+            "values that it needs as arguments."
         )
     try:
         return RankCall(_dump((function, args), by_value), by_value, imports)
-    except Exception as exc:  # pickle raises many types, and objects may raise any
+    except Exception as exc:  # pickle raises many types, and objects may raise others
         raise SerializationError(
             f"{function!r} with {len(args)} arguments cannot be sent to a new process: {exc}. Define the function at "
             "the top of a module, and pass arguments that can be pickled."
@@ -70,7 +70,7 @@ def pickle_call(function: object, args: tuple[object, ...], imports: tuple[str, 
 
 
 def load_result(rank: int, result: bytes) -> Any:
-    """The result that `RankCall.dump_result` of a rank wrote. Raises `SerializationError`."""
+    """Loads the result from `RankCall.dump_result` of a rank. Raises `SerializationError`."""
     try:
         return pickle.loads(result)
     except Exception as exc:
@@ -100,13 +100,13 @@ _LENGTH: Final = struct.Struct("<Q")
 _OWN_PACKAGES: Final = (__package__, "rpcdist.ray")
 _IMPORTERS: Final = ("multiprocessing.spawn", "runpy")
 
-# Errors that the loss of another rank causes. A rank that fails with one of these is rarely the first to fail.
+# Errors that the loss of another rank causes; a rank that fails with one of them is rarely the first to fail.
 _CONSEQUENCES: Final = (ConnectionError, TimeoutError, GroupAborted)
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The main module and the function are imported; the function is called now, at `where` (host and process id)."""
+    """The main module and the function are imported, and the call begins, at `where` (host and process id)."""
 
     where: str = ""
 
@@ -138,13 +138,13 @@ class Raised:
 
 @dataclass(frozen=True, slots=True)
 class ProcessEnded:
-    """The process is gone: said by the engine that started it.
+    """The process has ended, as reported by its engine.
 
     Attributes:
-        returncode: as in `subprocess`; None if the engine knows none, or the process closed its pipe and went on.
-        alive_at: when its end had not been seen yet, by the clock of the supervisor.
-        reason: why it was lost, in the engine's words; empty where the return code says all.
-        has_run: False if the engine lost it before it ran: then it is started again, and that counts as no restart.
+        returncode: as in `subprocess`; None if unknown, or if the process closed its pipe and continued.
+        alive_at: the last time at which its end had not been seen, by the clock of the supervisor.
+        reason: the engine's reason for the loss; empty if the return code is enough.
+        has_run: False if the engine lost it before it ran; then it is started again, which does not count as a restart.
     """
 
     returncode: int | None
@@ -171,7 +171,7 @@ Event = Ready | Report | ProcessEnded
 
 
 def report_of_exception(error: BaseException) -> Report:
-    """The report of a function that was left by `error`."""
+    """Makes the report of a function that raised `error`."""
     now = time.monotonic()
     if isinstance(error, SystemExit):
         if error.code in (None, 0):
@@ -185,18 +185,18 @@ def report_of_exception(error: BaseException) -> Report:
 
 
 def _is_on_the_way(frame: FrameType) -> bool:
-    """Whether a frame comes before the user's: our own, and those that import the main module."""
+    """Whether a frame comes before the user's frames: ours, or one that imports the main module."""
     return frame.f_globals.get("__package__") in _OWN_PACKAGES or frame.f_globals.get("__name__") in _IMPORTERS
 
 
 def frame(report: Ready | Report) -> bytes:
-    """The bytes of a report on a pipe."""
+    """Returns the bytes of a report on a pipe."""
     content = pickle.dumps(report)
     return _LENGTH.pack(len(content)) + content
 
 
 def take_reports(received: bytearray) -> list[Ready | Report]:
-    """The complete reports in the bytes that a rank has written so far, which are taken out of them."""
+    """Removes the complete reports from the received bytes, and returns them."""
     complete: list[Ready | Report] = []
     while len(received) >= _LENGTH.size:
         (length,) = _LENGTH.unpack_from(received)

@@ -1,7 +1,7 @@
-"""Runs the ranks of a job on an engine: starts them, takes their reports, and ends them all; and handles stop signals.
+"""Runs the ranks of a job on an engine: starts them, handles their reports and stop signals, and ends them.
 
-An engine runs processes: on this machine (`local_ranks`), or on Ray (`rpcdist.ray`). `run_job` does nothing else until
-the job ends; `BackgroundRanks` has a thread of its own for the same steps.
+An engine runs processes on this machine (`local_ranks`) or on Ray (`rpcdist.ray`). `run_job` blocks until the job ends;
+`BackgroundRanks` takes the same steps on its own thread.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from rpcdist.time_limits import FLIGHT_NOTICE_S, LONGEST_WAIT_S, QUICK_ANSWER_LI
 
 
 class StopSignals:
-    """While entered, SIGINT and SIGTERM interrupt nothing: they are recorded, and make `fileno()` readable.
+    """Within this context, SIGINT and SIGTERM do not interrupt: they are recorded, and make `fileno()` readable.
 
-    Handlers that the program installed stay in place, and so does everything when this is not the main thread, where
-    Python delivers signals.
+    It does not replace handlers of the program, and has no effect outside the main thread, where Python delivers
+    signals.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class StopSignals:
             os.close(self._write_end)
 
     def fileno(self) -> int:
-        """Opened when it is first asked for: an end has to be orderly also where no descriptor is left."""
+        """Opened at the first call, because the end must be orderly even if no descriptor is free."""
         if self._read_end < 0:
             self._read_end, self._write_end = os.pipe()
             os.set_blocking(self._write_end, False)
@@ -65,10 +65,10 @@ class StopSignals:
 
 
 class KeptInterrupt:
-    """While entered, no Ctrl-C gets lost: one that other code swallows is raised again at the end.
+    """Within this context, no Ctrl-C is lost: if other code swallows one, it is raised again at the end.
 
-    C++ that imports Python modules drops the errors of that, `KeyboardInterrupt` included; so does the import of torch.
-    This has no effect beside handlers that the program installed, and outside of the main thread.
+    C++ code that imports Python modules, such as torch's, drops errors of the import, `KeyboardInterrupt` included. It
+    has no effect with handlers of the program, and outside the main thread.
     """
 
     def __init__(self) -> None:
@@ -94,23 +94,23 @@ class KeptInterrupt:
 
 
 class RankEngine(Protocol):
-    """Starts processes of ranks, says what they report, and ends them. Used on one thread."""
+    """Starts processes of ranks, returns their reports, and ends them. Used on one thread."""
 
     def start(self, rank: int, attempt: int) -> None:
         """Starts the process of a rank. `attempt` counts the starts of this rank, from 0.
 
         Raises:
-            OSError, ConfigError: it cannot be started.
+            OSError, ConfigError: the process cannot be started.
         """
 
     def reports(self, limit_s: float) -> list[tuple[int, Event]]:
-        """Waits until a rank reports something, or the engine is woken, or the time is over; returns the reports.
+        """Waits until a rank reports, the engine is woken, or the limit has passed; returns the reports.
 
-        The moments in reports are those of this process's `time.monotonic`.
+        Times in reports are of this process's `time.monotonic`.
         """
 
     def end(self) -> None:
-        """Ends all processes that still run, and frees what the engine holds."""
+        """Ends all running processes, and frees the engine's resources."""
 
 
 def _advance(
@@ -119,11 +119,11 @@ def _advance(
     next_look: Callable[[], float],
     guard: AbstractContextManager[Any] | None = None,
 ) -> bool:
-    """Starts what is due, waits for reports and takes them in; returns whether there was anything.
+    """Starts ranks that are due, waits for reports and handles them; returns whether any came.
 
     Args:
-        next_look: the moment until which the wait may last.
-        guard: held while the progress is used, where other threads look at it.
+        next_look: the time until which it may wait.
+        guard: held while the progress is used, if other threads read it.
     """
     guard = nullcontext() if guard is None else guard
     with guard:
@@ -148,7 +148,7 @@ def run_job(
             if _advance(engine, progress, progress.next_deadline):
                 changed()
         if isinstance(outcome, Failed) and not isinstance(outcome.cause, Raised | Exited):
-            time.sleep(FLIGHT_NOTICE_S)  # the others notice the loss meanwhile, and write what they do
+            time.sleep(FLIGHT_NOTICE_S)  # the others notice the loss meanwhile, and write their flight records
         return outcome
     finally:
         engine.end()
@@ -158,13 +158,13 @@ def run_job(
 
 
 class BackgroundRanks:
-    """Processes that run beside this one, until they end by themselves or `end` ends them. Methods: on any thread.
+    """Processes in the background, until they end or `end` ends them. Any thread may call the methods.
 
-    Their thread lives as long as they do: when the thread that started a process ends, Linux kills the process. The
-    death of one ends no other.
+    Their thread lives as long as they do, because Linux kills a process when the thread that started it ends. The death
+    of one process does not end the others.
 
     Args:
-        make_engine: makes the engine where they run, from a descriptor that wakes it when it is readable.
+        make_engine: makes the engine, from a descriptor that wakes it when it is readable.
     """
 
     def __init__(
@@ -182,9 +182,9 @@ class BackgroundRanks:
             max_restarts=max_restarts,
             pause_s=restart_pause_s,
         )
-        self._error: BaseException | None = None  # of the thread: a process could not be started, or watched
+        self._error: BaseException | None = None  # the thread's error, if a process could not be started or watched
         self._must_end = False  # `end` has been called
-        self._changed = threading.Condition()  # guards all of these
+        self._changed = threading.Condition()  # guards all attributes above
         self._stop, self._stop_writer = os.pipe()
         self.engine = make_engine(self._stop)
         self._thread = threading.Thread(target=self._run, name="rpcdist-ranks", daemon=True)
@@ -199,12 +199,12 @@ class BackgroundRanks:
         """Waits until every process has imported what it needs, and calls its function.
 
         Args:
-            notice_s: after this time `notice` is called, once, with the ranks that are not so far.
-            notice: tells the user why nothing happens.
+            notice_s: after this time `notice` is called once with the ranks that are not ready.
+            notice: tells the user why the start takes long.
 
         Raises:
-            ProcessFailed, SystemExit: one failed before that.
-            DeadlineExceeded: not all came so far in time, or `end` was called.
+            ProcessFailed, SystemExit: a rank failed before that.
+            DeadlineExceeded: not all ranks were ready in time, or `end` was called.
             OSError: a process cannot be started.
         """
         deadline = Deadline.after(limit_s)
@@ -226,7 +226,7 @@ class BackgroundRanks:
             )
 
     def wait_until_ended(self, ranks: Sequence[int] | None = None) -> None:
-        """Waits until these have ended, or all. Raises `DeadlineExceeded` after the limit for what has returned."""
+        """Waits until these ranks, or all, have ended. Raises `DeadlineExceeded` if a process does not end in time."""
         waited_for = self._ranks if ranks is None else ranks
 
         def have_ended() -> bool:
@@ -242,16 +242,16 @@ class BackgroundRanks:
             )
 
     def failure(self, limit_s: float = 0.0) -> Failed | None:
-        """The failure that came first; waits `limit_s` for one."""
+        """Returns the first failure; waits up to `limit_s` for it."""
         self._wait_for(lambda: isinstance(self._progress.outcome(time.monotonic()), Failed), Deadline.after(limit_s))
         with self._changed:
             outcome = self._progress.outcome(time.monotonic())
         return outcome if isinstance(outcome, Failed) else None
 
     def end(self) -> None:
-        """Ends all that still run, the thread, and `wait_until_ready`; called once, on any thread, also before `start`.
+        """Ends all running processes, the thread, and `wait_until_ready`; call it once, on any thread, at any time.
 
-        It takes seconds only where a process resists SIGTERM.
+        It takes seconds only if a process resists SIGTERM.
         """
         with self._changed:
             self._must_end = True
@@ -278,7 +278,7 @@ class BackgroundRanks:
             self.engine.end()
 
     def _wait_for(self, condition: Callable[[], bool], deadline: Deadline) -> bool:
-        """Waits for a condition, which may also become true, or raise, because time passes."""
+        """Waits for a condition, which may also become true or raise as time passes."""
         with self._changed:
             while not condition():
                 if deadline.expired():

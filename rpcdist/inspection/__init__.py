@@ -1,11 +1,11 @@
-"""Facts about the workers of a job as plain data, and an explanation of who waits for whom.
+"""Facts about the workers of a job as plain data, and an explanation of which worker waits for which.
 
     facts = rpc.inspect_worker("worker1")          # of a worker of this job; without a name, of this one
     facts.calls_served[0].function, facts.pool.queued
     text = facts_to_json(facts)                    # and back: facts_from_json(text)
     print(describe(explain([facts, ...])))         # what `python -m rpcdist stacks` prints
 
-`facts.py` lists all of it. docs/inspection.md shows how to find a hang with these.
+`facts.py` defines all facts. docs/inspection.md shows how to find a hang with them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Facts as JSON, and back, and an explanation as text. The JSON of another process is checked: types and sizes."""
+"""Converts facts to JSON and back, and an explanation to text. Checks types and sizes in JSON from other processes."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ __all__ = [
 ]
 
 MAX_FACTS_BYTES: Final = 3 << 20
-"""Of the JSON of one worker."""
+"""The limit of one worker's JSON."""
 
 MAX_TEXT: Final = 2000
-"""Characters of one text."""
+"""The limit of one text, in characters."""
 
 MAX_ENTRIES: Final = 10_000
-"""Of one list."""
+"""The limit of one list."""
 
 MAX_NUMBER: Final = 1 << 64
-"""Sums and quotients of numbers up to here are finite."""
+"""The largest number, so that sums and quotients are finite."""
 
 T = TypeVar("T")
 
 
 def facts_to_json(facts: WorkerFacts | LiveNotes) -> str:
-    """One line of JSON."""
+    """Returns the facts as one line of JSON."""
     return json.dumps(fields_of(facts), separators=(",", ":"), allow_nan=False)
 
 
 def fields_of(facts: Any) -> dict[str, Any]:
-    """One of the dataclasses of facts as what `json` writes."""
+    """Converts a dataclass of facts to values that `json` writes."""
     write = _writer(type(facts))  # type: ignore[arg-type] # types are hashable
     assert write is not None
     fields: dict[str, Any] = write(facts)
@@ -55,22 +55,22 @@ def fields_of(facts: Any) -> dict[str, Any]:
 
 
 def facts_from_json(text: str | bytes) -> WorkerFacts:
-    """The facts of a worker. Fields that are not known here are left out: they are a newer version's.
+    """Returns the facts of a worker. Ignores unknown fields, which come from a newer version.
 
     Raises:
-        ProtocolViolation: the text is too long, or is not what `facts_to_json` writes.
+        ProtocolViolation: the text is too long, or not from `facts_to_json`.
     """
     return _from_json(WorkerFacts, text)
 
 
 def notes_from_json(text: str | bytes) -> LiveNotes:
-    """The notes of a worker for a live view; raises as `facts_from_json` does."""
+    """Returns the notes of a worker for a live view; raises like `facts_from_json`."""
     return _from_json(LiveNotes, text)
 
 
 def _from_json(kind: type[T], text: str | bytes) -> T:
     if len(text) > MAX_FACTS_BYTES:
-        raise ProtocolViolation(f"a worker sent {len(text)} bytes of facts; {MAX_FACTS_BYTES} are allowed")
+        raise ProtocolViolation(f"a worker sent {len(text)} bytes of facts, but at most {MAX_FACTS_BYTES} are allowed")
     try:
         read: Callable[[Any, str], Any] = _reader(kind)  # type: ignore[arg-type] # types are hashable
         found = read(json.loads(text), "facts")
@@ -85,12 +85,12 @@ def _types_of(kind: type) -> dict[str, Any]:
     return get_type_hints(kind, vars(facts_module))
 
 
-# A look at a job of 100 workers writes and reads 20,000 fields, twice a second: what a type needs is found out once.
+# An inspection of 100 workers writes and reads 20,000 fields, twice a second, so types are analysed only once.
 
 
 @cache
 def _writer(kind: Any) -> Callable[[Any], Any] | None:
-    """Makes what `json` writes of a value of this type; None if the value is that already."""
+    """Returns a function that converts a value of this type for `json`; None if no conversion is needed."""
     if kind is float:
         return _finite
     if dataclasses.is_dataclass(kind):
@@ -108,7 +108,7 @@ def _writer(kind: Any) -> Callable[[Any], Any] | None:
 
 def _object_writer(types: dict[str, Any]) -> Callable[[Any], dict[str, Any]]:
     names = tuple(types)
-    values_of = attrgetter(*names)  # each class of facts has several fields: of one it would return no tuple
+    values_of = attrgetter(*names)  # each class of facts has several fields; with one field it would not return a tuple
     writers = [(name, write) for name, kind in types.items() if (write := _writer(kind)) is not None]
 
     def write_object(value: Any) -> dict[str, Any]:
@@ -137,7 +137,7 @@ def _same(value: Any) -> Any:
 
 
 def _optional(kind: Any) -> Any:
-    """The type of which a value may be None; None if it may not."""
+    """Returns the inner type of an optional type; None if the type is not optional."""
     if get_origin(kind) in (Union, types.UnionType):
         return next(option for option in get_args(kind) if option is not type(None))
     return None
@@ -145,7 +145,7 @@ def _optional(kind: Any) -> Any:
 
 @cache
 def _reader(kind: Any) -> Callable[[Any, str], Any]:
-    """Reads a value of a type that the facts are made of, at a place that is named; it raises `ValueError`."""
+    """Returns a function that reads a value of a type; it gets the name of the place, and raises `ValueError`."""
     if dataclasses.is_dataclass(kind):
         return partial(_read_object, kind, {name: _reader(one) for name, one in _types_of(kind).items()})  # type: ignore[arg-type]
     if (item := _optional(kind)) is not None:
@@ -163,28 +163,28 @@ def _reader(kind: Any) -> Callable[[Any, str], Any]:
 
 def _read_object(kind: Any, readers: dict[str, Callable[[Any, str], Any]], value: Any, where: str) -> Any:
     if type(value) is not dict:
-        raise ValueError(f"{where} is no object")
+        raise ValueError(f"{where} is not an object")
     try:
         return kind(**{name: readers[name](item, name) for name, item in value.items() if name in readers})
-    except TypeError as exc:  # one is missing
+    except TypeError as exc:  # a field is missing
         raise ValueError(f"{where}: {exc}") from exc
 
 
 def _read_dict(read: Callable[[Any, str], Any], value: Any, where: str) -> dict[str, Any]:
     if type(value) is not dict or len(value) > MAX_ENTRIES:
-        raise ValueError(f"{where} is no object, or too large")
+        raise ValueError(f"{where} is not an object, or too large")
     return {_read_text(key, where): read(item, where) for key, item in value.items()}
 
 
 def _read_list(read: Callable[[Any, str], Any], value: Any, where: str) -> tuple[Any, ...]:
     if type(value) is not list or len(value) > MAX_ENTRIES:
-        raise ValueError(f"{where} is no list, or too long")
+        raise ValueError(f"{where} is not a list, or too long")
     return tuple([read(item, where) for item in value])
 
 
 def _read_tuple(readers: Sequence[Callable[[Any, str], Any]], value: Any, where: str) -> tuple[Any, ...]:
     if type(value) is not list or len(value) != len(readers):
-        raise ValueError(f"{where} is no list of {len(readers)} entries")
+        raise ValueError(f"{where} is not a list of {len(readers)} entries")
     return tuple([read(item, where) for read, item in zip(readers, value, strict=True)])
 
 
@@ -193,14 +193,14 @@ def _read_text(value: Any, where: str) -> str:
         raise ValueError(f"{where} is a {type(value).__name__}, not a str")
     if len(value) > MAX_TEXT:
         raise ValueError(f"{where} has {len(value)} characters")
-    # Half of a surrogate pair cannot be written anywhere.
+    # Half of a surrogate pair cannot be encoded.
     return value if value.isascii() else value.encode(errors="replace").decode()
 
 
 def _read_float(value: Any, where: str) -> float:
     if type(value) is not float and type(value) is not int:
         raise ValueError(f"{where} is a {type(value).__name__}, not a float")
-    if not -MAX_NUMBER <= value <= MAX_NUMBER:  # or it is not a number
+    if not -MAX_NUMBER <= value <= MAX_NUMBER:  # also for NaN
         raise ValueError(f"{where} is out of range")
     return float(value)
 
@@ -217,16 +217,16 @@ MAX_DETAIL_LINES: Final = 60
 
 
 def describe(explanation: Explanation, most_chains: int = 20) -> str:
-    """The text: first the ends of all waits, and then each chain with its stacks."""
+    """Returns the text: first the ends of all waits, then each chain with its stacks."""
     if not explanation.chains:
-        return "nothing waits: no call, collective or backward pass is older than the limit"
+        return "no worker waits: no call, collective or backward pass is older than the limit"
     lines = [f"DEADLOCK: {sentence}" for sentence in explanation.deadlocks]
     for culprit, number in explanation.culprits:
         lines.append(f"{number} {'chain ends' if number == 1 else 'chains end'} here: {culprit}")
     if not lines:
-        lines.append("each chain ends at a call that has just begun: the work that waits for it goes on")
+        lines.append("each chain ends at a call that has just begun: the work that waits for it makes progress")
     shown: set[str] = set()
-    chain_of: dict[tuple[WaitLink, ...], int] = {}  # of each end of a chain that was shown
+    chain_of: dict[tuple[WaitLink, ...], int] = {}  # the chain that showed each end
     for number, chain in enumerate(explanation.chains[:most_chains], 1):
         lines += ["", f"chain {number}{' (ends in a circle)' if chain.is_circle else ''}:"]
         lines += _chain_lines(chain, number, shown, chain_of)
@@ -238,7 +238,7 @@ def describe(explanation: Explanation, most_chains: int = 20) -> str:
 def _chain_lines(
     chain: Chain, number: int, shown: set[str], chain_of: dict[tuple[WaitLink, ...], int]
 ) -> Iterator[str]:
-    """The lines of a chain; the end that it has in common with one before is left out."""
+    """Returns the lines of a chain, without the end that an earlier chain has already shown."""
     for depth, link in enumerate(chain.links):
         indent = "  " * (depth + 1)
         rest = chain.links[depth:]
@@ -258,5 +258,5 @@ def _frame_text(frame: Frame) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """Text of other processes without characters that a terminal would act on."""
+    """Removes control characters of terminals from other processes' text."""
     return "".join(letter if letter.isprintable() or letter == "\n" else "\N{REPLACEMENT CHARACTER}" for letter in text)

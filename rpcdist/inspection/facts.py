@@ -1,11 +1,11 @@
-"""The facts that a worker states about itself: plain data, the same in Python and in JSON.
+"""A worker's facts about itself: plain data, the same in Python and in JSON.
 
 Rules, on which other programs rely:
 
  1. Names of fields stay. New fields have a default and come at the end, so that facts of another version can be read.
- 2. Durations are in seconds (`_s`), sizes in bytes, `time_ns` in nanoseconds since the epoch. None: not known, or none.
- 3. Lists are bounded; `omitted` of `WorkerFacts` says how many entries of which list were left out.
- 4. Ids are unique in one worker. The two ends of a call are joined by `session` and `id`, which are equal at both.
+ 2. Durations are in seconds (`_s`), sizes in bytes, `time_ns` in nanoseconds since the epoch. None: unknown, or none.
+ 3. Lists are bounded; `omitted` of `WorkerFacts` has the number of omitted entries of each list.
+ 4. Ids are unique in one worker. `session` and `id` are equal at both ends of a call.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class CallMade:
     Attributes:
         id: its number.
         session: the connection that carries it, in hexadecimal; empty before it is sent.
-        function: what is called, or "to_here() of ..." where a value is fetched.
+        function: the called function, or "to_here() of ..." for a fetched value.
         to: the name of the callee.
         phase: "unsent", "sending", or "waiting" for the reply.
-        age_s: since it was made.
-        remaining_s: of its deadline.
-        bytes_done: of its large arguments that were sent.
-        bytes_total: of its large arguments, while they are being sent.
-        counts_as_work: a shutdown waits for it; not so for barriers and the like.
+        age_s: the time since it was made.
+        remaining_s: the time until its deadline.
+        bytes_done: the sent bytes of its large arguments.
+        bytes_total: the size of its large arguments, while they are being sent.
+        counts_as_work: whether a shutdown waits for it, unlike for barriers and similar calls.
     """
 
     id: int
@@ -57,21 +57,22 @@ class CallServed:
 
     Attributes:
         id: its number at the caller.
-        session: the connection by which it came, in hexadecimal.
-        function: what is called.
-        caller: the name of the worker that called.
-        phase: "queued" for a thread; "in line" for its turn at an actor; "running"; "waiting" for a value that is not
-            there yet, or for the future that its function has returned; "producing" the items of a stream.
-        age_s: since it arrived.
-        running_s: since its function was called.
-        remaining_s: of its caller's deadline.
-        is_cancelled: its caller does not want the result any more.
+        session: the connection through which it came, in hexadecimal.
+        function: the called function.
+        caller: the name of the calling worker.
+        phase: "queued" for a thread; "in line" for its turn at an actor; "running"; "waiting" for a value that does not
+            exist yet, or for the future that its function has returned; "producing" the items of a stream.
+        age_s: the time since it arrived.
+        running_s: the time since its function was called.
+        remaining_s: the time until its caller's deadline.
+        is_cancelled: whether its caller has cancelled it.
         thread: the thread that runs it; see `ThreadState.id`.
-        stack: of its coroutine, the outermost line first; empty where a thread runs it, whose stack is in `threads`.
+        stack: the stack of its coroutine, the outermost line first; empty if a thread runs it, whose stack is in
+            `threads`.
         waits_for: numbers of the calls made here that its coroutine awaits, or whose future its function has returned.
         on: the reference whose value is fetched, or whose method is called; empty for none.
-        creates: the reference that its result will be; empty for none.
-        is_coroutine: it runs on the event loop of handlers.
+        creates: the reference to its result; empty for none.
+        is_coroutine: whether it runs on the event loop of handlers.
     """
 
     id: int
@@ -93,16 +94,16 @@ class CallServed:
 
 @dataclass(frozen=True, slots=True)
 class ThreadState:
-    """A thread, and what it does.
+    """A thread and its activity.
 
     Attributes:
-        id: as `threading.get_ident` returns it.
-        name: of the thread.
-        stack: the outermost line first; only the innermost lines of a long one.
-        waits_for: numbers of the calls made here whose results it waits for.
-        lock: the lock that it waits for, as its line names it; empty for none, or one that cannot be seen.
-        lock_holder: the thread that is in a `with` block of that lock; None where that cannot be seen.
-        is_callback: it runs a callback of a future.
+        id: its number from `threading.get_ident`.
+        name: its name.
+        stack: the outermost line first; only the innermost lines of a long stack.
+        waits_for: numbers of the calls made here for whose results it waits.
+        lock: the lock for which it waits, as named in its line; empty for none, or an unknown one.
+        lock_holder: the thread in a `with` block of that lock; None if unknown.
+        is_callback: whether it runs a callback of a future.
     """
 
     id: int
@@ -125,7 +126,7 @@ class StreamFacts:
         peer: the worker at the other end.
         role: "reads" or "produces".
         num_waiting: items that have arrived and were not taken; for a producer, items that it may make now.
-        unread_s: since the consumer took an item; None for a producer, and while somebody waits for an item.
+        unread_s: the time since the consumer took an item; None for a producer, and while a thread waits for an item.
     """
 
     id: int
@@ -139,7 +140,7 @@ class StreamFacts:
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A worker that holds a reference, and since when."""
+    """A worker that holds a reference, and for how long."""
 
     worker: str
     for_s: float | None = None
@@ -150,11 +151,11 @@ class ReferenceFacts:
     """A remote reference that this worker owns or holds.
 
     Attributes:
-        id: of the value.
+        id: the id of the value.
         owner: the worker that has the value.
         state: at the owner "expected", "creating" or "ready"; elsewhere "pending", "confirmed" or "parked".
         value: the type of the value, at the owner.
-        holders: as far as this worker knows; one for each share.
+        holders: the known holders, one for each share.
     """
 
     id: str
@@ -181,11 +182,11 @@ class PassFacts:
     """A backward pass that has not ended on this worker.
 
     Attributes:
-        id: of the pass.
+        id: its id.
         context: the id of its autograd context.
-        parent: the worker that brought it here; empty where it began.
+        parent: the worker from which it came; empty at the worker where it began.
         waits_for: by worker, why it has not ended here.
-        remaining_s: of its deadline, where it began.
+        remaining_s: the time until its deadline, at the worker where it began.
     """
 
     id: int
@@ -211,13 +212,13 @@ class GroupFacts:
     """A process group of this process.
 
     Attributes:
-        name: equal on all ranks.
-        rank: of this process in the group.
-        ranks: of the members in the world.
-        backend: that carries out its operations.
+        name: its name, equal on all ranks.
+        rank: the rank of this process in the group.
+        ranks: the ranks of the members in the world.
+        backend: the backend of its operations.
         last_sequence: the number of the last collective that this rank has called; 0 for none.
-        last_name: the name of that one.
-        operations: those in flight.
+        last_name: the name of that collective.
+        operations: the operations in flight.
     """
 
     name: str
@@ -231,10 +232,10 @@ class GroupFacts:
 
 @dataclass(frozen=True, slots=True)
 class GatheringFacts:
-    """A gathering of workers that this worker leads: those that have come, and those that have not.
+    """A gathering of workers that this worker leads, with the workers that have joined and those that have not.
 
     Attributes:
-        kind: "barrier", which stands for all that `all_gather` does, too, or "shutdown".
+        kind: "barrier", also for `all_gather`, or "shutdown".
     """
 
     kind: str
@@ -248,11 +249,11 @@ class ActorFacts:
 
     Attributes:
         reference: the id of the value.
-        running: the method that runs; empty for none.
-        running_s: for how long.
-        num_waiting: calls that are ready to run.
+        running: the running method; empty for none.
+        running_s: the time since that method was called.
+        num_waiting: the number of calls that are ready to run.
         kind: the class of the object; empty until it exists.
-        num_restarts: how often it was made again, since its worker was lost.
+        num_restarts: how often it was made again because its worker was lost.
     """
 
     reference: str
@@ -265,7 +266,7 @@ class ActorFacts:
 
 @dataclass(frozen=True, slots=True)
 class PoolFacts:
-    """The threads that run synchronous functions; `oldest_s` is how long the first job of the queue has waited."""
+    """The threads that run synchronous functions; `oldest_s` is the wait of the first job in the queue."""
 
     threads: int
     idle: int
@@ -284,14 +285,14 @@ class ChannelFacts:
     Attributes:
         session: its number, the same at both ends, in hexadecimal.
         peer: the worker at the other end.
-        opened_here: this worker makes its calls on it; otherwise the peer does.
+        opened_here: whether this worker makes its calls on it; otherwise the peer does.
         kind: "local" (a Unix socket), "tcp", "grpc" or "memory".
         tls: whether it is encrypted.
-        bytes_sent, bytes_received: since it stands, without shared memory; None where nobody counts.
+        bytes_sent, bytes_received: since it was opened, without shared memory; None if they are not counted.
         num_queued: messages that wait to be written.
         num_transfers: large buffers that are being written.
-        silent_s: since the peer was heard last.
-        round_trip_s: as TCP measures it.
+        silent_s: the time since the last message of the peer.
+        round_trip_s: TCP's estimate.
         shared_sent, shared_received: bytes of large values that were passed in shared memory.
     """
 
@@ -312,7 +313,7 @@ class ChannelFacts:
 
 @dataclass(frozen=True, slots=True)
 class LentMemory:
-    """Shared memory that this worker lends to a peer: `num_lent` of `num_segments` segments are with the peer now."""
+    """Shared memory that this worker lends to a peer; the peer has `num_lent` of `num_segments` segments now."""
 
     peer: str
     num_segments: int
@@ -322,7 +323,7 @@ class LentMemory:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """A limit, how much of it is used, and how many wait because of it. `option` is what raises it."""
+    """A limit, its use, and the number of waiters because of it. `option` is the setting that raises the limit."""
 
     name: str
     used: int
@@ -333,13 +334,13 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class Strangers:
-    """Connections that this worker has refused or not finished with.
+    """The numbers of connections that this worker has refused or not yet admitted.
 
     Attributes:
-        refused: in all.
-        wrong_tokens: because of their token, among them.
-        silent: began TLS and made no call, as those with another job token do.
-        unproven: in the middle of a handshake.
+        refused: all refused connections.
+        wrong_tokens: those of them with a wrong token.
+        silent: connections that began TLS and made no call, as processes with another job token do.
+        unproven: connections in the middle of a handshake.
     """
 
     refused: int = 0
@@ -350,14 +351,14 @@ class Strangers:
 
 @dataclass(frozen=True, slots=True)
 class FunctionTimes:
-    """How long the calls of a function took that are among the last ones which the flight recorder has kept.
+    """The durations of the calls of a function, among the last calls in the flight recorder.
 
     Attributes:
         function: its name.
-        served: they were served here; otherwise they were made here.
-        count: how many have ended.
-        failed: how many of them with an error.
-        median_s, longest_s: of their times.
+        served: whether the calls were served here; otherwise they were made here.
+        count: the number of ended calls.
+        failed: the number of them that raised.
+        median_s, longest_s: their median and longest duration.
     """
 
     function: str
@@ -373,8 +374,8 @@ class CurveFacts:
     """Numbers that the program has published under a name; see `rpcdist.publish`.
 
     Attributes:
-        name: of the curve.
-        points: the latest ones, as seconds since the epoch and value.
+        name: the name of the curve.
+        points: the latest points, as seconds since the epoch and value.
     """
 
     name: str
@@ -383,14 +384,14 @@ class CurveFacts:
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """A record of the program's logging, or of rpcdist's.
+    """A log record of the program or of rpcdist.
 
     Attributes:
-        number: of the notes of this worker; later ones are larger.
+        number: its number among the notes of this worker; later notes have larger numbers.
         time_s: seconds since the epoch.
         level: such as "WARNING".
-        logger: its name.
-        text: the message, with the type and text of an exception; cut.
+        logger: the name of the logger.
+        text: the message, with the type and text of an exception; shortened.
     """
 
     number: int
@@ -402,13 +403,13 @@ class LogLine:
 
 @dataclass(frozen=True, slots=True)
 class SpanFacts:
-    """Something that a worker has done, and when, in seconds since the epoch by its clock.
+    """An activity of a worker, with times in seconds since the epoch by its clock.
 
     Attributes:
-        number: of the notes of this worker; later ones are larger.
+        number: its number among the notes of this worker; later notes have larger numbers.
         lane: "pipeline", "DDP", "DDP buckets", "backward", or "group NAME" for an operation of a process group.
-        name: what was done.
-        began_s, ended_s: when.
+        name: the name of the activity.
+        began_s, ended_s: its start and end.
     """
 
     number: int
@@ -420,21 +421,21 @@ class SpanFacts:
 
 @dataclass(frozen=True, slots=True)
 class LiveNotes:
-    """The notes that a worker takes while a live view asks, oldest first; those that the asker has had are left out."""
+    """A worker's notes for a live view, oldest first, without those that the view has already got."""
 
     log_lines: tuple[LogLine, ...] = ()
     spans: tuple[SpanFacts, ...] = ()
 
     @property
     def last_number(self) -> int:
-        """The largest number of them; 0 for none."""
+        """The largest number of the notes; 0 for none."""
         lines = max((line.number for line in self.log_lines), default=0)
         return max(lines, max((span.number for span in self.spans), default=0))
 
 
 @dataclass(frozen=True, slots=True)
 class MemberFacts:
-    """A worker of the job, as this one knows it."""
+    """This worker's knowledge of another worker of the job."""
 
     name: str
     id: int
@@ -450,21 +451,21 @@ class WorkerFacts:
     Attributes:
         worker: its name.
         id: its rank.
-        incarnation: tells it from others that had its place, in hexadecimal.
+        incarnation: distinguishes it from other processes with its name, in hexadecimal.
         job: the job's name and the incarnation of the coordinator that this worker joined; equal on all its workers.
-        role: what it is for, in the program's words.
-        host, pid: where it runs.
-        address: where others reach it.
-        time_ns: when these facts were taken, by its clock.
-        age_s: since it joined.
-        phase: "working", or "leaving" once `shutdown` was called.
-        members: everybody in the job.
+        role: the program's name for its purpose.
+        host, pid: its host and process.
+        address: the address at which others reach it.
+        time_ns: when these facts were collected, by its clock.
+        age_s: the time since it joined.
+        phase: "working", or "leaving" after `shutdown` was called.
+        members: all workers of the job.
         num_made, num_served: calls made and served since it joined.
-        omitted: by the name of a list, how many entries were left out.
-        functions: how long the latest calls took, for each function.
+        omitted: the number of omitted entries, by the name of the list.
+        functions: the durations of the latest calls, for each function.
         curves: the numbers that the program has published.
-        notes: for a live view only.
-        memory_bytes: of this process, that is in memory; None where the system does not say.
+        notes: notes for a live view; otherwise None.
+        memory_bytes: the resident memory of this process; None if unknown.
     """
 
     worker: str
@@ -508,9 +509,10 @@ class SilentWorker:
     """A worker that did not answer, and the state of its process as seen from outside.
 
     Attributes:
-        state: "stopped", "ended", "in the kernel", "frozen" (no Python thread of it goes on), "lost", or "unknown".
-        detail: the same in a sentence, with what to do.
-        stacks: of all its threads, as `faulthandler` writes them; empty where they cannot be had.
+        state: "stopped", "ended", "in the kernel", "frozen" (none of its Python threads continues), "lost", or
+            "unknown".
+        detail: the same in a sentence, with advice.
+        stacks: the stacks of all its threads from `faulthandler`; empty if they are not available.
     """
 
     worker: str
@@ -525,7 +527,7 @@ class JobFacts:
     """The workers of a job at one time: the facts of those that have answered, by rank, and those that have not.
 
     Attributes:
-        error: why there is no answer at all; empty if there is one.
+        error: why no worker answered; empty if one did.
     """
 
     job: str = ""

@@ -1,8 +1,8 @@
-"""Explains which worker waits for which: follows calls over all workers, from the threads that wait to the end.
+"""Explains which worker waits for which: follows calls over all workers, from waiting threads to the causes.
 
-Pure: facts in, an explanation out. A node is something that waits or is waited for; `_WaitGraph.after` says what a node
-waits for. A chain begins at a node for which no other node waits. It ends at a node that waits for no known node, or at
-a node that it has passed: the latter is a deadlock.
+Pure: facts in, an explanation out. A node waits for other nodes, which `_WaitGraph.after` returns, or other nodes wait
+for it. A chain begins at a node for which no other node waits. It ends at a node that waits for no known node, or at a
+node that it has passed, which is a deadlock.
 """
 
 from __future__ import annotations
@@ -38,9 +38,7 @@ MAX_STACK: Final = 12
 
 
 class WaitNode(NamedTuple):
-    """`kind` says what the rest means: a "made" or "served" call, a "thread", an "operation", a "pass", or a worker
-    that is "silent".
-    """
+    """`kind` is "made" or "served" for a call, "thread", "operation", "pass", or "silent" for a silent worker."""
 
     kind: str
     worker: str
@@ -52,9 +50,9 @@ class WaitLink:
     """One step of a chain.
 
     Attributes:
-        worker: where it is.
-        text: what waits there, for how long, and for what.
-        stack: its lines, the outermost first; those of this package at the ends are left out.
+        worker: its worker.
+        text: the waiter, the duration, and the object of the wait.
+        stack: its lines, the outermost first, without those of this package at the ends.
         details: more text, such as the stacks that a process has written itself.
     """
 
@@ -66,7 +64,7 @@ class WaitLink:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """The way from one waiter to the end. `is_circle`: the end is a node that the chain has passed before."""
+    """The path from one waiter to the end. `is_circle`: whether the chain has passed the end before."""
 
     links: tuple[WaitLink, ...]
     is_circle: bool = False
@@ -77,10 +75,10 @@ class Explanation:
     """The reasons why a job does not continue.
 
     Attributes:
-        chains: one for each waiter, the one with the most links first.
+        chains: one for each waiter, the longest first.
         deadlocks: each circle in a sentence.
-        culprits: what chains end at, in a sentence each, and how many chains do; the most wanted first. A chain that
-            ends at a young call has none: the work at its end goes on.
+        culprits: the ends of chains, in a sentence each, with the number of chains, the largest first. A chain that
+            ends at a young call has none, as the work at its end makes progress.
     """
 
     chains: tuple[Chain, ...]
@@ -94,9 +92,9 @@ def explain(
     """Explains the waits of the workers of a job.
 
     Args:
-        workers: those that have answered.
-        silent: those that have not.
-        older_than_s: calls and operations that are younger count as going well.
+        workers: the workers that have answered.
+        silent: the workers that have not.
+        older_than_s: younger calls and operations count as healthy.
     """
     graph = _WaitGraph(workers, silent, older_than_s)
     chains: list[Chain] = []
@@ -113,7 +111,7 @@ def explain(
             chains.append(chain)
             if graph.is_in_shutdown(root):
                 of_shutdown.add(chain)
-                if ends or circles:  # it waits for what the others wait for, or for nothing but the end of the job
+                if ends or circles:  # otherwise it waits only for the end of the job, or for what others wait for
                     continue
             if is_circle:
                 circle = path[path.index(path[-1]) : -1]
@@ -131,7 +129,7 @@ def _pairs(path: Sequence[WaitNode]) -> Iterator[tuple[WaitNode, WaitNode | None
 
 
 def _paths(graph: _WaitGraph, root: WaitNode) -> Iterator[tuple[list[WaitNode], bool]]:
-    """The ways from a node to the ends, and whether each ends in a circle; of ways to one end, the first."""
+    """Yields the paths from a node to the ends, one for each end, and whether each ends in a circle."""
     seen: set[WaitNode] = {root}
 
     def follow(path: list[WaitNode]) -> Iterator[tuple[list[WaitNode], bool]]:
@@ -153,11 +151,11 @@ def _paths(graph: _WaitGraph, root: WaitNode) -> Iterator[tuple[list[WaitNode], 
 
 
 def _sentence(graph: _WaitGraph, circle: Sequence[WaitNode]) -> str:
-    """A circle in words, from one of its calls. A thread is one step with the call that it serves."""
+    """Describes a circle, from one of its calls. A thread is one step with the call that it serves."""
     if circle[0].kind == "thread" and circle[-1].kind == "served":
         circle = [circle[-1], *circle[:-1]]
     steps: list[WaitNode] = []
-    locks: list[str] = []  # that a step waits for, or ""
+    locks: list[str] = []  # the lock for which each step waits, or ""
     before = ""
     for node in circle:
         if node.kind == "thread" and before == "served":
@@ -188,7 +186,7 @@ class _WaitGraph:
         self._made: dict[WaitNode, CallMade] = {}
         self._served: dict[WaitNode, CallServed] = {}
         self._threads: dict[WaitNode, ThreadState] = {}
-        self._by_thread: dict[WaitNode, WaitNode] = {}  # the call that a thread serves
+        self._by_thread: dict[WaitNode, WaitNode] = {}  # the call that each thread serves
         self._by_call: dict[tuple[str, int], WaitNode] = {}  # the served call, by session and number
         self._operations: dict[WaitNode, tuple[GroupFacts, OperationFacts]] = {}
         for facts in workers:
@@ -208,7 +206,7 @@ class _WaitGraph:
     # ------------------------------------------------------------ where chains begin
 
     def roots(self) -> Iterator[WaitNode]:
-        """The nodes that no other is known to wait for, the surest first; a later one may be on an earlier chain."""
+        """Yields nodes for which no other is known to wait, the surest first; later ones may be on earlier chains."""
         waiting = [
             node
             for node, thread in self._threads.items()
@@ -238,13 +236,13 @@ class _WaitGraph:
         yield from (node for node, call in self._served.items() if call.age_s >= self._older_than_s)  # circles
 
     def is_in_shutdown(self, node: WaitNode) -> bool:
-        """Whether it is a thread in `shutdown`, where workers serve the others until the end of the job."""
+        """Whether the node is a thread in `shutdown`, in which workers serve others until the end of the job."""
         thread = self._threads.get(node)
         waited = [self._made.get(WaitNode("made", node.worker, id)) for id in thread.waits_for] if thread else []
         return any(call is not None and GATHERING_CALLS.get(call.function) == "shutdown" for call in waited)
 
     def goes_on(self, path: Sequence[WaitNode]) -> bool:
-        """Whether a chain ends at a young call: the work that waits for it makes calls, one after the other."""
+        """Whether a chain ends at a young call, so that the work at its end makes one call after the other."""
         ages_s = [call.age_s for node in path if (call := self._made.get(node) or self._served.get(node)) is not None]
         is_call = path[-1].kind in ("made", "served", "thread")
         return is_call and len(ages_s) > 1 and ages_s[-1] < self._older_than_s
@@ -258,7 +256,7 @@ class _WaitGraph:
     # ------------------------------------------------------------ what waits for what
 
     def after(self, node: WaitNode) -> list[WaitNode]:
-        """The nodes that a node waits for, as far as they are known."""
+        """Returns the known nodes for which a node waits."""
         found: Iterable[WaitNode]
         match node.kind:
             case "made":
@@ -309,7 +307,7 @@ class _WaitGraph:
         return ((node, call) for node, call in self._served.items() if node.worker == worker)
 
     def _running_in_pool(self, worker: str) -> Iterator[WaitNode]:
-        """The calls that have the threads, for which a queued call waits if there can be no more threads."""
+        """Yields the calls that occupy the threads, for which a queued call waits if the pool cannot grow."""
         pool = self._facts[worker].pool
         if pool is not None and pool.threads >= pool.max_threads:
             for node, call in self._served_at(worker):
@@ -322,7 +320,7 @@ class _WaitGraph:
                 yield node
 
     def _missing(self, leader: str, kind: str, caller: str) -> Iterator[WaitNode]:
-        """The main threads of the workers that have not joined a gathering."""
+        """Yields the main threads of the workers that have not joined a gathering."""
         for gathering in self._facts[leader].gatherings:
             if gathering.kind == kind and caller in gathering.came:
                 yield from (main for name in gathering.missing if (main := self._main(name)) is not None)
@@ -350,7 +348,7 @@ class _WaitGraph:
             yield from (one for one in self._operations if one.worker == node.worker)
 
     def _late_ranks(self, node: WaitNode) -> Iterator[WaitNode]:
-        """The main threads of the ranks that have not called an operation."""
+        """Yields the main threads of the ranks that have not called an operation."""
         group, operation = self._operations[node]
         for name, facts in self._facts.items():
             for theirs in facts.groups:
@@ -378,7 +376,7 @@ class _WaitGraph:
     # ------------------------------------------------------------ in words
 
     def link(self, node: WaitNode, after: WaitNode | None) -> WaitLink:
-        """A node as a step of a chain."""
+        """Returns a node as a step of a chain."""
         text, details = self.name(node), ""
         stack: tuple[Frame, ...] = ()
         match node.kind:
@@ -400,7 +398,7 @@ class _WaitGraph:
                 stack = _users_part(call.stack)
             case "operation":
                 group, operation = self._operations[node]
-                # The other rank of a message; the detail of a collective is how it reduces.
+                # The other rank of a message; for a collective, the detail is its reduction.
                 whom = f", {operation.detail}," if operation.detail.startswith(("to ", "from ")) else ""
                 text = (
                     f"rank {group.rank} is in {operation.name} #{operation.sequence} of group {group.name!r}{whom} for "
@@ -420,7 +418,7 @@ class _WaitGraph:
         text = f"{what} {thread.name or thread.id}"
         if thread.lock:
             holder = thread.lock_holder
-            whose = "whose holder cannot be seen" if holder is None else "which another thread of this worker holds"
+            whose = "whose holder is unknown" if holder is None else "which another thread of this worker holds"
             if holder == thread.id:
                 whose = "which it holds itself"
             text += f" waits for the lock `{thread.lock}`, {whose}"
@@ -441,17 +439,17 @@ class _WaitGraph:
         if call.phase == "in line":
             return f": the actor {call.on} runs another call"
         if call.function in GATHERING_CALLS:
-            return ", and waits for those that have not come"
+            return ", and waits for the workers that have not joined"
         if call.phase == "producing":
             return self._why_producing(call)
         if call.phase == "waiting" and call.on:
-            return f": the value of {call.on} is not there yet"
+            return f": the value of {call.on} does not exist yet"
         if call.phase == "waiting" and not call.waits_for:
-            return ": the future that it has returned is not complete, and none of our calls would complete it"
+            return ": the future that it has returned is not complete, and no call of this worker would complete it"
         if call.is_coroutine and call.thread is None and not call.waits_for:
             if after is not None:
-                return ": another coroutine holds up the loop"
-            return ": it awaits something that is no call, such as a future, an event or a sleep"
+                return ": another coroutine blocks the loop"
+            return ": it awaits an object that is not a call, such as a future, an event or a sleep"
         return ""
 
     def _why_producing(self, call: CallServed) -> str:
@@ -459,7 +457,7 @@ class _WaitGraph:
         for stream in reader.streams if reader is not None else ():
             if (stream.session, stream.id, stream.role) == (call.session, call.id, "reads") and stream.num_waiting:
                 unread = "" if stream.unread_s is None else f" for {stream.unread_s:.1f} s"
-                return f": nobody at {call.caller} has taken an item{unread}, and {stream.num_waiting} wait there"
+                return f": no thread at {call.caller} has taken an item{unread}, and {stream.num_waiting} wait there"
         return ""
 
     def _why_unanswered(self, call: CallMade) -> str:
@@ -469,7 +467,7 @@ class _WaitGraph:
             return "it is not sent: there is no connection yet, or no room for its bytes"
         if call.to not in self._facts:
             return f"{call.to} was not asked"
-        return f"{call.to} does not have it (any more): its answer is under way"
+        return f"{call.to} does not have it (any more): its answer is on the way"
 
     def _pass_text(self, node: WaitNode) -> str:
         current = next((one for one in self._facts[node.worker].backward_passes if one.id == node.key), None)
@@ -479,7 +477,7 @@ class _WaitGraph:
         return f"is in the backward pass of autograd context {current.context}{_left(current.remaining_s)}: {waits}"
 
     def name(self, node: WaitNode) -> str:
-        """A node in a sentence."""
+        """Names a node in a sentence."""
         match node.kind:
             case "served":
                 return f"{node.worker}'s {self._served[node].function}"
@@ -495,15 +493,15 @@ class _WaitGraph:
         return node.worker
 
     def lock(self, node: WaitNode) -> str:
-        """The name of the lock that a thread waits for; "" for all else."""
+        """Returns the name of the lock for which a thread waits; "" for other nodes."""
         return self._threads[node].lock if node.kind == "thread" else ""
 
     def caller(self, node: WaitNode) -> str:
-        """Tells a call from another one of the same function."""
+        """Distinguishes a call from others of the same function."""
         return f" (called by {self._served[node].caller})" if node.kind == "served" else ""
 
     def culprit(self, node: WaitNode) -> str:
-        """The end of a chain in a sentence."""
+        """Describes the end of a chain in a sentence."""
         text = self.link(node, None).text
         if node.kind != "thread":
             return f"{node.worker} {text}"
@@ -545,7 +543,7 @@ def _is_ours(frame: Frame) -> bool:
 
 
 def _users_part(stack: tuple[Frame, ...]) -> tuple[Frame, ...]:
-    """The lines of users, without those of this package before and after them; all lines where there are none."""
+    """Returns the user's lines, without those of this package before and after them; all lines if there are none."""
     first = next((at for at, frame in enumerate(stack) if not _is_ours(frame)), None)
     if first is None:
         return stack[-3:]

@@ -57,7 +57,7 @@ __all__ = [
     "zero_redundancy",
 ]
 
-# Where each name is defined; None for a submodule.
+# The module of each name; None for a submodule.
 _HOMES: dict[str, str | None] = {
     "DiLoCoOptimizer": "rpcdist.parallel.diloco",
     "DistributedDataParallel": "rpcdist.parallel.distributed",

@@ -1,4 +1,4 @@
-"""`Join`: training with uneven inputs. Ranks that have run out of data go on taking part in the others' communication.
+"""`Join`: training with uneven inputs. Ranks without more data continue to take part in the others' communication.
 
 The names are those of `torch.distributed.algorithms`.
 """
@@ -49,10 +49,10 @@ class JoinHook:
     """The actions of a joined rank for one `Joinable`; subclasses override them."""
 
     def main_hook(self) -> None:
-        """Takes part in the communication of one iteration of the other ranks; called once for each such iteration."""
+        """Takes part in the communication of one iteration of the other ranks; called once per iteration."""
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Called on every rank once all have joined.
+        """Called on every rank when all have joined.
 
         Args:
             is_last_joiner: whether this rank is one of those that trained longest.
@@ -60,7 +60,7 @@ class JoinHook:
 
 
 class CallingJoinHook(JoinHook):
-    """Calls functions: `main` for each iteration of the other ranks, and `post` once all have joined."""
+    """Calls functions: `main` for each iteration of the other ranks, and `post` when all have joined."""
 
     def __init__(self, main: Callable[[], object], post: Callable[[bool], object] | None = None) -> None:
         self._main = main
@@ -75,7 +75,7 @@ class CallingJoinHook(JoinHook):
 
 
 class _JoinConfig(NamedTuple):
-    """The options of the `Join` context in which a `Joinable` is."""
+    """The options of the `Join` context of a `Joinable`."""
 
     enable: bool
     throw_on_early_termination: bool
@@ -101,7 +101,7 @@ class Joinable(ABC):
 
     @abstractmethod
     def join_hook(self, **kwargs: object) -> JoinHook:
-        """The hook for a joined rank; `kwargs` are those of `Join`."""
+        """Returns the hook for a joined rank; `kwargs` are those of `Join`."""
 
     @property
     @abstractmethod
@@ -115,16 +115,16 @@ class Joinable(ABC):
 
 
 class Join:
-    """A context for loops that are not equally long on all ranks. All ranks enter it.
+    """A context for loops of different lengths on the ranks. All ranks enter it.
 
-    In each iteration the ranks count the ranks that still train (one small all_reduce). Inside, and until all have
-    joined, communicate through the joinables only.
+    In each iteration the ranks count those that still train (one small all_reduce). Within the context, until all have
+    joined, communicate only through the joinables.
 
     Args:
         joinables: in the same order on all ranks; all of one group.
-        enable: False switches it off, where inputs are known to be even.
-        throw_on_early_termination: raise on every rank when the first one runs out of inputs.
-        kwargs: for the joinables' hooks, e.g. `divide_by_initial_world_size`.
+        enable: False switches it off, if inputs are known to be even.
+        throw_on_early_termination: whether to raise on every rank when the first rank runs out of inputs.
+        kwargs: arguments of the joinables' hooks, e.g. `divide_by_initial_world_size`.
 
     Raises:
         ConfigError: no joinables, or several groups.
@@ -181,7 +181,7 @@ class Join:
             hook.post_hook(is_last_joiner)
 
     def _count_training(self) -> int:
-        """The number of ranks that began another iteration."""
+        """Returns the number of ranks that began another iteration."""
         count = torch.zeros(1, device=self._device)
         collectives.all_reduce(count, group=self._process_group)
         return int(count.item())
@@ -210,7 +210,7 @@ class Join:
 
 
 def _exhausted(group: ProcessGroup, device: torch.device, mine: bool) -> tuple[tuple[int, ...], int]:
-    """The ranks in the group that have no inputs left, and this rank in the group."""
+    """Returns the ranks in the group that have no inputs left, and this rank."""
     flags = torch.zeros(group.size(), device=device)
     flags[group.rank()] = mine
     collectives.all_reduce(flags, group=group)

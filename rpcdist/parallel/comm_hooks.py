@@ -1,4 +1,4 @@
-"""Communication hooks of `DistributedDataParallel`: how the gradients of a bucket are reduced.
+"""Communication hooks of `DistributedDataParallel`, which reduce the gradients of a bucket.
 
     model.register_comm_hook(None, bf16_compress_hook)
 
@@ -6,8 +6,8 @@ A hook gets its state and a `GradBucket`, and returns a future of a tensor with 
 The names are those of `torch.distributed.algorithms.ddp_comm_hooks`. The state of hooks that communicate is the process
 group, or None for the model's. Buckets of sparse gradients do not go through hooks.
 
-PowerSGD and post-local SGD are torch's own functions, imported when they are first asked for. There is no batched
-PowerSGD: torch 2.13's fails with torch, too.
+PowerSGD and post-local SGD are torch's own functions, imported at their first use. Batched PowerSGD is missing, as that
+of torch 2.13 fails with torch, too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 class PowerSGDState(torch_hooks.PowerSGDState):
     """`torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.PowerSGDState`, whose group may be ours, or None.
 
-    It can be pickled for a checkpoint, without its group: that is the model's when the hook is registered again.
+    It can be pickled for a checkpoint, without its group; it gets the model's group when the hook is registered again.
 
     Args:
         process_group: the ranks that reduce; the model's group by default.
@@ -44,7 +44,7 @@ class PowerSGDState(torch_hooks.PowerSGDState):
         super().__init__(process_group, *args, **options)
 
     def compression_stats(self) -> tuple[float, int, int]:
-        """How many times fewer elements were sent, how many there were, and how many were sent."""
+        """Returns the compression rate, the number of elements before the compression, and the number after it."""
         rate, before, after = super().compression_stats()  # type: ignore[no-untyped-call]  # torch's method
         return rate, before, after
 
@@ -93,7 +93,7 @@ GroupHook = Callable[[ProcessGroup | None, GradBucket], TensorFuture]
 
 
 def allreduce_hook(process_group: ProcessGroup | None, bucket: GradBucket) -> TensorFuture:
-    """Averages the gradients: the same as without a hook."""
+    """Averages the gradients, as without a hook."""
     return _average(bucket.buffer(), process_group)
 
 
@@ -108,7 +108,7 @@ def bf16_compress_hook(process_group: ProcessGroup | None, bucket: GradBucket) -
 
 
 def average_in(dtype: torch.dtype, process_group: ProcessGroup) -> CommHook:
-    """A hook that adds up in a dtype and divides then, as torch's mixed precision; for `DistributedDataParallel`."""
+    """Makes a hook that sums in a dtype and then divides, like torch's mixed precision."""
 
     def hook(_: object, bucket: GradBucket) -> TensorFuture:
         numbers = _real(bucket.buffer())
@@ -126,24 +126,24 @@ def average_in(dtype: torch.dtype, process_group: ProcessGroup) -> CommHook:
 
 
 def _real(buffer: torch.Tensor) -> torch.Tensor:
-    """The same memory as real numbers: `.to` of a real dtype drops the imaginary part of complex ones."""
+    """Returns the same memory as real numbers, since `.to` a real dtype drops imaginary parts."""
     return torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
 
 
 def noop_hook(_: object, bucket: GradBucket) -> TensorFuture:
-    """Reduces nothing: every rank keeps its own gradients. Shows what communication costs."""
+    """Reduces nothing: every rank keeps its own gradients. Use it to measure the cost of communication."""
     future: TensorFuture = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
 
 
 def fp16_compress_wrapper(hook: CommHook) -> CommHook:
-    """Wraps a hook: it gets the gradients in float16, of complex ones the real and imaginary parts in turn."""
+    """Wraps a hook, which then gets gradients in float16; complex ones as alternating real and imaginary parts."""
     return _in_dtype(torch.float16, hook, "fp16_compress_wrapper_hook")
 
 
 def bf16_compress_wrapper(hook: CommHook) -> CommHook:
-    """Wraps a hook: it gets the gradients in bfloat16, of complex ones the real and imaginary parts in turn."""
+    """Wraps a hook, which then gets gradients in bfloat16; complex ones as alternating real and imaginary parts."""
     return _in_dtype(torch.bfloat16, hook, "bf16_compress_wrapper_hook")
 
 
@@ -205,7 +205,7 @@ _EQUAL_BITS = (allreduce_hook, fp16_compress_hook, bf16_compress_hook)
 
 
 def builtin_hook(kind: BuiltinCommHookType) -> GroupHook:
-    """The function of that type. Raises TypeError for anything that is not a hook type of rpcdist or torch."""
+    """Returns the hook of a type. Raises TypeError if `kind` is not a hook type of rpcdist or torch."""
     hook = _BY_NAME.get(getattr(kind, "name", ""))
     if hook is None:
         raise TypeError(f"expected a member of BuiltinCommHookType, {' or '.join(_BY_NAME)}, not {kind!r}")
@@ -267,7 +267,7 @@ def _named(name: str) -> Callable[..., Any]:
 
 
 def __getattr__(name: str) -> Any:
-    """Imports what is torch's at its first use."""
+    """Imports torch's functions at their first use."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

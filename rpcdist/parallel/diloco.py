@@ -4,9 +4,9 @@
     optimizer = DiLoCoOptimizer(inner, period=100)
 
 Douillard and others, 2023: https://arxiv.org/abs/2311.08105. After `period` steps of the inner optimizer each parameter
-has moved by a delta; the average of the deltas over the ranks is the gradient of an outer optimizer, SGD with Nesterov
-momentum, which steps from where all of them began. So the ranks communicate once where an average of gradients in every
-step does it `period` times, for links that are slow.
+has changed by a delta. The average of the deltas over the ranks is the gradient for an outer optimizer, SGD with
+Nesterov momentum, which steps from the common starting point. So the ranks communicate once in `period` steps, which
+suits slow links.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ def nesterov(parameters: Iterable[torch.Tensor]) -> Optimizer:
 
 
 class DiLoCoOptimizer(Optimizer):
-    """Steps an inner optimizer, and after every `period` steps an outer one, by the averages of all ranks' ways.
+    """Steps an inner optimizer, and after every `period` steps an outer one with the average change of all ranks.
 
-    The model is not wrapped in `DistributedDataParallel`. All ranks make the optimizer, with the same parameters in the
-    same order, and step equally often. They get rank 0's parameters when it is made; after an outer step the parameters
-    are the same on all ranks, and between two outer steps each has its own. In addition to the inner optimizer it keeps
-    two copies of the parameters.
+    Do not wrap the model in `DistributedDataParallel`. All ranks make the optimizer, with the same parameters in the
+    same order, and step equally often. The constructor gives all ranks rank 0's parameters. After an outer step the
+    parameters are the same on all ranks; between two outer steps they differ. In addition to the inner optimizer it
+    keeps two copies of the parameters.
 
     Args:
-        optim: steps the parameters of this rank, e.g. `AdamW`. Its state stays on this rank.
+        optim: the inner optimizer of this rank's parameters, e.g. `AdamW`. Its state stays on this rank.
         period: inner steps between two outer ones.
         outer: makes the outer optimizer from parameters; the paper's Nesterov momentum by default.
         process_group: the ranks; all by default.
@@ -57,14 +57,14 @@ class DiLoCoOptimizer(Optimizer):
         step_count: inner steps so far.
 
     Raises (constructor):
-        ConfigError: the period is no positive number, there is nothing to train, or there is no group.
+        ConfigError: the period is not positive, no parameter can be trained, or no group exists.
     """
 
     def __init__(
         self, optim: Optimizer, period: int, outer: MakeOptimizer = nesterov, process_group: ProcessGroup | None = None
     ) -> None:
         if period < 1:
-            raise ConfigError(f"period is the number of steps between two exchanges, at least 1, not {period}")
+            raise ConfigError(f"period, the number of steps between two exchanges, must be at least 1, not {period}")
         self.optim = optim
         self.period = period
         self.process_group = member_group(process_group)
@@ -75,7 +75,7 @@ class DiLoCoOptimizer(Optimizer):
         if not self._parameters:
             raise ConfigError("the inner optimizer has no parameters that require gradients")
         broadcast_tensors(self._parameters, self.process_group, 0)
-        self._anchors = [parameter.detach().clone() for parameter in self._parameters]  # where all ranks began
+        self._anchors = [parameter.detach().clone() for parameter in self._parameters]  # the common starting point
         self.outer = outer(self._anchors)
 
     @property
@@ -87,10 +87,10 @@ class DiLoCoOptimizer(Optimizer):
         return f"<DiLoCoOptimizer after {self.step_count} steps, every {self.period} an outer one: {self.optim!r}>"
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """An inner step on this rank, and an outer step of all ranks if it is time.
+        """Takes an inner step on this rank, and after every `period` of them an outer step of all ranks.
 
         Raises:
-            CollectiveError: the exchange failed; the parameters are those of the inner steps then.
+            CollectiveError: the exchange failed; then the parameters are those of the inner steps.
         """
         loss: float | None = take_step(self.optim) if closure is None else take_step(self.optim, closure)
         self.step_count += 1
@@ -112,30 +112,30 @@ class DiLoCoOptimizer(Optimizer):
         self.optim.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Not supported: the outer optimizer has begun with the parameters that there were."""
-        raise ConfigError("DiLoCoOptimizer needs all parameters at construction; make a new one, and load its state")
+        """Not supported, as the outer optimizer was made with the original parameters."""
+        raise ConfigError("DiLoCoOptimizer needs all parameters in its constructor; make a new one, and load its state")
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state, the outer one's, where the ranks began, and the number of steps.
+        """Returns the states of the inner and the outer optimizer, the common starting point, and the number of steps.
 
-        All but the inner one's is the same on all ranks.
+        All except the inner optimizer's state is the same on all ranks.
         """
         outer = {"state": self.outer.state_dict(), "anchors": [anchor.clone() for anchor in self._anchors]}
         return {**self.optim.state_dict(), OUTER: {**outer, "step_count": self.step_count}}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state of this class; the parameters of the module are loaded by themselves.
+        """Loads a state of this class; load the parameters of the module separately.
 
         Raises:
-            ConfigError: it is not a state of this class.
+            ConfigError: the state is not one of this class.
         """
         state = dict(state_dict)
         outer = state.pop(OUTER, None)
         if outer is None or len(outer["anchors"]) != len(self._anchors):
             raise ConfigError(
-                "this is not the state of a DiLoCoOptimizer with the same parameters; a state of the inner "
-                "optimizer goes into `optimizer.optim`"
+                "this is not the state of a DiLoCoOptimizer with the same parameters; load a state of the inner "
+                "optimizer into `optimizer.optim`"
             )
         self.optim.load_state_dict(state)
         self.param_groups = self.optim.param_groups

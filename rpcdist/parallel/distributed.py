@@ -71,33 +71,35 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
         output_device: None; kept for scripts.
         dim: kept for scripts.
         broadcast_buffers: the old name of `forward_sync_buffers`; False also leaves them out of the initial sync.
-        init_sync: compare the ranks' models, and copy rank 0's values to the other ranks, in the constructor.
+        init_sync: whether the constructor compares the ranks' models, and copies rank 0's values to the other ranks.
         process_group: the ranks; the default group by default.
         bucket_cap_mb: size in MiB from which a bucket is reduced; 25 by default, and 1 for the first one. With 0 each
             gradient is a bucket.
-        find_unused_parameters: parameters may stay without gradients; every backward pass determines which, and
-            averages what was added since the last one.
+        find_unused_parameters: whether parameters may stay without gradients; every backward pass determines which, and
+            averages the gradients that were added since the last average.
         check_reduction: kept for scripts.
-        gradient_as_bucket_view: small gradients are views of communication buffers, which saves their copies while they
-            are kept between iterations (`zero_grad(set_to_none=False)`). Large gradients are reduced in place anyway.
-        static_graph: every iteration uses the same parameters equally often; allows reentrant checkpointing.
+        gradient_as_bucket_view: whether small gradients are views of communication buffers, which saves copies while
+            they are kept between iterations (`zero_grad(set_to_none=False)`). Large gradients are always reduced in
+            place.
+        static_graph: whether every iteration uses the same parameters equally often; allows reentrant checkpointing.
         delay_all_reduce_named_params: names and parameters that are reduced together when the gradient of
-            `param_to_hook_all_reduce` is ready, outside of the buckets. One that comes later is a `ConfigError`.
+            `param_to_hook_all_reduce` is ready, outside the buckets. A gradient that comes later is a `ConfigError`.
         param_to_hook_all_reduce: see `delay_all_reduce_named_params`.
         mixed_precision: `MixedPrecision`, or torch's `_MixedPrecision`: dtypes of the forward pass, the reductions and
             the buffers. It replaces a communication hook.
         device_mesh: a mesh of one dimension, whose ranks are the group; instead of `process_group`.
-        skip_all_reduce_unused_params: with `find_unused_parameters`: buckets without used parameters are not reduced;
+        skip_all_reduce_unused_params: with `find_unused_parameters`, whether to skip buckets without used parameters;
             the same parameters must be unused on all ranks.
-        bucket_cap_mb_list: one cap per bucket; the last cap holds for all later buckets.
+        bucket_cap_mb_list: one cap per bucket; the last cap applies to all later buckets.
         batched_grad_copy: kept for scripts: the gradients of a bucket are always copied in one call.
-        forward_sync_buffers: give all ranks the buffers of rank 0 before each training forward; True by default.
-        lazy_bucket_allocation: kept for scripts (torch 2.15): it changes nothing.
-        check_finite: how to look for NaN and infinity in gradients, and warn (`NonFiniteGradients`), naming rank and
-            parameter: "probes" looks at the first elements of each bucket, "all" at everything, "never" at nothing.
+        forward_sync_buffers: whether to give all ranks the buffers of rank 0 before each training forward; True by
+            default.
+        lazy_bucket_allocation: kept for scripts (torch 2.15); has no effect.
+        check_finite: the search for NaN and infinity in gradients, with a warning (`NonFiniteGradients`) that names
+            rank and parameter: "probes" checks the first elements of each bucket, "all" all elements, "never" none.
 
     Raises:
-        ModelsDiffer: the ranks have different models or options; names what differs.
+        ModelsDiffer: the ranks have different models or options; names the differences.
         ConfigError: an argument is wrong, or no parameter requires a gradient.
     """
 
@@ -300,9 +302,9 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
             self._delayed.enabled = self.require_forward_param_sync
         if any(map(_requires_grad, self._frozen.values())):
             raise DataParallelError(
-                "parameters that were frozen when the module was wrapped require gradients now, which nothing would "
-                f"average: {list_names([name for name, each in self._frozen.items() if each.requires_grad])}. Wrap the "
-                "module again after unfreezing"
+                "parameters that were frozen when the module was wrapped require gradients now, which would not be "
+                f"averaged: {list_names([name for name, each in self._frozen.items() if each.requires_grad])}. Wrap "
+                "the module again after unfreezing"
             )
         if not self.require_forward_param_sync:
             if trains:
@@ -323,12 +325,12 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
 
     @contextmanager
     def no_sync(self, enabled: bool = True) -> Iterator[None]:
-        """Inside, gradients are only added up on each rank; the next backward pass outside averages their sum.
+        """Within this context, gradients are only summed on each rank; the next backward pass outside averages the sum.
 
-        The forward pass must also be inside.
+        The forward pass must be within the context, too.
 
         Args:
-            enabled: False leaves everything as it is, e.g. `no_sync(enabled=step % 4 != 3)`.
+            enabled: False makes it do nothing, e.g. `no_sync(enabled=step % 4 != 3)`.
         """
         old = self.require_backward_grad_sync
         self.require_backward_grad_sync = old and not enabled
@@ -350,12 +352,12 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
 
     @property
     def named_module_buffers(self) -> dict[str, torch.Tensor]:
-        """The buffers that are synchronised, by name; looked up each time, since modules may replace them."""
+        """The synchronised buffers, by name; looked up each time, since modules may replace them."""
         return named_buffers(self.module, self.parameters_to_ignore)
 
     @property
     def modules_buffers(self) -> list[torch.Tensor]:
-        """The buffers that are synchronised."""
+        """The synchronised buffers."""
         return list(self.named_module_buffers.values())
 
     def will_sync_module_buffers(self) -> bool:
@@ -377,7 +379,7 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
             for future in self._buffer_hook(buffers) or ():
                 future.wait()
             return
-        # An earlier forward pass may have saved them for a backward pass that is still to come.
+        # An earlier forward pass may have saved them for its backward pass.
         with torch.autograd._unsafe_preserve_version_counter(tuple(buffers.values())):
             broadcast_tensors(list(buffers.values()), self.process_group, source)
 
@@ -388,7 +390,7 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
 
         Args:
             bucket_size: kept for scripts.
-            authoritative_rank: the rank in the group that has the right values.
+            authoritative_rank: the rank in the group whose values all ranks get.
         """
         broadcast_tensors(self.modules_buffers if bufs is None else bufs, self.process_group, authoritative_rank)
 
@@ -398,9 +400,9 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
         hook: Callable[[object, dict[str, torch.Tensor]], list[torch.futures.Future[object]] | None],
         comm_hook_location: BufferHookLocation = BufferHookLocation.POST_FORWARD,
     ) -> None:
-        """Synchronises the buffers by a function, which gets them by name, instead of a broadcast.
+        """Synchronises the buffers with a function, which gets them by name, instead of a broadcast.
 
-        Futures that it returns are waited for.
+        The forward pass waits for futures that it returns.
         """
         if not callable(hook):
             raise TypeError("Communication hook must be callable.")
@@ -411,16 +413,17 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
     def join(
         self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
     ) -> Join:
-        """A context for training loops that are not equally long on all ranks.
+        """A context for training loops of different lengths on the ranks.
 
         A rank whose loop has ended takes part in the reductions of the others with gradients of zero. At the end, all
         ranks get the model of the rank that trained longest.
 
         Args:
-            divide_by_initial_world_size: gradients are divided by the size of the group, so that all inputs have the
-                same weight; else by the number of ranks that still train.
+            divide_by_initial_world_size: whether gradients are divided by the size of the group, so that all inputs
+                have the same weight, instead of the number of ranks that still train.
             enable: False switches it off.
-            throw_on_early_termination: raise `UnevenInputs` on every rank when the first one has no inputs left.
+            throw_on_early_termination: whether to raise `UnevenInputs` on every rank when the first rank has no more
+                inputs.
         """
         return Join(
             [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
@@ -469,7 +472,7 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
     # ------------------------------------------------------------ communication hooks
 
     def register_comm_hook(self, state: object, hook: CommHook) -> None:
-        """Reduces the gradients by a function instead of an average. Call it once, before training, on all ranks.
+        """Reduces the gradients with a function instead of an average. Call it once, before training, on all ranks.
 
         Args:
             state: first argument of the hook.
@@ -478,7 +481,7 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
                 not go through hooks. torch's own hooks work as well; their state may be None, or hold a group of ours.
 
         Raises:
-            ConfigError: it takes other arguments, or would drop the imaginary parts of complex gradients.
+            ConfigError: the hook takes other arguments, or would drop the imaginary parts of complex gradients.
         """
         self._use_hook(state, hook, getattr(hook, "__qualname__", repr(hook)))
 
@@ -514,7 +517,7 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
 
     @contextmanager
     def _logging_errors(self) -> Iterator[None]:
-        """Has the logging data tell of an error inside."""
+        """Records an error of the `with` block in the logging data."""
         try:
             yield
         except Exception as exc:
@@ -549,11 +552,11 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
         self._hooks.remove()
 
     def _check_reducer_finalized(self) -> None:
-        """Raises UnusedParameters if the last backward pass did not end in order."""
+        """Raises UnusedParameters if the last backward pass did not get all gradients."""
         self.reducer.check_finished()
 
     def _update_process_group(self, new_process_group: ProcessGroup) -> None:
-        """Averages in another group from now on, after ranks have left or joined; starts with the initial buckets."""
+        """Changes the group, after ranks have left or joined; starts with the initial buckets."""
         self.process_group = new_process_group
         self.reducer.use_group(new_process_group)
 

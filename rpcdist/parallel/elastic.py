@@ -26,14 +26,14 @@ from rpcdist.torch_optimizers import take_step
 __all__ = ["ElasticDataParallel", "ElasticStep", "HasState"]
 
 MAX_TIMEOUTS = 3
-"""A step that times out so often without a lost rank is a mistake in the program."""
+"""The number of timeouts of a step, without a lost rank, that count as a mistake in the program."""
 _OURS = ("process_group", "device_mesh", "init_sync", "delay_all_reduce_named_params", "param_to_hook_all_reduce")
 
 _STATE_METHODS = ("state_dict", "load_state_dict")
 
 
 class Optimizer(HasState, Protocol):
-    """`torch.optim.Optimizer`, or what works like it."""
+    """`torch.optim.Optimizer`, or an object with its methods."""
 
     def zero_grad(self) -> object: ...
     def step(self) -> object: ...
@@ -44,8 +44,8 @@ class ElasticStep:
     """One attempt at a step; `with step:` around the forward and the backward pass.
 
     Attributes:
-        number: of the step, from 0: equal on all ranks.
-        rank: of this process in this attempt.
+        number: the number of the step, from 0, equal on all ranks.
+        rank: the rank of this process in this attempt.
         world_size: number of ranks in this attempt.
         counted: whether the optimizer stepped; otherwise the step is tried again, perhaps with other ranks.
     """
@@ -81,21 +81,21 @@ class ElasticDataParallel(nn.Module):
                 inputs, targets = batch_of(step.number, step.rank, step.world_size)
                 criterion(model(inputs), targets).backward()
 
-    The `with` block computes gradients. At its end they are averages over all ranks, and the optimizer steps; gradients
-    are cleared at its beginning. If a rank is lost meanwhile, the block ends, and the same step comes again with the
-    ranks that are left. A process that is started later gets module, optimizer and step from one that trains. A step is
-    done on a rank wholly or not at all; a rank that missed what another one has done gets it from that one.
+    The `with` block computes gradients, which are cleared at its start. At its end they are averaged over all ranks,
+    and the optimizer steps. If a rank is lost meanwhile, the block ends, and the same step is repeated with the
+    remaining ranks. A process that is started later gets module, optimizer and step from a rank that trains. A rank
+    takes a step completely or not at all; a rank that missed a step of another rank gets the state from that rank.
 
-    Buffers, such as running statistics, are set back with a step that does not count; random numbers are not. After the
-    last step the group stays, e.g. for measuring together, until `close`. In evaluation mode the module is called
-    alone, without communication.
+    A step that does not count is undone, also in buffers such as running statistics, but not in random number
+    generators. After the last step the group stays open, e.g. for common measurements, until `close`. In evaluation
+    mode the module is called without communication.
 
     Args:
         module: on the CPU, or on a GPU with a backend that goes through the CPU.
-        optimizer: of the module's parameters; several are stepped together. The block must not step them.
+        optimizer: the optimizer of the module's parameters, or several. The block must not step them.
         store, num_ranks, min_ranks, timeout, backend: see `rpcdist.collectives.elastic_group.ElasticGroup`.
-        stateful: what else newcomers need, with `state_dict` and `load_state_dict`.
-        first_step: of a state that was loaded from a checkpoint: the number of steps that it has behind it.
+        stateful: other objects whose state new ranks need, with `state_dict` and `load_state_dict`.
+        first_step: the number of steps of a state that was loaded from a checkpoint.
         comm_hook: a communication hook without a state; see `register_comm_hook`.
         **ddp_options: other arguments of `DistributedDataParallel`.
 
@@ -105,7 +105,7 @@ class ElasticDataParallel(nn.Module):
         num_restarts: the number of times that the group was formed again.
 
     Raises:
-        ConfigError: an argument is wrong, or there is a process group already.
+        ConfigError: an argument is wrong, or a process group exists already.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class ElasticDataParallel(nn.Module):
         self._stateful = list(stateful)
         self._comm_hook = comm_hook
         self._ddp_options = ddp_options
-        self._wrapped: list[DistributedDataParallel] = []  # in a list, as it holds the module, and is no part of it
+        self._wrapped: list[DistributedDataParallel] = []  # in a list, so that it is not a submodule
         self._buffers_before: list[torch.Tensor] = []
         self._inside = self._started = False
         self._is_new = True
@@ -155,26 +155,26 @@ class ElasticDataParallel(nn.Module):
         self._group: ProcessGroup | None = None
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's forward pass. Inside of a step, its backward pass averages the gradients over the ranks."""
+        """The module's forward pass. Within a step, its backward pass averages the gradients over the ranks."""
         target = self._wrapped[0] if self._inside and self.training else self.module
         return target(*inputs, **kwargs)
 
     # ------------------------------------------------------------ steps
 
     def steps(self, total: int) -> Iterator[ElasticStep]:
-        """The steps up to number `total`; a step that did not count comes again. To be used once.
+        """Yields the steps below `total`; a step that did not count is repeated. Call it once.
 
         It joins the group first, and ends on all ranks together, with the same state.
 
         Raises:
-            ConfigError: it was called twice, or a step was not entered by `with`.
-            JobEnded: the others have finished already.
-            CollectiveTimeout: a step ran out of time several times, and nobody is lost.
+            ConfigError: it was called twice, or a step was not entered with `with`.
+            JobEnded: the others have already finished.
+            CollectiveTimeout: a step timed out several times, although no rank is lost.
             RendezvousError, DistStoreError: see `ElasticGroup.form`.
         """
         if self._started:
             raise ConfigError(
-                "steps() can be called only once, because a new process could not know in which call the others are"
+                "steps() can be called only once: a new process could not know in which call the other ranks are"
             )
         self._started = True
         finished = False
@@ -183,16 +183,16 @@ class ElasticDataParallel(nn.Module):
                 group = self._current_group()
                 if self.step < total:
                     yield (step := ElasticStep(self.step, group.rank(), group.size(), self))
-                    if not step._entered:  # it would come again for ever
+                    if not step._entered:  # it would be repeated forever
                         raise ConfigError("the step was not taken: write `with step:` around forward and backward pass")
                 else:
                     finished = self._finish(group)
         finally:
             if not finished:
-                self.close()  # an error, or `break`: the others go on
+                self.close()  # after an error or `break` the others continue
 
     def _current_group(self) -> ProcessGroup:
-        """The group, formed again if it has failed or a process wants to come in."""
+        """Returns the group, formed again if it has failed or a process wants to join."""
         now = time.monotonic()
         if self._group is not None and self._failure is None and now - self._looked_at_s > STORE_CHECK_INTERVAL_S:
             self._looked_at_s = now
@@ -218,7 +218,7 @@ class ElasticDataParallel(nn.Module):
                 raise failure
 
     def _synchronise(self, group: ProcessGroup) -> None:
-        """Gives the ranks that are behind the state of the one that is ahead, and averages in the new group."""
+        """Sends the newest state to ranks that are behind, and changes the model's group."""
         closed = self._elastic.round
         assert closed is not None, "the group is formed"
         if group.rank() == closed.source:
@@ -229,7 +229,7 @@ class ElasticDataParallel(nn.Module):
             take_over(receive_state(group, closed.source), self.module, others, closed.source, step)
             self.step = step
         if closed.behind:
-            collectives.barrier(group)  # until all have it, the state of the newcomers does not count
+            collectives.barrier(group)  # the state of new ranks does not count until all have it
         self._is_new = False
         if self._wrapped:
             self._wrapped[0]._update_process_group(group)
@@ -247,7 +247,7 @@ class ElasticDataParallel(nn.Module):
         }
 
     def _finish(self, group: ProcessGroup) -> bool:
-        """Returns whether all ranks have done the last step; then they have the same state, for good."""
+        """Returns whether all ranks have taken the last step, and so have the same final state."""
         try:
             collectives.barrier(group)
         except (RankLost, CollectiveTimeout, GroupAborted) as exc:
@@ -265,7 +265,7 @@ class ElasticDataParallel(nn.Module):
         self._buffers_before = [buffer.clone() for buffer in self.module.buffers()]
 
     def _commit(self) -> None:
-        """All gradients are complete: the rest of the step needs no other rank."""
+        """Finishes a step whose gradients are complete, which needs no other rank."""
         self._inside = False
         for optimizer in self._optimizers:
             take_step(optimizer)
@@ -273,7 +273,7 @@ class ElasticDataParallel(nn.Module):
         self._num_timeouts = 0
 
     def _take_back(self, error: BaseException) -> bool:
-        """Returns whether the step is tried again."""
+        """Undoes the step; returns whether to try it again."""
         self._inside = False
         if not isinstance(error, RankLost | CollectiveTimeout | GroupAborted):
             return False
@@ -292,19 +292,19 @@ class ElasticDataParallel(nn.Module):
 
 
 def _check_arguments(module: object, optimizers: Sequence[object], store: object, stateful: object) -> None:
-    """Raises `ConfigError`, which says what to give instead."""
+    """Raises `ConfigError`, which says what to pass instead."""
     if not isinstance(module, nn.Module):
-        raise ConfigError(f"module is a {type(module).__name__}: give an nn.Module")
+        raise ConfigError(f"module is a {type(module).__name__}: pass an nn.Module")
     for each in optimizers:
         if isinstance(each, type) or not all(hasattr(each, name) for name in ("step", "zero_grad", *_STATE_METHODS)):
             raise ConfigError(
-                f"{each!r} is not an optimizer: give one, such as torch.optim.SGD(module.parameters(), lr=0.1)"
+                f"{each!r} is not an optimizer: pass one, such as torch.optim.SGD(module.parameters(), lr=0.1)"
             )
     stepped = {id(it) for each in optimizers for group in getattr(each, "param_groups", ()) for it in group["params"]}
     if stepped and stepped.isdisjoint(map(id, module.parameters())):
         raise ConfigError("the optimizer has none of the module's parameters: make it from module.parameters()")
     if isinstance(store, (str, PathLike)):
-        raise ConfigError(f"store is {store!r}: give a store, such as rpcdist.collectives.FileStore({str(store)!r})")
+        raise ConfigError(f"store is {store!r}: pass a store, such as rpcdist.collectives.FileStore({str(store)!r})")
     if not isinstance(stateful, Sequence) or not all(hasattr(it, name) for it in stateful for name in _STATE_METHODS):
         raise ConfigError(
             "stateful must be a list of objects with state_dict() and load_state_dict(), such as [scheduler]"
@@ -312,7 +312,7 @@ def _check_arguments(module: object, optimizers: Sequence[object], store: object
 
 
 def _description(module: nn.Module, optimizers: Sequence[Optimizer], backend: str, options: dict[str, Any]) -> str:
-    """The facts that must be equal on all ranks, in words, with a digest of the details."""
+    """Describes the facts that must be equal on all ranks, with a digest of the details."""
     parameters = list(module.named_parameters())
     details = [(name, str(each.dtype), tuple(each.shape), each.requires_grad) for name, each in parameters]
     kinds = [type(each).__name__ for each in optimizers]

@@ -1,4 +1,4 @@
-"""Averages of the model's parameters every few steps, instead of its gradients in each: local SGD.
+"""Local SGD: averages the model's parameters every few steps, instead of the gradients in every step.
 
     model.register_comm_hook(comm_hooks.PostLocalSGDState(None, group, 100), comm_hooks.post_localSGD_hook)
     averager = PeriodicModelAverager(period=4, warmup_steps=100)
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 Parameters = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
-"""Parameters, or an optimizer's groups of them."""
+"""Parameters, or an optimizer's groups of parameters."""
 
 
 def average_parameters(params: Iterable[torch.Tensor], process_group: ProcessGroup | None = None) -> None:
@@ -51,7 +51,7 @@ def average_parameters(params: Iterable[torch.Tensor], process_group: ProcessGro
 
 
 def get_params_to_average(params: Parameters) -> list[torch.Tensor]:
-    """The parameters that have gradients."""
+    """Returns the parameters that have gradients."""
     found: list[torch.Tensor] = []
     for each in params:
         found += [each] if isinstance(each, torch.Tensor) else each["params"]
@@ -59,7 +59,7 @@ def get_params_to_average(params: Parameters) -> list[torch.Tensor]:
 
 
 def average_parameters_or_parameter_groups(params: Parameters, process_group: ProcessGroup | None = None) -> None:
-    """Averages the parameters that have gradients; the same ones have them on all ranks."""
+    """Averages the parameters that have gradients, which must be the same on all ranks."""
     average_parameters(get_params_to_average(params), process_group)
 
 
@@ -68,10 +68,10 @@ class ModelAverager(ABC):
 
     Args:
         process_group: the ranks; all by default.
-        warmup_steps: no averages in the first steps.
+        warmup_steps: the number of first steps without averages.
 
     Attributes:
-        step: how many steps there were.
+        step: the number of steps so far.
     """
 
     def __init__(self, process_group: ProcessGroup | None = None, warmup_steps: int = 0) -> None:
@@ -83,10 +83,10 @@ class ModelAverager(ABC):
 
     @abstractmethod
     def group_of_step(self) -> ProcessGroup | None:
-        """The ranks that average in this step, after the warm-up; None for none."""
+        """Returns the ranks that average in this step, after the warm-up; None if none does."""
 
     def average_parameters(self, params: Parameters) -> None:
-        """Averages if it is time, and counts a step; all ranks call it after each step of their optimizers."""
+        """Averages if this step requires it, and counts the step; all ranks call it after each optimizer step."""
         group = self.group_of_step() if self.step >= self.warmup_steps else None
         if group is not None:
             average_parameters_or_parameter_groups(params, group)
@@ -108,12 +108,12 @@ class PeriodicModelAverager(ModelAverager):
 
 
 class HierarchicalModelAverager(ModelAverager):
-    """Averages often in small groups of neighbouring ranks, and seldom in larger ones.
+    """Averages often in small groups of consecutive ranks, and rarely in larger groups.
 
     Args:
         period_group_size_dict: periods, from the shortest to the longest, and the sizes of their groups; the last size
-            is that of `process_group`. In a step of several periods the longest counts.
-        warmup_steps: no averages in the first steps.
+            is that of `process_group`. In a step of several periods the longest applies.
+        warmup_steps: the number of first steps without averages.
         process_group: the ranks; all by default. All of them make the averager.
     """
 
@@ -163,10 +163,10 @@ def _advise(period: int) -> None:
 
 
 class PostLocalSGDOptimizer(Optimizer):
-    """An optimizer that averages the parameters after its steps, when the averager says so.
+    """An optimizer that averages the parameters after steps that the averager chooses.
 
     Args:
-        optim: steps the parameters of this rank.
+        optim: the optimizer of this rank's parameters.
         averager: see `ModelAverager`; its step is part of the state.
     """
 
@@ -178,14 +178,14 @@ class PostLocalSGDOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]  # the state is that of the optimizer inside
-        """The state of the optimizer inside, by parameter."""
+        """The state of the inner optimizer, by parameter."""
         return self.optim.state
 
     def __repr__(self) -> str:
         return f"<PostLocalSGDOptimizer after {self.averager.step} steps: {self.optim!r}>"
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Steps on this rank, then averages if it is time."""
+        """Steps on this rank, then averages if this step requires it."""
         loss: float | None = take_step(self.optim) if closure is None else take_step(self.optim, closure)
         self.averager.average_parameters(self.param_groups)
         return loss
@@ -197,11 +197,11 @@ class PostLocalSGDOptimizer(Optimizer):
         self.optim.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the optimizer inside, and the number of steps."""
+        """Returns the state of the inner optimizer, and the number of steps."""
         return {**self.optim.state_dict(), "step": self.averager.step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state of this class, or one of the optimizer inside, with which the averager begins at step 0."""
+        """Loads a state of this class, or one of the inner optimizer, with which the averager starts at step 0."""
         state = dict(state_dict)
         if "step" not in state:
             warnings.warn(

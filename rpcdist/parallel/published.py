@@ -61,8 +61,8 @@ class Published:
         keep: the maximum number of versions in memory, apart from the newest one, at the publisher and at the first
             consumer of each other host: older ones that are still read, and the next one while it is written. Memory of
             versions that no consumer reads is reused.
-        dtype: to which floating-point tensors are converted for this consumer, once for all consumers of a host that
-            request it, and before they travel to another host; by default they keep the published dtypes.
+        dtype: the dtype to which floating-point tensors are converted for this consumer, once for all consumers of a
+            host that request it, and before they are sent to another host; the published dtypes by default.
 
     Raises:
         ConfigError: the arguments cannot be used.
@@ -77,8 +77,8 @@ class Published:
             )
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ConfigError(
-                f"dtype={dtype!r:.100} of {name!r}: tensors are pulled in their own dtype, or converted to one of "
-                "floating point"
+                f"dtype={dtype!r:.100} of {name!r}: pass a floating-point dtype, or leave it out to pull tensors in "
+                "their own dtype"
             )
         self.name = name
         self._keep = keep
@@ -88,8 +88,8 @@ class Published:
         self._shards: list[ShardConnection] = []
         self._is_viewing = False
         self._into: SmallTensors | None = None
-        self._checked: object = None  # what was seen of targets that can be written
-        self._whole: tuple[object, object] = (None, None)  # a layout, and what was seen of targets that are exactly it
+        self._checked: object = None  # the `seen` of targets that can be written
+        self._whole: tuple[object, object] = (None, None)  # a layout, and the `seen` of targets that equal it
         self._seen_values: SeenTensors = []
         self._seen_targets: SeenTensors = []
         self._publishing = threading.Lock()
@@ -101,25 +101,25 @@ class Published:
 
     @property
     def version(self) -> int:
-        """The number of the version that was published or pulled last through this object; 0 for none."""
+        """The number of the version that this object last published or pulled; 0 for none."""
         return self._version
 
     def state_dict(self) -> dict[str, int]:
-        """The number of the version, for a checkpoint beside the tensors."""
+        """Returns the number of the version, for a checkpoint that also contains the tensors."""
         return {"version": self._version}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Has the next version that is published here, or pulled, be newer than that of a checkpoint.
+        """Makes the next version that this object publishes or pulls newer than that of a checkpoint.
 
         Raises:
-            ConfigError: it is the state of something else, or this object has published or pulled already.
+            ConfigError: the state is invalid, or this object has already published or pulled.
         """
         version = state.get("version") if isinstance(state, Mapping) else None
         if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version < MAX_VERSION:
-            raise ConfigError(f"the state of {self.name!r} is {{'version': number}}, not {state!r:.100}")
+            raise ConfigError(f"the state of {self.name!r} must be {{'version': number}}, not {state!r:.100}")
         if self._origin is not None or self._shards:
             raise ConfigError(
-                f"{self.name!r} has version {self._version} already; load its state before the first version"
+                f"{self.name!r} already has version {self._version}; load its state before the first version"
             )
         self._version = version
 
@@ -137,44 +137,44 @@ class Published:
         shard: tuple[int, int] = (0, 1),
         timeout: float = UNSET_RPC_TIMEOUT,
     ) -> int:
-        """Makes tensors the newest version. They are copied: the caller may change them when this returns.
+        """Publishes tensors as the newest version. They are copied, so the caller may change them when this returns.
 
-        No consumer is waited for, unless `within` asks for it. Without it, a version is left out where others are still
-        being read in all of the memory that `keep` allows; this is logged, and the number of the last one returned.
+        Without `within` it does not wait for consumers. If all memory that `keep` allows is still being read, it skips
+        the version, logs that, and returns the number of the last version.
 
         Args:
-            tensors: a module, whose `state_dict` counts, or tensors by name; the same names and shapes in all versions.
-                A value may be a `DTensor`, a `TensorPart`, or a list of those.
-            dtype: to which tensors of floating point are converted, for all consumers; given with the first version.
+            tensors: a module, whose `state_dict` is used, or tensors by name; the same names and shapes in all
+                versions. A value may be a `DTensor`, a `TensorPart`, or a list of those.
+            dtype: the dtype to which floating-point tensors are converted, for all consumers; only in the first call.
             version: its number, such as one more than that of a checkpoint; by default one more than the last.
-            within: waits until every consumer that is connected has this version, or one of the `within` before it; and
-                before, if need be, for memory in which no other version is read.
-            skip_unchanged: neither copy nor send tensors that are the same as in the last version: "counter" for those
-                to which torch has not written since (torch does not count writes through `.data` or NumPy), "value" for
-                those that have the same bytes, which takes the time to read them.
-            shard: the number of this publisher, and how many there are, where several workers publish the shards of
-                the tensors under one name, such as `(rank, world_size)`; given with the first version. A version is
-                there when all of them have published its number.
-            timeout: limit of that wait, and of finding out at the first version what is known of the name, in seconds;
+            within: waits until every connected consumer has this version or one of the `within` versions before it;
+                before that, if necessary, until memory is free.
+            skip_unchanged: neither copies nor sends tensors that equal those of the last version: with "counter", those
+                to which torch has not written since (torch does not count writes through `.data` or NumPy); with
+                "value", those with the same bytes, which takes the time to read them.
+            shard: the number of this publisher and the number of all publishers, if several workers publish shards of
+                the tensors under one name, such as `(rank, world_size)`; only in the first call. A version is available
+                when all of them have published its number.
+            timeout: limit of the waits, and of the first call's questions to other workers about the name, in seconds;
                 0 for none; by default the `rpc_timeout` of `init_rpc`.
 
         Returns:
             The number of the newest version.
 
         Raises:
-            ConfigError: the tensors are not those of the versions before, or another worker publishes under this name.
-            DeadlineExceeded: consumers did not come within the bound in time (the text names them, and says whether the
+            ConfigError: the tensors differ from those of earlier versions, or another worker publishes under this name.
+            DeadlineExceeded: consumers did not get the version in time (the text names them, and says whether the
                 version is published); or another worker did not report in time which versions it has seen.
         """
         deadline = Deadline.after(current_agent().caller.timeout_of(timeout))
         if within is not None and (isinstance(within, bool) or not isinstance(within, int) or within < 0):
-            raise ConfigError(f"within is a number of versions, 0 or more, not {within!r:.100}")
+            raise ConfigError(f"within must be a number of versions, 0 or more, not {within!r:.100}")
         if skip_unchanged not in (None, "counter", "value"):
-            raise ConfigError(f"skip_unchanged is 'counter' or 'value', not {skip_unchanged!r:.100}")
+            raise ConfigError(f"skip_unchanged must be 'counter' or 'value', not {skip_unchanged!r:.100}")
         with self._publishing:
             pieces = pieces_of(tensors, f"the values of {self.name!r}", self._seen_values)
             origin = self._origin
-            if origin is not None and origin.agent is not current_agent():  # of a job that this process has left
+            if origin is not None and origin.agent is not current_agent():  # from a job that this process has left
                 origin.close()
                 origin = None
             if origin is None:
@@ -219,7 +219,7 @@ class Published:
                 if found is not None:
                     origin = found
                     break
-            except WorkerLost:  # the coordinator; another process may take its place
+            except WorkerLost:  # the coordinator, which another process may replace
                 if deadline.expired():
                     raise
             time.sleep(next(pauses))
@@ -229,7 +229,7 @@ class Published:
         return origin
 
     def _ask_what_was_seen(self, origin: Publisher, deadline: Deadline) -> None:
-        """Has the numbers go on where consumers of an earlier publisher have come to, and its hosts follow this one."""
+        """Continues the version numbers of an earlier publisher, and makes its hosts follow this publisher."""
         agent = current_agent()
         description = origin.describe(known(self.name).newest(origin.shard))
         others = [worker for worker in rpc.workers() if worker.id != agent.worker_id]
@@ -246,11 +246,11 @@ class Published:
                     "again when it answers, or is lost"
                 ) from exc
             except TransportError:
-                continue  # it is lost; if it comes back, it says when it connects what it has seen
+                continue  # it is lost; if it comes back, it reports what it has seen when it connects
         origin.has_asked = True
 
     def _taken(self, taken: ActorNameTaken, shard: int, deadline: Deadline) -> Publisher | None:
-        """The source of this worker, if it publishes under this name already; None if the publisher has died."""
+        """Returns the source of this worker, if it already publishes under this name; None if the publisher died."""
         try:
             found = rpc.get_actor(actor_name(self.name, shard), _limit_s(deadline))
             if found.is_owner():
@@ -263,7 +263,7 @@ class Published:
             raise ConfigError(f"{self.name!r} has a publisher that does not answer: {exc}") from taken
         which = "" if shard == 0 else f"shard {shard} "
         raise ConfigError(
-            f"{found.owner_name()!r} publishes {which}under the name {self.name!r} already, and only one worker may "
+            f"{found.owner_name()!r} already publishes {which}under the name {self.name!r}, and only one worker may "
             "do so until it ends: use another name, or call publish on that worker"
         ) from taken
 
@@ -278,29 +278,29 @@ class Published:
         wait: bool = False,
         timeout: float = UNSET_RPC_TIMEOUT,
     ) -> int:
-        """Copies the newest version into tensors, if it is newer than what the caller has.
+        """Copies the newest version into tensors, if it is newer than the caller's.
 
-        It waits for the first version, if none has been published yet. Otherwise it does not wait: not for the
-        publisher, and not for other consumers. The publisher does not notice.
+        It waits for the first version, if none has been published yet. Otherwise it waits neither for the publisher nor
+        for other consumers.
 
         Args:
             target: a module that has exactly the published tensors, or a dictionary with some of them. Values are
                 converted to the dtypes of the target. A value may be a `DTensor`, a `TensorPart`, or a list of those:
-                only these parts are copied, from whichever shards have them.
-            newer_than: the number of the version that is in the target already; 0 for none.
-            wait: wait for a version that is newer, if there is none.
+                only these parts are copied, from the shards that have them.
+            newer_than: the number of the version that the target already has; 0 for none.
+            wait: whether to wait for a newer version.
             timeout: limit of the waits in seconds; 0 for none; by default the `rpc_timeout` of `init_rpc`.
 
         Returns:
-            The number of the version that is in the target now: `newer_than` if there is no newer one.
+            The number of the version in the target: `newer_than` if no newer one exists.
 
         Raises:
-            ConfigError: the target's tensors are not those that are published; nothing was copied.
-            DeadlineExceeded: nobody has published under this name in time.
+            ConfigError: the target's tensors differ from the published ones; nothing was copied.
+            DeadlineExceeded: no worker published under this name in time.
         """
         if isinstance(newer_than, bool) or not isinstance(newer_than, int) or newer_than < 0:
             raise ConfigError(
-                f"newer_than is the number of a version of {self.name!r}, 0 for none, not {newer_than!r:.100}"
+                f"newer_than must be the number of a version of {self.name!r}, or 0, not {newer_than!r:.100}"
             )
         with self._reading:
             purpose = f"the targets for {self.name!r}"
@@ -324,7 +324,7 @@ class Published:
         def copy(views: dict[int, list[Tensor]]) -> None:
             for number, plan in plans.items():
                 theirs, reader = views[number], planned_for[number]
-                # Looked up now: while this waited, the tensors may have got other memory.
+                # Looked up now, because the tensors may have got other memory during the wait.
                 into = self._small_targets(reader, targets) if plan.is_whole else None
                 if into is not None and reader is not None:
                     torch.autograd.graph.increment_version(reader.small_of(targets.tensors))  # as a write by torch does
@@ -342,21 +342,21 @@ class Published:
 
     @off_loop("await published.view_async(...)")
     def view(self, *, timeout: float = UNSET_RPC_TIMEOUT) -> dict[str, Value]:
-        """The tensors of the newest version, without a copy; `version` has its number.
+        """Returns the tensors of the newest version, without a copy; `version` has its number.
 
-        They lie in memory that may only be read: writing to them ends the process by SIGSEGV. They are valid until the
-        next `view`, `pull_into` or `close` of this object; then other versions may overwrite them.
+        Their memory is read-only: writing to them ends the process with SIGSEGV. They are valid until the next `view`,
+        `pull_into` or `close` of this object; then other versions may overwrite them.
 
         Args:
             timeout: limit of the wait for the first version in seconds; 0 for none; by default the `rpc_timeout` of
                 `init_rpc`.
 
         Returns:
-            A tensor for each name, or a `TensorPart` where a part of it was published, or a list of those where several
-            were, in the order of the shards.
+            A tensor for each name; a `TensorPart` if only a part of it was published, or a list of parts, in the order
+            of the shards.
 
         Raises:
-            DeadlineExceeded: nobody has published under this name in time.
+            DeadlineExceeded: no worker published under this name in time.
         """
         found: dict[str, Value] = {}
 
@@ -380,7 +380,7 @@ class Published:
     view_async = async_form(view)
 
     def _small_targets(self, reader: VersionReader | None, targets: Pieces) -> SmallTensors | None:
-        """The memory of the small tensors among targets of the published dtypes; None if torch has to copy them."""
+        """Returns the memory of small targets with the published dtypes; None if torch must copy them."""
         if reader is not None and reader.small:
             self._into = SmallTensors.of(reader.small_of(targets.tensors), self._into, targets.seen)
         return self._into
@@ -388,7 +388,7 @@ class Published:
     def _copies_into(
         self, targets: Pieces, is_whole: bool, shards: Sequence[ShardConnection]
     ) -> Mapping[int, ShardCopies]:
-        """The copies from each shard that is needed."""
+        """Returns the copies from each required shard."""
         layouts = [self._layout_of(shard) for shard in shards]
         layout, seen = self._whole
         if len(layouts) == 1 and layout is layouts[0] and seen is targets.seen is not None:
@@ -396,7 +396,7 @@ class Published:
         publishers = [shard.publisher for shard in shards]
         me = current_agent().worker_name
         published = [shard.published for shard in shards if shard.published is not None]
-        if published != layouts:  # parts of them; errors tell of all
+        if published != layouts:  # only parts are here, but errors describe all
             copies_for(published, targets, is_whole, self.name, publishers, me)
         if len(layouts) == 1 and (copies := whole_copies(layouts[0], targets)) is not None:
             self._whole, self._into = (layouts[0], targets.seen), None
@@ -417,15 +417,15 @@ class Published:
         wait: bool,
         timeout: float,
     ) -> int:
-        """Takes the newest version, if it is newer; its number, or 0.
+        """Takes the newest version, if it is newer; returns its number, or 0.
 
         Args:
-            wanted: the targets, of which another host needs no more; None for all tensors.
-            choose: which shards are needed.
+            wanted: the targets, the only values that another host needs; None for all tensors.
+            choose: returns the required shards.
             take: gets their tensors.
-            newer_than: a version that is not newer is not taken.
-            wait: whether a newer one is waited for.
-            timeout: limit, as users write it.
+            newer_than: the version must be newer than this one.
+            wait: whether to wait for a newer version.
+            timeout: limit, as the user passed it.
         """
         with self._reading:
             if self._is_viewing:
@@ -437,7 +437,7 @@ class Published:
             floor = max(newer_than, self._version - 1)
             while True:
                 shards = self._refreshed(wanted, timeout)
-                newest = [shard.newest for shard in shards]  # the wait below ends for any that comes from now on
+                newest = [shard.newest for shard in shards]  # the wait below ends for every later version
                 if min(newest) > floor:
                     needed = choose(shards)
                     if version := self._take(needed, take, floor, None if len(shards) == 1 else shards):
@@ -450,7 +450,7 @@ class Published:
                 if deadline.expired():
                     raise DeadlineExceeded(self._why_none(shards, newer_than))
                 if all(shard.reader is not None for shard in shards):
-                    choose(shards)  # now, and not while others wait for the processor with the version
+                    choose(shards)  # now, and not later, when consumers compete for the processor
                 slowest = min(range(len(shards)), key=newest.__getitem__)
                 self._wait_for(shards[slowest].reader, max(floor, newest[slowest]), deadline)
 
@@ -461,13 +461,13 @@ class Published:
         floor: int,
         shards: Sequence[ShardConnection] | None,
     ) -> int:
-        """Takes the newest version; 0 if there is none that is newer than `floor`, or it was overwritten meanwhile.
+        """Takes the newest version; returns 0 if none is newer than `floor`, or it was overwritten meanwhile.
 
         Args:
             needed: the shards from which it is taken.
             take: see `_read`.
-            floor: a version up to this one is not taken.
-            shards: all of them, which have to have come to the version; None if there is one shard.
+            floor: the version must be newer than this one.
+            shards: all shards, which must have reached the version; None if the tensors have one shard.
         """
         readers = [shard.reader for shard in needed if shard.reader is not None]
         version = 0
@@ -485,7 +485,7 @@ class Published:
                 found = [reader.begin(version) for reader in readers]
             views = {shard.shard: each for shard, each in zip(needed, found, strict=True) if each is not None}
             if len(views) < len(needed) or not known(self.name).may_take(version, needed):
-                version = 0  # it was overwritten meanwhile, or its publisher has been replaced
+                version = 0  # it was overwritten meanwhile, or its publisher was replaced
                 return 0
             take(views)
         except BaseException:
@@ -500,9 +500,9 @@ class Published:
         return version
 
     def _refreshed(self, wanted: Pieces | None, timeout: float) -> list[ShardConnection]:
-        """The connections to all shards that are known of; some of them may have no version yet."""
+        """Returns the connections to all known shards; some may have no version yet."""
         shards = self._shards
-        while shards and shards[0].agent is not current_agent():  # of a job that this process has left
+        while shards and shards[0].agent is not current_agent():  # from a job that this process has left
             shards.pop().close()
         if not shards:
             shards.append(self._new_connection(0))
@@ -517,13 +517,13 @@ class Published:
         return shards
 
     def _new_connection(self, shard: int) -> ShardConnection:
-        # In another job, and after a checkpoint, the publisher may not know that its numbers have to go on from here.
+        # In another job, or after a checkpoint, the publisher may not know that its numbers must continue from here.
         known(self.name).saw(self._version, shard)
         return ShardConnection(self.name, shard, self._dtype)
 
     def _wait_for(self, reader: VersionReader | None, have: int, deadline: Deadline) -> None:
-        """Waits a while for a version that is newer, or for a publisher."""
-        # Not to the end: a source may be here, and its publisher on another host may have ended.
+        """Waits briefly for a newer version, or for a publisher."""
+        # Not until the deadline, since the publisher of a source here may have ended on another host.
         soon = Deadline.after(CHECK_INTERVAL_S).earlier(deadline)
         if reader is not None and not reader.has_ended:
             reader.wait_for_newer(have, soon)
@@ -545,7 +545,7 @@ class Published:
         return text
 
     def close(self) -> None:
-        """Ends pulling, and the tensors of `view`. Versions that this worker has published stay. Idempotent."""
+        """Ends pulling, and invalidates tensors of `view`. Versions that this worker published stay. Idempotent."""
         with self._reading:
             shards, self._shards = self._shards, []
             self._is_viewing = False
@@ -568,5 +568,5 @@ def _checked_shard(shard: tuple[int, int]) -> tuple[int, int]:
 
 
 def _limit_s(deadline: Deadline) -> float:
-    """The time that is left, as users write it."""
+    """Returns the remaining time, in the form of a user's timeout."""
     return max(MIN_WAIT_S, deadline.remaining_s()) if deadline.is_finite else 0

@@ -1,10 +1,10 @@
-"""`SyncBatchNorm`: batch normalisation over the batches of all ranks together, on CPU as on GPU.
+"""`SyncBatchNorm`: batch normalisation over the batches of all ranks together, on CPU and GPU.
 
     model = SyncBatchNorm.convert_sync_batchnorm(model)
     model = DistributedDataParallel(model)
 
-In training mode, mean and variance are those of the whole batch, so the numbers are those of one process that has the
-data of all ranks. `DistributedDataParallel` makes torch's own `nn.SyncBatchNorm` layers into these.
+In training mode, mean and variance are those of the whole batch, so the results are those of one process with the data
+of all ranks. `DistributedDataParallel` converts torch's own `nn.SyncBatchNorm` layers to this class.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     Args:
         num_features: C.
         eps, momentum, affine, track_running_stats, device, dtype: as in `nn.BatchNorm2d`.
-        process_group: the ranks whose batches count together; all by default.
-        bias: with `affine`, whether there is a bias.
+        process_group: the ranks whose batches are normalised together; all by default.
+        bias: whether it has a bias, with `affine`.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -64,7 +64,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         return output
 
     def _count_batch(self) -> float:
-        """Counts a batch of training; returns the weight that it has in the running statistics."""
+        """Counts a training batch; returns its weight in the running statistics."""
         if self.training and self.track_running_stats and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
             if self.momentum is None:
@@ -72,7 +72,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         return 0.0 if self.momentum is None else self.momentum
 
     def _group(self) -> ProcessGroup | None:
-        """The ranks to synchronise with now; None for none."""
+        """Returns the group for the synchronisation; None not to synchronise."""
         if not self.training:
             return None
         return default_group() if self.process_group is None else member_group(self.process_group)
@@ -121,11 +121,11 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
 
 def adopt_sync_batch_norms(module: nn.Module, group: ProcessGroup) -> None:
-    """Makes the `nn.SyncBatchNorm` layers of a module synchronise in our groups; torch's would ask torch's own.
+    """Makes the `nn.SyncBatchNorm` layers of a module synchronise in groups of rpcdist instead of torch's.
 
     Args:
-        module: whose layers change their class, and stay the same objects.
-        group: for layers without a group, where there is no default group.
+        module: the module; its layers change their class, but stay the same objects.
+        group: the group of layers without a group, if no default group exists.
     """
     for layer in module.modules():
         if type(layer) is nn.SyncBatchNorm:
@@ -163,7 +163,7 @@ class _Normalise(torch.autograd.Function):
         dims, shape = _dims(input), _shape(input)
         wide = grad.to(mean.dtype)
         centred = input.to(mean.dtype) - mean.view(shape)
-        # Of this rank: DistributedDataParallel averages the gradients of weight and bias, as those of all parameters.
+        # Only of this rank: DistributedDataParallel averages the gradients of weight and bias like all others.
         sums = torch.cat([wide.sum(dims), (wide * centred).sum(dims)])
         grad_bias, grad_weight = sums[: len(mean)].clone(), sums[len(mean) :] * inverse
         grad_input = None
@@ -184,10 +184,10 @@ class _Normalise(torch.autograd.Function):
 
 
 def _whole_statistics(input: torch.Tensor, group: ProcessGroup) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Mean and sum of squared deviations of each channel over all ranks, and how many values a channel has.
+    """Returns mean and sum of squared deviations of each channel over all ranks, and the number of values per channel.
 
-    The ranks gather their own means and sums of squares, which are combined as Chan, Golub and LeVeque do (1979): sums
-    of squares around zero would cancel.
+    The ranks gather their own means and sums of squares, and combine them as in Chan, Golub and LeVeque (1979), since
+    sums of squares around zero would cancel.
     """
     dims, channels = _dims(input), input.shape[1]
     wide = torch.promote_types(input.dtype, torch.float32)
@@ -205,10 +205,10 @@ def _whole_statistics(input: torch.Tensor, group: ProcessGroup) -> tuple[torch.T
 
 
 def _dims(input: torch.Tensor) -> list[int]:
-    """All dimensions but that of the channels."""
+    """Returns all dimensions except that of the channels."""
     return [0, *range(2, input.dim())]
 
 
 def _shape(input: torch.Tensor) -> list[int]:
-    """The shape in which a value per channel meets the input."""
+    """Returns the shape in which values per channel are broadcast to the input."""
     return [1, -1, *(1 for _ in input.shape[2:])]

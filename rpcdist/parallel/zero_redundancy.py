@@ -4,7 +4,7 @@
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
 
 Every rank steps its own part and sends it to the others, so the state takes 1/world_size of the memory on each, and the
-numbers are those of the optimizer inside. Rajbhandari and others, 2019: https://arxiv.org/abs/1910.02054.
+results are those of the inner optimizer. Rajbhandari and others, 2019: https://arxiv.org/abs/1910.02054.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         params: parameters, or groups of them; dense.
         optimizer_class: makes the optimizer of this rank's part.
         process_group: the ranks; all by default.
-        parameters_as_bucket_view: kept for scripts: large parameters are sent from where they are anyway.
-        overlap_with_ddp: not supported, and refused; docs/ddp.md says why.
+        parameters_as_bucket_view: kept for scripts; large parameters are never copied before they are sent.
+        overlap_with_ddp: not supported; docs/ddp.md says why.
         **defaults: options of `optimizer_class`.
 
     Raises:
-        ConfigError: there is no group, or an argument is wrong.
+        ConfigError: no group exists, or an argument is wrong.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._is_made = False
         Optimizer.__init__(self, params, defaults)
         self.optim = optimizer_class([self._part_of(group) for group in self.param_groups], **defaults)
-        _copy_options(self.optim.param_groups, self.param_groups)  # those that the class adds, for schedulers
+        _copy_options(self.optim.param_groups, self.param_groups)  # options that the class adds, for schedulers
         self._is_made = True
 
     def __repr__(self) -> str:
@@ -88,10 +88,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Adds parameters, e.g. when layers are thawed; on all ranks."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        # The largest first, each to the rank that has least: parts differ by less than the largest parameter.
+        # The largest first, each to the rank with the smallest part: parts differ by less than the largest parameter.
         for parameter in sorted(group[PARAMS], key=lambda each: -each.nbytes):
             if parameter.layout is not torch.strided:
-                raise ConfigError("ZeroRedundancyOptimizer takes dense parameters only")
+                raise ConfigError("ZeroRedundancyOptimizer takes only dense parameters")
             owner = self._bytes_of_ranks.index(min(self._bytes_of_ranks))
             self._bytes_of_ranks[owner] += parameter.nbytes
             self._owners[parameter] = owner
@@ -100,7 +100,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             _copy_options(self.optim.param_groups, self.param_groups)
 
     def _part_of(self, group: Group) -> Group:
-        """The group with this rank's parameters only; none of them may be this rank's."""
+        """Returns the group with only this rank's parameters, which may be none."""
         return {**group, PARAMS: [each for each in group[PARAMS] if self._owners[each] == self.rank]}
 
     # ------------------------------------------------------------ stepping
@@ -111,7 +111,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Args:
             closure: evaluates the model again, and returns the loss; only for optimizers that call it equally often on
                 all ranks.
-            **kwargs: for the `step` of the optimizer inside.
+            **kwargs: arguments of the inner optimizer's `step`.
 
         Returns:
             The loss, with a closure.
@@ -130,7 +130,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     # ------------------------------------------------------------ state
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Sends the state of all parts to one rank, whose `state_dict` is complete then; all ranks call it.
+        """Sends the state of all parts to one rank, whose `state_dict` is then complete; all ranks call it.
 
         Args:
             to: rank in the group.
@@ -142,12 +142,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._consolidated = states
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as that of the last `consolidate_state_dict`, in the form that the optimizer inside has by itself.
+        """Returns the state of the last `consolidate_state_dict`, in the form of the inner optimizer.
 
-        So it can be loaded with another number of ranks, or into that optimizer alone.
+        So it can be loaded with another number of ranks, or into such an optimizer alone.
 
         Raises:
-            RuntimeError: it has not been sent to this rank.
+            RuntimeError: the state has not been sent to this rank.
         """
         if self._consolidated is None:
             raise RuntimeError(
@@ -164,11 +164,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return [parameter for group in self.param_groups for parameter in group[PARAMS]]
 
     def _numbers_of(self, rank: int) -> list[int]:
-        """The numbers of a rank's parameters among all, in the order of its optimizer."""
+        """Returns the numbers of a rank's parameters, in the order of its optimizer."""
         return [number for number, each in enumerate(self._all_parameters()) if self._owners[each] == rank]
 
     def _numbered_groups(self) -> list[Group]:
-        """The groups with numbers for parameters."""
+        """Returns the groups with numbers instead of parameters."""
         numbered, start = [], 0
         for group in self.param_groups:
             numbered.append({**group, PARAMS: list(range(start, start + len(group[PARAMS])))})
@@ -176,10 +176,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return numbered
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a complete state, this class's or that of the optimizer inside; all ranks call it.
+        """Loads a complete state, of this class or of the inner optimizer; all ranks call it.
 
         Raises:
-            ValueError: it is a state of other parameters.
+            ValueError: the state belongs to other parameters.
         """
         groups = state_dict["param_groups"]
         if [len(group[PARAMS]) for group in groups] != [len(group[PARAMS]) for group in self.param_groups]:
@@ -199,9 +199,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     # ------------------------------------------------------------ uneven inputs
 
     def join_hook(self, **kwargs: object) -> JoinHook:
-        """Steps with the others: put the model before it, as in `Join([model, optimizer])`.
+        """Returns a hook that steps with the others; put the model before it, as in `Join([model, optimizer])`.
 
-        It takes the gradients that the model's hook has left: the averages over the ranks that still train.
+        It uses the gradients that the model's hook has left: the averages over the ranks that still train.
         """
         return CallingJoinHook(self.step)
 
@@ -220,7 +220,7 @@ def _copy_options(sources: list[Group], targets: list[Group]) -> None:
 
 
 def _copy_to_cpu(value: Any) -> Any:
-    """The value with copies of its tensors in the CPU's memory: other ranks have other devices, and steps go on."""
+    """Returns the value with its tensors copied to CPU memory: other ranks have other devices, and steps go on."""
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):

@@ -190,7 +190,7 @@ def test_rounds_that_are_closed_without_a_process_end_at_the_limit(monkeypatch: 
             register(number, own)
 
         elastic._records.register = register_too_late  # type: ignore[method-assign]
-        with pytest.raises(RendezvousError, match="was closed without this process"):
+        with pytest.raises(RendezvousError, match="were closed without this process"):
             elastic.form(0, is_new=True)
 
 
@@ -263,11 +263,11 @@ STATES: dict[str, tuple[Callable[[], Any], str]] = {
     "no state": (lambda: [1, 2], "does not consist of step, module and others"),
     "another step": (lambda: changed(step=STEP + 1), "step 10"),
     "steps that are no number": (lambda: changed(step=float(STEP)), "step 9.0"),
-    "another parameter": (lambda: with_parameter("2.weight", torch.ones(1)), "other names"),
-    "another size": (lambda: with_parameter("1.bias", torch.ones(5)), r"1.bias is another tensor there.*\(5,\)"),
+    "another parameter": (lambda: with_parameter("2.weight", torch.ones(1)), "names of its parameters"),
+    "another size": (lambda: with_parameter("1.bias", torch.ones(5)), r"1.bias differs.*\(5,\)"),
     "another dtype": (lambda: with_parameter("1.bias", torch.ones(2, dtype=torch.float64)), "float64"),
-    "no tensor": (lambda: with_parameter("1.bias", "a text"), "1.bias is another tensor there"),
-    "an optimizer too few": (lambda: changed(others=[{"odd": 2}]), "is not of 2 optimizers"),
+    "no tensor": (lambda: with_parameter("1.bias", "a text"), "1.bias differs"),
+    "an optimizer too few": (lambda: changed(others=[{"odd": 2}]), "the states of 2 optimizers"),
     "another optimizer": (lambda: changed(others=[{"state": {}, "param_groups": []}, {"odd": 2}]), "parameter group"),
     "the last that does not fit": (lambda: changed(others=[good_state()["others"][0], {"even": 2}]), "KeyError"),
 }

@@ -87,7 +87,7 @@ def test_a_peer_makes_a_bounded_number_of_extracts_which_end(
 
         for size in range(1, MAX_EXTRACTS + 1):
             describe("", size)
-        with pytest.raises(CallRefused, match="want 64 other selections or dtypes of its tensors; there may be 64"):
+        with pytest.raises(CallRefused, match=r"want 64 other selections or dtypes .*; at most 64 are allowed"):
             describe("", MAX_EXTRACTS + 1)
         with monkeypatch.context() as short:
             short.setattr(_hosts, "IDLE_LIMIT_S", 0.0)
@@ -95,7 +95,7 @@ def test_a_peer_makes_a_bounded_number_of_extracts_which_end(
         assert not origin._extracts
         for size in range(4095, 4091, -1):
             describe("", size)
-        with pytest.raises(CallRefused, match="4 times the memory that the versions of 'trainer' take"):
+        with pytest.raises(CallRefused, match="4 times the memory of the versions of 'trainer'"):
             describe("", 100)
         with pytest.raises(TransportError, match=r"an invalid (description|layout|selection)"):
             describe("int8", 1)
@@ -104,7 +104,7 @@ def test_a_peer_makes_a_bounded_number_of_extracts_which_end(
         part = TensorPart(torch.zeros(100), (1,), (4096,))
         mine.pull_into({"a": part})
         assert part.tensor.eq(1).all()
-        with pytest.raises(ConfigError, match=r"'trainer' gives 'policy' in no other dtype: .*want 4 other selections"):
+        with pytest.raises(ConfigError, match=r"'trainer' does not convert .policy. .*want 4 other selections"):
             half.pull_into({"a": part})
         for each in (mine, half):
             each.close()

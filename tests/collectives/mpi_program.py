@@ -120,7 +120,7 @@ def message_mismatch(backend: MpiBackend, store: FileStore) -> None:
             bad.recv(torch.ones(3), 0, 1)
         raise AssertionError("no mismatch was found")
     except CollectiveMismatch as exc:
-        assert "rank 1 sent 16 bytes of float32, and rank 0 expects 12 bytes of float32" in str(exc), exc
+        assert "rank 1 sent 16 bytes of float32, but rank 0 expects 12 bytes of float32" in str(exc), exc
     bad.close(5.0)
 
 

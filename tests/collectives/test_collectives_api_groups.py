@@ -183,7 +183,7 @@ def test_groups_that_differ_are_reported_on_all_ranks(odd: list[int]) -> None:
 
     def on_rank(rank: int) -> None:
         if rank < 3 and not (rank == 2 and len(odd) == 2):
-            with pytest.raises(CollectiveMismatch, match="all ranks have to pass the same arguments"):
+            with pytest.raises(CollectiveMismatch, match="all ranks must pass the same arguments"):
                 c.new_group(odd if rank == 1 else [0, 1, 2], sort_ranks=False, timeout=timedelta(seconds=LIMIT_S))
 
     run_ranks(4, on_rank)
@@ -579,7 +579,7 @@ def test_ranks_and_tags_may_be_integers_of_numpy_and_torch(whole: Callable[[int]
         sizes, parts = whole_tensor_or_array(whole, [1, 1]), torch.zeros(2)
         c.all_to_all_single(parts, torch.arange(2.0) + 10 * rank, sizes, sizes)
         assert parts.tolist() == [rank, 10 + rank]
-        with pytest.raises(TypeError, match=r"`output_split_sizes` is a whole number, not 1\.0"):
+        with pytest.raises(TypeError, match=r"`output_split_sizes` must be a whole number, not 1\.0"):
             c.all_to_all_single(parts, parts, [1.0, 1.0], sizes)  # type: ignore[list-item]
         world = cast(Any, c.group.WORLD)
         for sent in (world.send([value], other, whole(4)), world.recv([received], other, whole(4))):
@@ -587,11 +587,11 @@ def test_ranks_and_tags_may_be_integers_of_numpy_and_torch(whole: Callable[[int]
         world.broadcast([value], whole(1)).wait()
         assert functional.broadcast(value, whole(1)).item() == value.item() == 2
         for method in (world.broadcast, world.reduce):
-            with pytest.raises(TypeError, match=r"`root` is a whole number, not 1\.0"):  # and the group goes on
+            with pytest.raises(TypeError, match=r"`root` must be a whole number, not 1\.0"):  # and the group goes on
                 method([value], 1.0)
-        with pytest.raises(TypeError, match=r"`rank` is a whole number, not 0\.0"):
+        with pytest.raises(TypeError, match=r"`rank` must be a whole number, not 0\.0"):
             c.broadcast(value, 0.0)  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="`rank` is a whole number, not '0'"):
+        with pytest.raises(TypeError, match="`rank` must be a whole number, not '0'"):
             c.new_group(["0", "1"])  # type: ignore[list-item]
 
     run_ranks(2, on_rank)

@@ -42,7 +42,7 @@ def test_two_dimensions() -> None:
         assert mesh["replicas"].get_coordinate() == (row,) and c.get_pg_count() == 1 + 3 + 2
         with pytest.raises(RuntimeError, match="`mesh_dim` needs to be specified"):
             mesh.get_group()
-        with pytest.raises(RuntimeError, match="no number 2"):
+        with pytest.raises(RuntimeError, match="no dimension 2"):
             mesh.get_group(2)
         for wrong in ("rows", ("shards", "replicas"), ("shards", "shards"), ()):
             with pytest.raises(KeyError, match="Invalid mesh_dim_name"):
@@ -136,7 +136,7 @@ def test_a_mesh_of_groups_that_there_are() -> None:
         assert DeviceMesh.from_group(rows, "cpu").get_local_rank() == rank % 2
         with pytest.raises(ConfigError, match="dimension 0 of the mesh has ranks"):
             DeviceMesh.from_group([rows, columns], "cpu", [[0, 1], [2, 3]])
-        with pytest.raises(ConfigError, match="2 dimensions and 1 groups"):
+        with pytest.raises(ConfigError, match="2 dimensions, but 1 groups"):
             DeviceMesh.from_group(rows, "cpu", [[0, 1], [2, 3]])
         with pytest.raises(ConfigError, match="Must pass mesh"):
             DeviceMesh.from_group([rows, columns], "cpu")

@@ -129,7 +129,7 @@ def test_a_mismatch_names_both_views(backend: str, odd: Callable[[], torch.Tenso
 def test_what_is_not_supported_is_refused_before_anything_is_sent() -> None:
     def on_rank(rank: int) -> None:
         entries = sparse([[0]], torch.ones(1, 2), (4, 2))
-        with pytest.raises(ConfigError, match=r"supports ReduceOp\.SUM only"):
+        with pytest.raises(ConfigError, match=r"supports only ReduceOp\.SUM"):
             c.all_reduce(entries, ReduceOp.AVG)
         with pytest.raises(ConfigError, match="sparse_coo"):
             c.broadcast(entries, 0)

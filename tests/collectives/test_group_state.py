@@ -279,7 +279,7 @@ ANSWERS = {0: (5, "is in it"), 1: (5, "is in it"), 2: (4, "finished all_reduce #
         (
             dict.fromkeys(range(3), (5, "is in it")),
             (),
-            "Timed out waiting in x #5, though all ranks have come to it: rank 10 is in it; rank 11 is in it; "
+            "Timed out waiting in x #5, although all ranks have called it: rank 10 is in it; rank 11 is in it; "
             "rank 12 is in it",
         ),
     ],

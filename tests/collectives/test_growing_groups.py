@@ -110,7 +110,7 @@ def test_sizes_that_differ_are_refused() -> None:
         for size in (None, 0, 1):
             with pytest.raises(ConfigError, match=f"more than the 1 present ranks, not {size}"):
                 c.grow_group(store, size)
-        with pytest.raises(TypeError, match="`world_size` is a whole number"):
+        with pytest.raises(TypeError, match="`world_size` must be a whole number"):
             c.grow_group(store, 2.0)  # type: ignore[arg-type]
         with pytest.raises(StoreTimeout):
             c.grow_group(store, 2, timeout=SOON)

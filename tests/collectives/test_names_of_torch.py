@@ -383,7 +383,7 @@ def test_keywords_of_the_methods_of_groups(world_of_one: None) -> None:
     group.gather([[torch.zeros(2)]], [one], root=0).wait()
     group.scatter(one, [one + 1], root=0).wait()
     assert one.tolist() == [3.0, 3.0]
-    with pytest.raises(TypeError, match="give one of them"):
+    with pytest.raises(TypeError, match="pass one of them"):
         group.broadcast(one, 0, root=0)
     for method, keyword in (("send", "dstRank"), ("recv", "srcRank")):
         with pytest.raises(ConfigError, match="should not be the same"):

@@ -243,7 +243,7 @@ def test_the_next_send_raises_what_was_refused(caplog: pytest.LogCaptureFixture)
         with pytest.raises(CollectiveMismatch, match="rank 1 receives 4 bytes") as caught:
             send(a, number(6), 1)
         assert "The message of this call was sent." in caught.value.__notes__[0]
-        told = "rank 1 refused message 0 of this pair (12 bytes of float32, tag 0): it receives 4 bytes of float32"
+        told = "rank 1 refused message 0 of this pair (12 bytes of float32, tag 0): it expected 4 bytes of float32"
         assert told in caplog.messages
         send(a, number(7), 1)
         for value in (6, 7):  # left out, the message of the send that failed would shift all later ones

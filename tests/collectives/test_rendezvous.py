@@ -170,7 +170,7 @@ def test_a_process_group_needs_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
     set_environment(monkeypatch, free_port())
     monkeypatch.setenv("WORLD_SIZE", "-1")
     with use_world(World()):
-        with pytest.raises(ConfigError, match="the world size is -1, and must be at least 1"):
+        with pytest.raises(ConfigError, match="the world size must be at least 1, but is -1"):
             collectives.init_process_group("gloo")
         collectives.close_stores()
 

@@ -105,7 +105,7 @@ def test_a_store_that_answers_late_is_asked_again(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(StoreService, "execute", late)
     with TCPStore(HOST, 0, is_master=True) as master, ThreadPoolExecutor(1) as pool:
-        with pytest.raises(ConnectFailed, match=r"after 3\.0 s.* accepts connections there, and does not answer"):
+        with pytest.raises(ConnectFailed, match=r"after 3\.0 s.* accepts connections there, but does not answer"):
             TCPStore(HOST, master.port, timeout=3.0)
         client = pool.submit(TCPStore, HOST, master.port, timeout=LIMIT_S)
         num_before = len(asked)
@@ -137,7 +137,7 @@ def test_the_port_is_in_use() -> None:
     [
         ({"port": 70000}, "from 0 to 65535 but was 70000"),
         ({"port": -1}, "from 0 to 65535 but was -1"),
-        ({"port": 0}, "port of the store at 127.0.0.1 is not known"),
+        ({"port": 0}, "port of the store at 127.0.0.1 is unknown"),
         ({"port": 1, "master_listen_fd": 3}, "master_listen_fd is not supported"),
     ],
 )
@@ -305,7 +305,7 @@ def test_a_popped_value_that_its_caller_may_not_have_now_stays_the_first(
             master.queue_push("q", value)
         with monkeypatch.context() as patched:
             patched.setattr(unary_services, "MAX_BYTES_UNDER_WAY", 40 << 10)
-            with pytest.raises(DistNetworkError, match=r"gave no answer to QueuePop: .*the limit is") as error:
+            with pytest.raises(DistNetworkError, match=r"did not answer QueuePop: .*the limit is") as error:
                 client.queue_pop("q")
             assert "network is broken" not in str(error.value)  # nor has rank 0 ended
             assert client.queue_len("q") == 2 and client.add("n", 1) == 1  # there is room for small replies

@@ -38,7 +38,7 @@ def job(module_pool: WorkerPool) -> tuple[str, str, Worker]:
 def test_a_sound_job_has_no_findings(job: tuple[str, str, Worker]) -> None:
     first, second, doctor = job
     status, lines = doctor.run(diagnose, first)
-    assert (status, lines[-1]) == (0, "nothing is wrong"), lines
+    assert (status, lines[-1]) == (0, "no problems found"), lines
     assert any(line.startswith(f"{first}: worker0, which reaches this machine, by the channel local") for line in lines)
     assert any(line.startswith(f"{second}: worker1, which reaches this machine") for line in lines)  # named by worker0
 

@@ -76,7 +76,7 @@ def found(lines: list[str]) -> list[str]:
 
 def test_two_sound_hosts_have_no_findings(hosts: Hosts) -> None:
     status, lines = hosts.doctor.run(diagnose, hosts.address)
-    assert (status, lines[-1]) == (0, "nothing is wrong"), lines
+    assert (status, lines[-1]) == (0, "no problems found"), lines
     assert lines[1].startswith(f"{hosts.address}: worker0, which reaches this machine, by the channel tcp")
 
 
@@ -108,7 +108,7 @@ def test_a_port_that_is_closed_by_a_firewall_is_named(hosts: Hosts, which: int, 
 def test_a_host_that_is_gone_is_named(hosts: Hosts) -> None:
     hosts.cable.is_cut = True
     status, lines = hosts.doctor.run(diagnose, hosts.address)
-    assert status == 1 and f"{hosts.address} does not answer at all" in lines[-1], lines
+    assert status == 1 and f"{hosts.address} does not answer" in lines[-1], lines
 
 
 def test_large_packets_that_get_lost_are_named(hosts: Hosts) -> None:

@@ -156,7 +156,7 @@ def test_c_code_that_keeps_the_lock_of_the_interpreter(job: HungJob, tmp_path: P
 
 def test_a_future_that_nobody_completes(job: HungJob) -> None:
     caller = job["w0"].begin(hangs.call_along, ["w1"], "await_nothing")
-    job.explained("w1: runs hang_functions:await_nothing", "it awaits something that is no call", "in await_nothing")
+    job.explained("w1: runs hang_functions:await_nothing", "it awaits an object that is not a call", "in await_nothing")
     job["w1"].run(hangs.cancel_kept)
     caller.result()
 
@@ -169,7 +169,7 @@ def test_a_coroutine_that_blocks_the_loop_of_coroutines(job: HungJob) -> None:
     job.explained("w1: thread rpcdist-user-loop waits for the lock `table_lock`", "in hold_table")
     behind = job["w0"].begin(hangs.call_along, ["w1"], "answer")
     text = job.explained("hang_functions:answer for w0", "rpcdist-user-loop waits for the lock `table_lock`")
-    assert "the loop of coroutines has not begun it" in text or "another coroutine holds up the loop" in text
+    assert "the loop of coroutines has not begun it" in text or "another coroutine blocks the loop" in text
     job["w1"].run(hangs.release)
     for caller in (blocked, behind):
         caller.result()
@@ -241,7 +241,7 @@ def test_a_stopped_process(job: HungJob) -> None:
 
 def test_a_barrier_that_one_worker_does_not_enter(job: HungJob) -> None:
     waiting = [job[name].begin(hangs.enter_barrier, list(NAMES)) for name in NAMES[:2]]
-    text = job.explained("and waits for those that have not come", "chains end here: w2, thread MainThread")
+    text = job.explained("and waits for the workers that have not joined", "chains end here: w2, thread MainThread")
     assert "in enter_barrier" in text
     job["w2"].run(hangs.enter_barrier, list(NAMES))
     for done in waiting:
@@ -250,7 +250,7 @@ def test_a_barrier_that_one_worker_does_not_enter(job: HungJob) -> None:
 
 def test_a_stream_that_nobody_reads(job: HungJob) -> None:
     job["w0"].run(hangs.read_one, "w1")
-    job.explained("w1: produces the items of hang_functions:count_up for w0", "nobody at w0 has taken an item")
+    job.explained("w1: produces the items of hang_functions:count_up for w0", "no thread at w0 has taken an item")
     job["w0"].run(hangs.close_kept)
 
 

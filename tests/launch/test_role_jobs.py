@@ -171,20 +171,20 @@ def test_what_a_killed_program_leaves_is_no_job() -> None:
     assert not [name for name in os.listdir(unfinished.parent) if name.startswith(f"{process.pid}-")]
     assert (wrong.returncode, wrong.stderr) == (
         1,
-        "ConfigError: no job 'job' of this user runs on this machine; running: none\n",
+        "ConfigError: no job 'job' of this user runs on this machine; running jobs: none\n",
     )
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "give MODULE:FUNCTION and --workers, or --role"),
+        ([], "pass MODULE:FUNCTION and --workers, or --role"),
         (["--workers", "2", "role_functions"], "'role_functions': write MODULE:FUNCTION"),
         (["--workers", "2", "no_such_module:f"], "No module named 'no_such_module'"),
         (["--workers", "2", "role_functions:nothing"], "the module role_functions has no function 'nothing'"),
         (["--role", "a:role_functions:wait_for_ever"], "there is no '='"),
         (["--role", "a=x:role_functions:wait_for_ever"], "with a number for N"),
-        (["--role", "a=1:role_functions:wait_for_ever", "--daemon", "b"], "no --role defines 'b'; there are a"),
+        (["--role", "a=1:role_functions:wait_for_ever", "--daemon", "b"], "no --role defines 'b'; the roles are a"),
         (["--role", "a=1:role_functions:wait_for_ever", "--max-restarts", "b=2"], "no --role defines 'b'"),
         (["--role", "a=1:role_functions:wait_for_ever", "--max-restarts", "many"], "write a number, or NAME=NUMBER"),
     ],

@@ -81,14 +81,14 @@ def test_what_a_machine_has() -> None:
         ([Role("a", print, 2, env=[{}])], "role 'a': env has variables for 1 ranks, but the role has 2"),
         ([Role("a", print, 1, env={"RANK": "0"})], "env must not have RANK"),
         ([Role("a", print, 1, daemon=True)], r"all roles \(a\) are daemons"),
-        ([Role("a", print, 1, resources={"TPU": 1})], "role 'a' asks for 'TPU': one machine has CPU and GPU"),
+        ([Role("a", print, 1, resources={"TPU": 1})], "role 'a' requests 'TPU': one machine has only CPU and GPU"),
         (
             [Role("a", print, 1, resources={"GPU": 0.5})],
-            "role 'a' asks for 0.5 GPU: on one machine it must be a whole number",
+            "role 'a' requests 0.5 GPU: on one machine it must be a whole number",
         ),
         (
             [Role("a", print, 2, resources={"GPU": 2}), Role("b", print, 1)],
-            r"the roles ask for 4 GPUs \(a: 2 x 2\), and this machine has 3 \(0, 1, 5\)",
+            r"the roles request 4 GPUs \(a: 2 x 2\), but this machine has 3 \(0, 1, 5\)",
         ),
     ],
 )

@@ -95,14 +95,14 @@ def test_failed_backward_pass_is_named_everywhere(rank_pool: RankPool) -> None:
     first, second = rank_pool.run(2, ddp_failure_ranks.fail_in_backward, rank_pool.new_file(), False)
     assert second.startswith(FINISHED)
     assert "In iteration 2, on rank 1, these parameters received no gradient: 0.weight" in second
-    assert "rank 1 has gone on without gradients of 0.weight" in first
+    assert "rank 1 has continued without gradients of 0.weight" in first
 
 
 def test_loss_of_something_else_is_explained(rank_pool: RankPool) -> None:
     for rank, (error, later) in enumerate(rank_pool.run(2, ddp_failure_ranks.never_reach, rank_pool.new_file())):
         assert error.startswith(FINISHED)
         assert f"on rank {rank}, these parameters received no gradient: 2.weight, 2.bias, 4.weight" in error
-        assert "computed from other tensors than those that the module's forward returned" in error
+        assert "not computed from the tensors that the module's forward returned" in error
         assert later == "nothing happened"
 
 
@@ -111,7 +111,7 @@ def test_a_parameter_that_is_unfrozen_after_wrapping_is_named(rank_pool: RankPoo
     for frozen, unfrozen in rank_pool.run(2, ddp_failure_ranks.unfreeze, rank_pool.new_file()):
         assert frozen == "nothing happened"
         assert unfrozen.startswith("DataParallelError: parameters that were frozen when the module was wrapped require")
-        assert "average: 0.weight. Wrap the module again" in unfrozen
+        assert "averaged: 0.weight. Wrap the module again" in unfrozen
 
 
 def test_second_gradient_in_a_pass_is_named(rank_pool: RankPool) -> None:
@@ -148,7 +148,9 @@ HOOK_ERRORS = {
     "brings a text": _brings("brings_text", "a str"),
     "fails later": "ValueError: later",
     "is none": "TypeError: Communication hook must be callable.",
-    "takes one": "ConfigError: a communication hook takes two arguments, state and bucket; this one takes ['bucket']",
+    "takes one": (
+        "ConfigError: a communication hook must take two arguments, state and bucket, but this one takes ['bucket']"
+    ),
     "takes a number": "ConfigError: Communication hook: bucket annotation should be dist.GradBucket, not <class 'int'>",
     "returns a number": (
         "ConfigError: Communication hook: return annotation should be torch.futures.Future[torch.Tensor], not"

@@ -130,10 +130,10 @@ MODULE = torch.nn.Linear(2, 1)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"module": MODULE.parameters()}, "module is a generator: give an nn.Module"),
-        ({"optimizer": torch.optim.SGD}, r"is not an optimizer: give one, such as torch\.optim\.SGD\(module"),
+        ({"module": MODULE.parameters()}, "module is a generator: pass an nn.Module"),
+        ({"optimizer": torch.optim.SGD}, r"is not an optimizer: pass one, such as torch\.optim\.SGD\(module"),
         ({"optimizer": torch.optim.SGD([torch.ones(1)])}, "has none of the module's parameters"),
-        ({"store": "/shared/store"}, r"give a store, such as .*FileStore\('/shared/store'\)"),
+        ({"store": "/shared/store"}, r"pass a store, such as .*FileStore\('/shared/store'\)"),
         ({"stateful": torch.optim.SGD([torch.ones(1)])}, r"stateful must be a list .* such as \[scheduler\]"),
         ({"stateful": [3]}, r"stateful must be a list .* such as \[scheduler\]"),
     ],

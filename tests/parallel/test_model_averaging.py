@@ -72,8 +72,8 @@ def test_what_diloco_refuses(world_of_one: None) -> None:
     for wrong, text in (
         (lambda: DiLoCoOptimizer(inner, 0), "at least 1, not 0"),
         (lambda: DiLoCoOptimizer(frozen, 2), "no parameters that require gradients"),
-        (lambda: optimizer.load_state_dict(inner.state_dict()), "goes into `optimizer.optim`"),
-        (lambda: optimizer.add_param_group({"params": []}), "needs all parameters at construction"),
+        (lambda: optimizer.load_state_dict(inner.state_dict()), "into `optimizer.optim`"),
+        (lambda: optimizer.add_param_group({"params": []}), "needs all parameters in its constructor"),
     ):
         with pytest.raises(ConfigError, match=text):
             wrong()

@@ -149,7 +149,7 @@ def test_a_shuffled_schedule_runs_or_says_who_waits(numbers: tuple[int, int, int
     [
         (["0F0 0B0", "1F0"], "1B0 is missing"),
         (["0F0 0B0", "1F0 1F0 1B0"], "1F0 occurs twice"),
-        (["0F0 0B0 1F0", "1B0"], "1F0 is given to worker 0, but its stage lives on 1"),
+        (["0F0 0B0 1F0", "1B0"], "1F0 is on worker 0, but its stage is on 1"),
         (["0F0 0B0", "1F0 1B0 1F1"], "1F1 is not among 2 stages and 1 micro-batches"),
         (["0B0 0F0", "1F0 1B0"], "worker 0 stops before 0B0, which needs 0F0 and 1B0"),
         (["0F0 0B0", "1F0 1X0"], "'1X0' is not an action"),
@@ -167,7 +167,7 @@ def test_wrong_schedules_are_explained_with_their_grid(rows: list[str], message:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("zigzag", 2, 2), "there is no schedule 'zigzag'; choose one of gpipe, 1f1b, interleaved"),
+        (("zigzag", 2, 2), "unknown schedule 'zigzag'; choose one of gpipe, 1f1b, interleaved"),
         (("1f1b", 2, 2, 2), "one stage per worker"),
         (("interleaved", 2, 5, 2), "take a multiple of 2"),
         (("gpipe", 0, 1), "num_workers=0"),

@@ -202,7 +202,7 @@ def test_timeline(cluster: Cluster, tmp_path: Path) -> None:
         ({"workers": ["worker0", "worker0"]}, "a worker occurs twice"),
         ({"loss_reduction": "max"}, "must be 'mean' or 'sum'"),
         ({"devices": ["cpu"]}, "1 devices for 2 workers"),
-        ({"schedule": "zigzag"}, "there is no schedule 'zigzag'"),
+        ({"schedule": "zigzag"}, "unknown schedule 'zigzag'"),
         ({"num_microbatches": 0}, "num_microbatches=0"),
         ({"stages": [int, Block(1)]}, "stage 0 must be a torch.nn.Module .* made a int"),
     ],

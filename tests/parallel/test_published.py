@@ -302,7 +302,7 @@ def test_bad_input_is_an_error_that_names_tensor_shapes_and_workers(cluster: InP
         weights = Published("policy")
         for bad, text in [
             ({}, "no tensor to publish"),
-            ([torch.ones(2)], "are a list: give a module"),
+            ([torch.ones(2)], "are a list: pass a module"),
             ({"a": 3}, "'a' of the values of 'policy' is a int"),
             ({3: torch.ones(2)}, "the name 3, which is not a string"),
             ({"a": torch.ones(2).to_sparse()}, "'a' of the values of 'policy' is sparse"),
@@ -316,9 +316,9 @@ def test_bad_input_is_an_error_that_names_tensor_shapes_and_workers(cluster: InP
             weights.publish({"a": torch.ones(2)}, dtype=torch.int32)
         weights.publish({"a": torch.ones(2, 3), "b": torch.ones(4)})
         for further, text in [
-            ({"a": torch.ones(3, 2), "b": torch.ones(4)}, r"'a' of 'policy' has shape \(3, 2\) .* and \(2, 3\) in"),
+            ({"a": torch.ones(3, 2), "b": torch.ones(4)}, r"'a' of 'policy' has shape \(3, 2\) .* but \(2, 3\) in"),
             ({"a": torch.ones(2, 3)}, "'b' of 'policy' is missing"),
-            ({"a": torch.ones(2, 3), "b": torch.ones(4), "c": torch.ones(1)}, "first without c"),
+            ({"a": torch.ones(2, 3), "b": torch.ones(4), "c": torch.ones(1)}, "did not have c"),
         ]:
             with pytest.raises(ConfigError, match=text):
                 weights.publish(further)
@@ -327,11 +327,11 @@ def test_bad_input_is_an_error_that_names_tensor_shapes_and_workers(cluster: InP
                 weights.publish({"a": torch.ones(2, 3), "b": torch.ones(4)}, version=number)  # type: ignore[arg-type]
         for have in (-1, True, "1", None):
             with pytest.raises(
-                ConfigError, match=f"newer_than is the number of a version of 'policy', .* not {have!r}"
+                ConfigError, match=f"newer_than must be the number of a version of 'policy', .* not {have!r}"
             ):
                 weights.pull_into({"b": torch.ones(4)}, have)  # type: ignore[arg-type]
         assert weights.publish({"b": torch.full((4,), 2.0), "a": torch.ones(2, 3)}) == 2  # in another order
-        with pytest.raises(ConfigError, match="within is a number of versions"):
+        with pytest.raises(ConfigError, match="within must be a number of versions"):
             weights.publish({"a": torch.ones(2, 3), "b": torch.ones(4)}, within=-1)
     with cluster.use("g0"):
         mine = Published("policy")
@@ -339,7 +339,7 @@ def test_bad_input_is_an_error_that_names_tensor_shapes_and_workers(cluster: InP
         targets: list[tuple[nn.Module | dict[str, torch.Tensor], str]] = [
             (
                 {"a": torch.zeros(2, 4)},
-                r"'a' of 'policy' has shape \(2, 3\) at its publisher 'trainer', and \(2, 4\) at 'g0'",
+                r"'a' of 'policy' has shape \(2, 3\) at its publisher 'trainer', but \(2, 4\) at 'g0'",
             ),
             ({"a": a, "x": b}, "'g0' wants 'x' in 'policy', which 'trainer' did not publish: it has 'a', 'b'"),
             ({"b": torch.zeros(4, dtype=torch.int32)}, r"float32 at its publisher 'trainer', .* torch\.int32 at 'g0'"),
@@ -352,7 +352,7 @@ def test_bad_input_is_an_error_that_names_tensor_shapes_and_workers(cluster: InP
         assert not a.any() and not b.any()
         assert mine.pull_into({"b": b}) == 2  # some of them
         assert b.eq(2).all()
-        with pytest.raises(ConfigError, match=r"'trainer' publishes under the name 'policy' already"):
+        with pytest.raises(ConfigError, match=r"'trainer' already publishes under the name 'policy'"):
             mine.publish({"a": torch.ones(1)})
         with pytest.raises(DeadlineExceeded, match="no worker published 'polcy' in time"):
             Published("polcy").pull_into({"b": b}, timeout=0.05)
@@ -419,9 +419,9 @@ def test_a_checkpoint_has_the_number_of_the_version(cluster: InProcessCluster, t
         checkpoint.load(tmp_path / "saved", {"weights": again})
         assert again.version == 3
         assert again.publish(values) == 4
-        with pytest.raises(ConfigError, match="has version 4 already"):
+        with pytest.raises(ConfigError, match="already has version 4"):
             again.load_state_dict({"version": 9})
-        with pytest.raises(ConfigError, match="the state of 'third' is"):
+        with pytest.raises(ConfigError, match="the state of 'third' must be"):
             Published("third").load_state_dict({"step": 9})
     with cluster.use("g0"):
         mine = Published("second run")
@@ -492,7 +492,7 @@ def test_a_module_of_many_small_tensors(cluster: InProcessCluster) -> None:
         weights.pull_into(into)
         torch.testing.assert_close(into.state_dict(), source.double().state_dict(), rtol=0, atol=0)
         list(source.parameters())[11].data = torch.zeros(5)
-        with pytest.raises(ConfigError, match=r"'5.bias' of 'small' has shape \(5,\) in this version, and \(3,\)"):
+        with pytest.raises(ConfigError, match=r"'5.bias' of 'small' has shape \(5,\) in this version, but \(3,\)"):
             weights.publish(source)
         weights.close()
 

@@ -78,7 +78,7 @@ def test_workers_that_do_not_fit_together_are_all_told_why(worker_pool: WorkerPo
 
 
 BAD_ARGUMENTS: list[tuple[Worker, type[Exception], str]] = [
-    (("a", 0, 0), ConfigError, "the world size is 0, and must be at least 1"),
+    (("a", 0, 0), ConfigError, "the world size must be at least 1, but is 0"),
     (("a", 2, 2), ConfigError, "rank 2 is not from 0 to 1, though the world size is 2"),
     (("a", -1, 2), ConfigError, "rank"),
     (("", 0, 1), ConfigError, "Worker name must be non-empty"),

@@ -2,8 +2,8 @@
 
 1. Every method needs the messenger's lock.
 2. A request is completed once: it leaves `pending` and enters `settled`, from where a thread notifies its waiters.
-3. A request fails at its deadline; a refused send fails alone; the receives from a rank fail when its connection ends
-   or when it refuses a message; the receives from any source fail when the last of the other ranks is gone.
+3. A request fails at its deadline. A refused send fails alone. The receives from a rank fail when its connection ends
+   or when it refuses a message. The receives from any source fail when the last of the other ranks is gone.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ M = TypeVar("M")
 T = TypeVar("T")
 
 _LATE: Final = "Timed out waiting"
-"""torch's words, which programs look for in the text of an error."""
-_REFUSED_BEFORE: Final = "An earlier message was refused, which could not be reported before."
+"""The words of torch's error, which programs search for."""
+_REFUSED_BEFORE: Final = "An earlier message was refused, which this rank could not report until now."
 
 _KEPT_BYTES: Final = 1 << 10  # what a message without a payload takes that is kept, rounded up
 
@@ -51,10 +51,10 @@ _Source = int | None  # None for any
 
 
 class _Kept(Generic[T]):
-    """Receives or messages that are kept, by tag and in the order of their coming.
+    """Stored receives or messages, by tag and in order of arrival.
 
     Attributes:
-        weights: the summed weights of what is kept, by source.
+        weights: the summed weights of the stored items, by source.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class _Kept(Generic[T]):
         self._by_tag.setdefault(tag, []).append((source, item, weight))
 
     def take(self, source: _Source, tag: int, only: T | None = None) -> T | None:
-        """Removes and returns the first item that matches, or this one; None if there is none."""
+        """Removes and returns the first item that matches, or `only` if given; None if it is not stored."""
         kept = self._by_tag.get(tag, ())
         for index, (other, item, weight) in enumerate(kept):
             if (source is None or other is None or source == other) and (only is None or item is only):
@@ -84,20 +84,20 @@ class _Kept(Generic[T]):
 class Matcher(Generic[R, M]):
     """Keeps receives without a message and messages without a receive; pure: no socket, no clock, no thread.
 
-    It is told of each receive that is posted and each message that arrives, and returns its partner or keeps it.
+    It takes each receive that is posted and each message that arrives, and returns its partner or keeps it.
 
      M1  A message from s with tag t matches a receive from s with tag t, or from any source with tag t.
      M2  Messages of one source and tag are matched in the order of arrival.
      M3  Receives that a message could match are matched in the order of posting.
      M4  A receive from any source takes the message that arrived first.
      M5  No message is kept while a receive that it matches is kept.
-     M6  A source is read on while a receive that it could match is kept, however much of it is buffered: the message
-         that the receive wants may lie behind others. Otherwise it is read only while a send of this rank is stuck (the
-         source may be stuck in a send to this rank), and only until the messages that are kept of it, complete or not,
-         exceed `limit_bytes`.
+     M6  While a receive that a source could match is kept, the source is read, however much of it is buffered: the
+         message for the receive may come after others. Otherwise it is read only while a send of this rank is stuck
+         (the source may be stuck in a send to this rank), and only until its kept messages, complete or not, exceed
+         `limit_bytes`.
 
     Args:
-        limit_bytes: limit for each source of the messages that are kept, see M6.
+        limit_bytes: the limit of each source's kept messages, see M6.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -110,14 +110,14 @@ class Matcher(Generic[R, M]):
         return len(self._messages.items())
 
     def post(self, source: int | None, tag: int, receive: R) -> M | None:
-        """Takes a receive. Returns its message, or None: then the receive is kept."""
+        """Takes a receive. Returns its message, or keeps the receive and returns None."""
         message = self._messages.take(source, tag)
         if message is None:
             self._receives.add(source, tag, receive, 1)
         return message
 
     def arrive(self, source: int, tag: int) -> R | None:
-        """Takes a message that begins. Returns its receive, or None: then call `keep` before anything else."""
+        """Takes the start of a message. Returns its receive, or None: then call `keep` before any other method."""
         return self._receives.take(source, tag)
 
     def keep(self, source: int, tag: int, size_bytes: int, message: M) -> None:
@@ -125,11 +125,11 @@ class Matcher(Generic[R, M]):
         self._messages.add(source, tag, message, size_bytes)
 
     def withdraw(self, tag: int, receive: R) -> bool:
-        """Forgets a receive. Returns False if it was not kept: it has its message already."""
+        """Forgets a receive. Returns False if it has its message already."""
         return self._receives.take(None, tag, receive) is not None
 
     def discard(self, tag: int, message: M) -> None:
-        """Forgets a message that will never be complete; one that was not kept is no error."""
+        """Forgets a message that will never be complete, if it is kept."""
         self._messages.take(None, tag, message)
 
     def should_read(self, source: int, a_send_is_stuck: bool) -> bool:
@@ -139,11 +139,10 @@ class Matcher(Generic[R, M]):
         return may_fill or wanted[source] > 0 or wanted[None] > 0
 
     def buffered_bytes(self, source: int) -> int:
-        """The total size of the messages that are kept."""
         return self._messages.weights[source]
 
     def receives(self, source: int | None) -> list[R]:
-        """The receives that are kept and name this source, by tag and in the order of posting."""
+        """Returns the kept receives that name this source, by tag and in the order of posting."""
         return [receive for named, receive in self._receives.items() if named == source]
 
 
@@ -154,10 +153,10 @@ class MessageState:
     """The requests, messages and connections of one rank.
 
     Attributes:
-        pending: requests that are not complete, in the order of their calls.
-        settled: requests that are complete, and whose waiters have not been notified; any thread may take the first.
-        lost: for each rank that is gone, the reason.
-        error: the error with which everything fails from now on.
+        pending: incomplete requests, in the order of their calls.
+        settled: complete requests whose waiters have not been notified; any thread may take the first.
+        lost: the ranks that are gone, with the reason.
+        error: the error with which all requests fail from now on.
         next_deadline: the earliest time at which a request may be overdue.
     """
 
@@ -176,13 +175,13 @@ class MessageState:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is pending, or bytes of a failed message must be sent, since the next comes behind."""
+        """Whether a request is pending, or bytes of a failed message must be sent as others follow them."""
         return bool(self.pending) or self.a_send_is_stuck
 
     @property
     def a_send_is_stuck(self) -> bool:
-        """Whether a connection is open and has not taken all bytes that wait for it."""
-        for connection in self.outgoing.values():  # no generator: a signal handler's error is lost where one is closed
+        """Whether an open connection has not taken all bytes that are queued for it."""
+        for connection in self.outgoing.values():  # not a generator: closing it loses a signal handler's error
             if connection.stream.queue and connection.is_open:
                 return True
         return False
@@ -198,11 +197,11 @@ class MessageState:
             self.settled.append(request)
 
     def post(self, receive: PostedReceive) -> None:
-        """Takes a receive that was called."""
+        """Takes a new receive."""
         error = None if receive.peer is None else self._refused_before(receive, receive.peer)
         if error is not None:
             error.add_note(
-                f"{_REFUSED_BEFORE} This receive got no message: the next receive gets the one that was meant for it."
+                f"{_REFUSED_BEFORE} This receive got no message; the next receive gets the one that was sent for it."
             )
             self.complete(receive, error)
             return
@@ -212,14 +211,14 @@ class MessageState:
             self._fail_if_gone(receive)
         elif self._accepts(receive, arrived.source, arrived.header):
             stream = self.incoming[arrived.source].stream
-            if stream.target is arrived:  # it is still arriving: the rest is received there
+            if stream.target is arrived:  # it is still arriving: the socket's reader puts the rest there
                 stream.redirect(receive)
             else:
                 receive.arrived = arrived
                 self.complete(receive)
 
     def put(self, request: Request, connection: OutgoingConnection, num_sent: int = 0) -> None:
-        """Takes a send, of which so many bytes were sent already."""
+        """Takes a send; `num_sent` of its bytes were sent already."""
         reason = connection.ended or self.lost.get(connection.peer)
         if reason is not None:
             self.complete(request, self._lost_error(request, connection.peer, reason))
@@ -229,14 +228,14 @@ class MessageState:
             connection.write()
 
     def _sent(self, peer: int, request: Request) -> None:
-        """Ends a send, all of which has left. It still fails with a refusal that no earlier request could report."""
+        """Completes a send whose bytes have all left; it fails with a refusal that no earlier request could report."""
         error = None if request.done else self._refused_before(request, peer)
-        if error is not None:  # left out, this message would be missing: its receive would get the next one
+        if error is not None:  # the message was sent all the same: without it, its receive would get the next one
             error.add_note(f"{_REFUSED_BEFORE} The message of this call was sent.")
         self.complete(request, error)
 
     def _refused_before(self, request: Request, peer: int) -> CollectiveMismatch | None:
-        """Takes the error of a refusal by the peer that no earlier request could report; None if there is none."""
+        """Takes the error for a refusal by the peer that no earlier request could report; None if there is none."""
         connection = self.outgoing.get(peer)
         if connection is None or not connection.refusals:
             return None
@@ -247,7 +246,7 @@ class MessageState:
         self.next_deadline = min(self.next_deadline, request.deadline_at)
 
     def _fail_if_gone(self, receive: PostedReceive) -> None:
-        """Fails a receive if its source, or every other rank for any source, is gone."""
+        """Fails a receive if its source is gone, or, for any source, every other rank."""
         sources = self._others if receive.peer is None else [receive.peer]
         reasons = {rank: reason for rank in sources if (reason := self._why_gone(rank)) is not None}
         if 0 < len(sources) == len(reasons):
@@ -258,16 +257,16 @@ class MessageState:
             self._give_up(receive, error)
 
     def _why_gone(self, rank: int) -> str | None:
-        """Why nothing more comes from a rank; None while something may. Its connection is read to the end first."""
+        """Says why no message can come from a rank any more; None while its connection has not been read to the end."""
         return connection.ended if (connection := self.incoming.get(rank)) else self.lost.get(rank)
 
     # ------------------------------------------------------------ messages
 
     def begin(self, source: int, header: Header) -> Target | None:
-        """Takes the header of a message; returns the target of its payload, or None to drop it.
+        """Takes the header of a message; returns the target of its payload, or None to drop the payload.
 
         Raises:
-            MemoryError: there is no memory to keep it.
+            MemoryError: no memory is left to keep the message.
         """
         receive = self.matcher.arrive(source, header.tag)
         if receive is not None:
@@ -286,7 +285,7 @@ class MessageState:
             self.complete(target)
 
     def _accepts(self, receive: PostedReceive, source: int, header: Header) -> bool:
-        """Returns whether the message is what the receive expects; else fails the receive and tells the sender."""
+        """Returns whether the message is what the receive expects; if not, fails the receive and tells the sender."""
         receive.source = source
         if header.size_bytes == len(receive.memory) and header.code == receive.code:
             return True
@@ -298,13 +297,13 @@ class MessageState:
     # ------------------------------------------------------------ connections
 
     def new_connection(self, peer: int) -> OutgoingConnection:
-        """A new connection on which this rank sends to `peer`; it is not open."""
+        """Adds a connection on which this rank sends to `peer`; it is not open yet."""
         connection = OutgoingConnection(peer, OutStream(partial(self._sent, peer)), partial(self._end_outgoing, peer))
         self.outgoing[peer] = connection
         return connection
 
     def attach(self, source: int, sock: StreamSocket) -> None:
-        """Takes a new connection from `source`, which replaces one on which nothing has come."""
+        """Takes a new connection from `source`, which replaces one on which nothing has arrived."""
         old = self.incoming.get(source)
         if old is not None and (old.stream.num_messages or old.stream.inside_message):
             sock.close()
@@ -313,10 +312,10 @@ class MessageState:
         self.incoming[source] = IncomingConnection(source, stream, partial(self._end_incoming, source))
         self.incoming[source].open(sock)
         if old is not None:
-            old.end("another one took its place")
+            old.end("another connection replaced it")
 
     def is_wanted(self, connection: IncomingConnection, a_send_is_stuck: bool) -> bool:
-        """Whether to read a connection; that of a lost rank is read to its end."""
+        """Whether to read a connection. The connection of a lost rank is read to its end."""
         return connection.ended is None and (
             isinstance(connection.stream.target, PostedReceive)
             or self.matcher.should_read(connection.peer, a_send_is_stuck)
@@ -324,7 +323,7 @@ class MessageState:
         )
 
     def _end_incoming(self, source: int, reason: str) -> None:
-        """A connection has ended: nothing more comes on it."""
+        """Notes the end of a connection from `source`."""
         target = self.incoming[source].stream.target
         if isinstance(target, UnexpectedMessage):
             self.matcher.discard(target.header.tag, target)
@@ -333,12 +332,12 @@ class MessageState:
         self._fail_receives(source)
 
     def _end_outgoing(self, peer: int, reason: str) -> None:
-        """A connection has ended: nothing more can be sent on it."""
+        """Notes the end of a connection to `peer`."""
         for request in self.outgoing[peer].stream.clear():
             self.complete(request, self._lost_error(request, peer, reason))
 
     def fail_unopened(self, connection: OutgoingConnection, shortage: str) -> None:
-        """Fails the sends of a connection that this process lacked resources to open; no rank is lost."""
+        """Fails the sends of a connection that this process had no resources to open; no rank is lost."""
         for request in connection.stream.clear():
             self.complete(request, self._short_error(request, shortage))
 
@@ -347,26 +346,26 @@ class MessageState:
         return CollectiveError(request.title, f"no connection to rank {self.ranks[request.peer]}: {shortage}")
 
     def read_refusals(self, connection: OutgoingConnection, now: float) -> None:
-        """Takes what the peer refused since the last time."""
+        """Handles the refusals that the peer has sent since the last call."""
         if connection.is_open and now - connection.refusals_read_at > POLL_S:
             connection.refusals_read_at = now
             for refused in connection.read_refusals() or ():
                 self._refused(connection, *refused)
 
     def _refused(self, connection: OutgoingConnection, expected: Header, header: Header) -> None:
-        """Takes a refusal by the peer: fails the send and the receives from it, or else the next request with it."""
+        """Handles a refusal by the peer: fails the send and the receives from it, or else the next request with it."""
         victims: list[Request] = [*self.matcher.receives(connection.peer)]
         if (request := connection.stream.find(header.sequence)) is not None:
-            victims.append(request)  # the rest of its bytes is sent, and dropped there
+            victims.append(request)  # the rest of its bytes is sent all the same, and the peer drops them
         if not victims:
             connection.refusals.append((expected, header))
             what = f"message {header.sequence} of this pair ({header}, tag {header.tag})"
-            logger.warning("rank %d refused %s: it receives %s", self.ranks[connection.peer], what, expected)
+            logger.warning("rank %d refused %s: it expected %s", self.ranks[connection.peer], what, expected)
         for victim in victims:
             self._give_up(victim, self._mismatch(victim, self.rank, connection.peer, expected, header))
 
     def lose(self, rank: int, reason: str) -> None:
-        """Notes that a rank is gone. Its earlier messages can still be received: the connection is read to the end."""
+        """Notes that a rank is gone. Its connection is read to the end, so earlier messages can still be received."""
         self.lost.setdefault(rank, reason)
         if rank in self.outgoing:
             self.outgoing[rank].end(reason)
@@ -380,7 +379,7 @@ class MessageState:
     # ------------------------------------------------------------ ends
 
     def fail(self, error: BaseException) -> None:
-        """Fails everything that is pending, and everything later."""
+        """Fails all pending and all later requests."""
         self.error = self.error or error
         for request in list(self.pending):
             self._give_up(request, self.error)
@@ -388,14 +387,14 @@ class MessageState:
             connection.stream.clear()
 
     def expire(self, now: float) -> None:
-        """Fails what is overdue."""
+        """Fails the requests that are overdue."""
         for request in list(self.pending):
             if request.deadline_at <= now:
                 self.withdraw(request)
         self.next_deadline = min([request.deadline_at for request in self.pending], default=math.inf)
 
     def withdraw(self, request: Request) -> None:
-        """Fails a request like one that is overdue. A send that has begun ends its connection."""
+        """Fails a request as overdue. If part of a send has left, its connection ends."""
         limit = f"within {request.timeout_s:.3g} s"
         if isinstance(request, PostedReceive):
             source = request.source if request.peer is None else request.peer
@@ -420,7 +419,7 @@ class MessageState:
             connection.end(f"{request.title} timed out in the middle of the message")
 
     def _give_up(self, request: Request, error: BaseException) -> None:
-        """Fails a request. The message of a receive is dropped; the bytes of a send that has begun are still sent."""
+        """Fails a request. The message of a receive is dropped; a send of which a part has left is sent to its end."""
         if isinstance(request, PostedReceive) and not request.done:
             self.matcher.withdraw(request.tag, request)
             if request.source in self.incoming and self.incoming[request.source].stream.target is request:

@@ -1,20 +1,20 @@
 """Sends and receives between the ranks of a group, over one stream socket per direction.
 
-[Note: progress] A send tries its socket at once, on the caller's thread and under the lock. A small one with nothing
-before it needs no request if the socket takes all of it. The rest of a send, and every receive, has a `Request`. A
-thread that waits for a request drives the sockets itself or follows the thread that does (`ProgressEngine`). Requests
-that no thread waits for are driven by the group's background thread. The
-leader has a turn at each socket after the other, so that both directions of an exchange move: it reads the sockets that
-a request waits for (rule M6 of `Matcher`), and writes the rest of the messages. It observes the deadlines, and sleeps
-in poll when nothing can be done. A send that the receiver does not read is stuck, and while it is stuck this rank reads
-what others send to it, up to a limit; so two ranks that send to each other first and receive then do not block each
-other below that limit, and not at all when their receives are posted.
+[Note: progress] A send tries its socket at once, on the caller's thread and under the lock. A small message that is
+first in the queue needs no request if the socket takes all of it. The rest of a send, and every receive, has a
+`Request`. A thread that waits for a request drives the sockets itself or follows the thread that does
+(`ProgressEngine`). The group's background thread drives requests for which no thread waits. The leader serves the
+sockets in turn, so that both directions of an exchange advance: it reads the sockets that a request waits for (rule M6
+of `Matcher`), writes the rest of the messages, checks deadlines, and sleeps in poll when no socket is ready. A send is
+stuck while its receiver does not read. Meanwhile this rank reads the messages of other ranks, up to a limit; so two
+ranks that both send first and receive afterwards do not block each other below that limit, and not at all when their
+receives are posted.
 
-[Note: what an error leaves behind] A mismatch fails the receive and the send, or one of the sender's next operations
-with that rank, as it looks for refusals once a millisecond; the payload is dropped, and the connection goes on. A later
-send that fails so is sent all the same, since the receiver counts on it. A
-receive that timed out is withdrawn; when its message had begun, that message is lost. A send that timed out is
-withdrawn, but when it had begun, its connection ends, and both sides say so. The end of a connection is final.
+[Note: what an error leaves behind] A mismatch fails the receive and the send; or, because the sender looks for refusals
+only once a millisecond, one of its next operations with that rank. The payload is dropped, and the connection stays
+usable. A later send that fails for this reason is sent all the same, because the receiver expects it. A receive that
+times out is withdrawn; if a part of its message has arrived, the message is lost. A send that times out is withdrawn;
+if a part of it has left, the connection ends, and both ranks report that. The end of a connection is final.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from rpcdist.transport.sockets import SocketHub
 
 BUFFER_LIMIT_BYTES: Final = 64 << 20
 SMALL_BYTES: Final = 1 << 17
-"""The largest payload that is copied behind its header."""
+"""The largest payload that is copied after its header."""
 
 Connect = Callable[[int, float, Callable[[], None]], StreamSocket]
-"""Opens the connection on which this rank sends: takes the peer, a limit in seconds, and a function that raises when it
-should give up; may block."""
+"""Opens the connection on which this rank sends. Takes the peer, a limit in seconds, and a function that raises when
+the attempt must end; may block."""
 
 
 class Messenger:
@@ -56,7 +56,7 @@ class Messenger:
 
     Args:
         connect: opens a connection; called once for each peer, on the thread of the first send to it.
-        buffer_limit_bytes: limit for each peer of the messages that are kept before their receive is called.
+        buffer_limit_bytes: the limit, per peer, of the messages that are kept until their receive is called.
         num_ranks_here: ranks of the group on this host, for the `SpinPolicy`.
     """
 
@@ -82,13 +82,13 @@ class Messenger:
     # ------------------------------------------------------------ operations
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int, *, asynchronous: bool, timeout_s: float) -> Work:
-        """See `GroupBackend.send`. The first one to a peer opens the connection, blocking, also when asynchronous.
+        """See `GroupBackend.send`. The first send to a peer blocks to open the connection, even if it is asynchronous.
 
         Raises:
             RankLost: the peer is gone or cannot be reached.
             CollectiveError: this process lacks a descriptor or the like to open the connection; the text names it.
             CollectiveMismatch: the peer refused this message, or an earlier one.
-            CollectiveTimeout: the peer did not read it in time.
+            CollectiveTimeout: the peer did not read the message in time.
         """
         title = self._title("send", peer, tag)
         request: Request | None = None
@@ -105,7 +105,7 @@ class Messenger:
                     else:
                         request = Request(title, tensor, peer, timeout_s, self._progress)
                         self._state.put(request, connection, num_sent)
-                except BaseException:  # of a signal handler: what was sent is unknown, or the rest of it is missing
+                except BaseException:  # from a signal handler: part of the message may have been sent
                     connection.end("a send was interrupted")
                     raise
                 if self._state.settled or (asynchronous and request is not None):
@@ -133,8 +133,8 @@ class Messenger:
 
         Raises:
             RankLost: the peer, or for any source every other rank, is gone.
-            CollectiveMismatch: the message that came has another size or dtype.
-            CollectiveTimeout: none came, or not completely, in time.
+            CollectiveMismatch: the message has another size or dtype.
+            CollectiveTimeout: no complete message came in time.
         """
         title = self._title("recv", peer, tag)
         receive = PostedReceive(title, tensor, peer, timeout_s, self._progress)
@@ -151,7 +151,7 @@ class Messenger:
             raise
 
     def _title(self, verb: str, peer: int | None, tag: int) -> MessageTitle:
-        """Begins a call: counts and names it."""
+        """Counts and names a new call."""
         fork.check_not_forked()
         self._num_calls[verb] += 1
         rank = None if peer is None else self._state.ranks[peer]
@@ -162,14 +162,14 @@ class Messenger:
             raise self._state.error
 
     def _finish(self, work: Work, asynchronous: bool) -> Work:
-        """Ends a call: an asynchronous one returns at once, a blocking one when its request is settled."""
+        """Ends a call: at once if it is asynchronous, otherwise when its request is settled."""
         self._progress.settle()
         if not asynchronous:
             work.wait()
         return work
 
     def _withdraw(self, request: Request | None) -> None:
-        """Ends what a call has begun that fails, or is interrupted: its tensor is not used any more."""
+        """Ends the request of a call that fails or is interrupted, so that its tensor is not used any more."""
         if request is None or request.is_completed():
             return
         with self._entrance, self._lock:
@@ -183,18 +183,18 @@ class Messenger:
     # ------------------------------------------------------------ sending
 
     def _small_message(self, connection: OutgoingConnection, tensor: torch.Tensor, tag: int) -> bytes:
-        """The bytes of a small message that has nothing before it; none if it needs a request. The lock is held."""
+        """Returns the bytes of a small message that is first in its queue; none if it needs a request."""
         if connection.stream.queue or not connection.is_open or tensor.nbytes > SMALL_BYTES:
             return b""
         self._state.read_refusals(connection, time.monotonic())
-        if connection.refusals or not connection.is_open:  # only a request can fail with it
+        if connection.refusals or not connection.is_open:  # only a request can report a refusal
             return b""
         number = connection.stream.num_sent
         header = pack_header(MessageFrame.MESSAGE, dtype_code(tensor.dtype), tag, number, tensor.nbytes)
         return header + memory_of(tensor)
 
     def _open(self, connection: OutgoingConnection, timeout_s: float) -> None:
-        """Opens a new connection, which has messages already, also of other threads; it is ended if that fails."""
+        """Opens a connection, in which threads have queued messages already; ends it if that fails."""
         sock, reason, shortage = None, "the connection was interrupted", None
         try:
             sock = self._connect(connection.peer, timeout_s, self._raise_error)
@@ -207,7 +207,7 @@ class Messenger:
                 if not connection.is_open:
                     if shortage is not None:
                         self._state.fail_unopened(connection, shortage)
-                    self._state.expire(time.monotonic())  # silence until the deadline does not say that it is gone
+                    self._state.expire(time.monotonic())  # a peer that is silent until the deadline may still be alive
                     connection.end(reason)
                     del self._state.outgoing[connection.peer]  # the next send tries again
                 connection.write()
@@ -216,10 +216,10 @@ class Messenger:
     # ------------------------------------------------------------ events from outside (any thread; never blocks)
 
     def attach(self, peer: int, sock: StreamSocket) -> None:
-        """Takes the connection on which `peer` sends; it belongs to this object from now on.
+        """Takes ownership of the connection on which `peer` sends.
 
         Raises:
-            ProtocolViolation: there is one already; the socket is closed.
+            ProtocolViolation: the peer is connected already; the socket is closed.
         """
         with self._entrance, self._lock:
             if self._progress.stopped:
@@ -229,7 +229,7 @@ class Messenger:
                 self._progress.changed()
 
     def fail(self, error: BaseException) -> None:
-        """Fails everything that is pending, and everything later, with this error; idempotent."""
+        """Fails all pending and all later requests with this error; idempotent."""
         with self._entrance, self._lock:
             self._state.fail(error)
             self._progress.changed(bool(self._state.settled))
@@ -241,9 +241,9 @@ class Messenger:
             self._progress.changed(bool(self._state.settled))
 
     def drain(self, timeout_s: float) -> list[Request]:
-        """Waits until all sends have left this process, for at most `timeout_s` in all; returns those that have not.
+        """Waits until all sends have left this process, for at most `timeout_s` in total; returns those that have not.
 
-        It does not wait for receives: their messages may never come.
+        It does not wait for receives, whose messages may never come.
         """
         limit = time.monotonic() + timeout_s
         with self._entrance, self._lock:
@@ -254,7 +254,7 @@ class Messenger:
         return [request for request in sends if not request.is_completed()]
 
     def close(self) -> None:
-        """Fails pending requests, sends goodbyes, closes the sockets; idempotent, bounded, waits for no peer."""
+        """Fails pending requests, sends goodbyes and closes the sockets. Idempotent; waits for no peer."""
         if not self._progress.stopped:
             self.fail(GroupAborted(f"sends and receives of group {self._group_name!r}", "the group was destroyed here"))
             self._progress.stop()
@@ -264,11 +264,11 @@ logger = logging.getLogger(__name__)
 
 
 class Mailboxes(Messenger):
-    """A `Messenger` whose connections come from and go to socket hubs. Connections are opened by the first send.
+    """A `Messenger` that connects through socket hubs.
 
     Args:
         hub: the hub of this process; None for a group of one.
-        uid: an identifier of the group; the same on all ranks, and different from those of other groups.
+        uid: a unique identifier of the group, the same on all its ranks.
     """
 
     def __init__(
@@ -294,7 +294,7 @@ class Mailboxes(Messenger):
         return self._hub.connect(self._addresses[peer], purpose, timeout_s, check=check)
 
     def _answer(self, purpose: str, sock: StreamSocket) -> None:
-        """Takes a connection for this group, on the I/O loop."""
+        """Accepts a connection for this group, on the I/O loop."""
         source = purpose.removeprefix(self._prefix)
         try:
             if not source.isascii() or not source.isdigit() or int(source) >= len(self._state.ranks):
@@ -305,7 +305,7 @@ class Mailboxes(Messenger):
             logger.warning("a connection of group %r was closed: %s", self._group_name, exc)
 
     def close(self) -> None:
-        """Closes like `Messenger.close`, and takes no more connections."""
+        """Closes like `Messenger.close`, and accepts no more connections."""
         if self._hub is not None:
             self._hub.withdraw(self._prefix)
         super().close()

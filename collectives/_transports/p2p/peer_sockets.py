@@ -1,8 +1,8 @@
 """The two connections between this rank and another, one per direction, each with its stream and non-blocking steps.
 
-A stream is the bytes of a connection as messages, without the socket: `InStream` gives the memory for the next bytes
-and is told how many came; `OutStream` gives the next bytes and is told how many were sent. Neither takes a lock: one
-thread at a time may use them.
+A stream converts between the bytes of a connection and messages, without the socket: `InStream` provides the memory for
+the next bytes and then takes the number that came; `OutStream` provides the next bytes and then takes the number that
+were sent. Neither has a lock: one thread at a time may use them.
 """
 
 from __future__ import annotations
@@ -27,25 +27,26 @@ from rpcdist.collectives._transports.p2p.requests import (
 from rpcdist.errors import ProtocolViolation
 from rpcdist.transport._tls.tls_socket import NO_SIGPIPE, StreamSocket, has_buffered, num_owed
 
-_STAGING_BYTES: Final = (1 << 16) + HEADER_BYTES  # what comes here first is copied once more
-_INLINE_BYTES: Final = 1 << 14  # a payload up to here is copied when it is put
+_STAGING_BYTES: Final = (1 << 16) + HEADER_BYTES  # bytes that arrive here are copied once more
+_INLINE_BYTES: Final = 1 << 14  # a payload of up to this size is copied in `put`
 _MOST_MESSAGES: Final = 16  # in one system call
 MOST_BYTES: Final = 1 << 20
-"""In one system call, and on its way in a Unix socket: then it is the turn of the other direction, of other sockets and
-of other threads. With 4 MiB, an exchange of 16 MiB between 4 ranks on 2 cores took 1.2x to 1.4x as long."""
+"""The limit of bytes in one system call, and in the buffer of a Unix socket. After these, the other direction, other
+sockets and other threads have a turn: with 4 MiB, an exchange of 16 MiB between 4 ranks on 2 cores took 1.2x to 1.4x as
+long."""
 
 
 class InStream:
-    """Makes messages out of bytes. Small messages pass through a buffer, so that one read brings many; most of a large
+    """Turns bytes into messages. Small messages pass through a buffer, so that one read returns many; most of a large
     message is received directly into its target.
 
     Args:
-        begin: called with the header of each message; returns the target of its payload, or None to drop it.
+        begin: called with the header of each message; returns the target of the payload, or None to drop the payload.
         end: called when the payload is complete.
 
     Attributes:
         target: the target of the message whose payload is incomplete.
-        said_goodbye: the peer has left on purpose; nothing follows.
+        said_goodbye: whether the peer has left on purpose; no message follows.
     """
 
     def __init__(self, begin: Callable[[Header], Target | None], end: Callable[[Target], None]) -> None:
@@ -61,15 +62,14 @@ class InStream:
 
     @property
     def inside_message(self) -> bool:
-        """Whether the stream is in the middle of a message."""
         return self._place is not None or self._num_to_drop > 0 or self._num_staged > 0
 
     def space(self) -> memoryview:
-        """The memory for the next bytes; never empty."""
+        """Returns the memory for the next bytes; never empty."""
         return self._staging[self._num_staged :] if self._place is None else self._place
 
     def advance(self, num_bytes: int) -> None:
-        """Takes so many bytes that have come. Raises `ProtocolViolation`; the stream cannot be used after that."""
+        """Processes the bytes that came. Raises `ProtocolViolation`, after which the stream cannot be used."""
         if self._place is not None:
             self._expect(self._place[num_bytes:])
             return
@@ -81,7 +81,7 @@ class InStream:
             self._staging[: self._num_staged] = bytes(staged[used:])
 
     def redirect(self, target: Target) -> None:
-        """Lets the current payload go into another target: what has come of it is copied, the rest received there."""
+        """Moves the current payload to another target: copies the bytes that have come, and receives the rest there."""
         assert self.target is not None and self._place is not None
         num_bytes = len(target.memory) - len(self._place)
         target.memory[:num_bytes] = self.target.memory[:num_bytes]
@@ -94,7 +94,7 @@ class InStream:
             self._place = self.target = None
 
     def _take(self, staged: memoryview) -> int:
-        """Takes what belongs to one message from bytes that have come; returns their number, 0 for too few."""
+        """Takes the bytes of one message from those that have come; returns their number, 0 for too few."""
         if self._num_to_drop:
             dropped = min(len(staged), self._num_to_drop)
             self._num_to_drop -= dropped
@@ -119,7 +119,7 @@ class InStream:
         return HEADER_BYTES + len(payload)
 
     def _expect(self, rest: memoryview) -> None:
-        """Receives this part of the payload next; if it is empty, the payload is complete."""
+        """Sets the memory for the rest of the payload; if that is empty, the payload is complete."""
         self._place = rest
         if not rest:
             target, self.target, self._place = self.target, None, None
@@ -128,11 +128,11 @@ class InStream:
 
 
 class OutStream:
-    """Makes bytes out of requests, in the order of `put`.
+    """Turns requests into bytes, in the order of `put`.
 
     Attributes:
-        queue: the messages that are not sent completely, each with its payload.
-        num_owed: how many of the next bytes the socket has encrypted already, so that they cannot be left out.
+        queue: the messages that are not completely sent, each with its payload.
+        num_owed: how many of the next bytes the socket has encrypted already, so that they must be sent.
     """
 
     def __init__(self, sent: Callable[[Request], None]) -> None:
@@ -144,17 +144,17 @@ class OutStream:
 
     @property
     def inside_message(self) -> bool:
-        """Whether a message was sent in part. When it was dropped after that, the stream is of no use any more."""
+        """Whether a message was sent in part. If it is dropped then, the stream cannot be used any more."""
         return self._offset + self.num_owed > 0
 
     def put(self, request: Request, num_sent: int = 0) -> None:
-        """Adds a message; a small payload is copied. So many bytes of it are sent already, if it is the only one."""
+        """Adds a message; a small payload is copied. `num_sent` may exceed 0 only if the queue is empty."""
         payload = request.memory
         self.queue.append((request, bytes(payload) if len(payload) <= _INLINE_BYTES else payload))
         self._offset += num_sent
 
     def parts(self) -> list[bytes | memoryview]:
-        """Returns the next bytes to send; not empty while there are messages."""
+        """Returns the next bytes to send; not empty while messages are queued."""
         parts: list[bytes | memoryview] = []
         skip, room = self._offset, MOST_BYTES
         for index, (request, payload) in enumerate(islice(self.queue, _MOST_MESSAGES)):
@@ -167,7 +167,7 @@ class OutStream:
         return parts
 
     def advance(self, num_bytes: int) -> None:
-        """Takes so many bytes that were sent."""
+        """Removes the bytes that were sent."""
         self._offset += num_bytes
         while self.queue and self._offset >= HEADER_BYTES + len(self.queue[0][1]):
             request, payload = self.queue.popleft()
@@ -176,7 +176,7 @@ class OutStream:
             self._sent(request)
 
     def withdraw(self, request: Request) -> bool:
-        """Forgets a message. Returns False when it has begun."""
+        """Forgets a message. Returns False if a part of it was sent."""
         start = -self._offset
         for index, (other, payload) in enumerate(self.queue):
             if other is request and start >= self.num_owed:
@@ -186,7 +186,7 @@ class OutStream:
         return False
 
     def find(self, sequence: int) -> Request | None:
-        """Returns the request of a message that is not sent completely."""
+        """Returns the request of a message that is not completely sent."""
         index = sequence - self.num_sent
         return self.queue[index][0] if 0 <= index < len(self.queue) else None
 
@@ -223,7 +223,7 @@ def _step(function: Callable[Concatenate[C, P], T]) -> Callable[Concatenate[C, P
             reason = f"the connection with it failed: {exc.strerror or exc}"
         except MemoryError as exc:
             reason = f"{NO_ROOM} ({exc}); the connection was closed here"
-        except BaseException:  # of a signal handler: the position in the stream is unknown
+        except BaseException:  # from a signal handler: the position in the stream is unknown
             self.end(f"a {function.__name__.partition('_')[0]} was interrupted")
             raise
         self.end(reason)
@@ -233,10 +233,10 @@ def _step(function: Callable[Concatenate[C, P], T]) -> Callable[Concatenate[C, P
 
 
 class _MessageConnection(Generic[S]):
-    """One of the two.
+    """One direction of the connections with a peer.
 
     Args:
-        on_end: called when the connection cannot be used any more, with the reason.
+        on_end: called with the reason when the connection cannot be used any more.
 
     Attributes:
         sock: the socket, from `open` on.
@@ -253,7 +253,7 @@ class _MessageConnection(Generic[S]):
         self.ended: str | None = None
 
     def open(self, sock: StreamSocket) -> None:
-        """Takes a connected stream socket; closes it if the connection has ended meanwhile."""
+        """Takes a connected socket; closes it if this connection has ended meanwhile."""
         if self.ended is not None:
             sock.close()
             return
@@ -265,7 +265,7 @@ class _MessageConnection(Generic[S]):
 
     @property
     def has_buffered(self) -> bool:
-        """Whether something can be read of which no poll tells."""
+        """Whether bytes can be read although poll does not report any."""
         return self.is_open and has_buffered(self.sock)
 
     def end(self, reason: str) -> None:
@@ -283,7 +283,7 @@ class IncomingConnection(_MessageConnection[InStream]):
 
     @_step
     def receive(self) -> bool:
-        """Receives what the socket has, up to a limit; returns whether it had anything."""
+        """Receives the bytes that have arrived, up to a limit; returns whether any had."""
         num_bytes = self.sock.recv_into(self.stream.space()[:MOST_BYTES])
         if num_bytes > 0:
             self.stream.advance(num_bytes)
@@ -293,18 +293,18 @@ class IncomingConnection(_MessageConnection[InStream]):
         return num_bytes > 0
 
     def refuse(self, data: bytes) -> None:
-        """Sends a refusal. A sender that has not read hundreds of them is disconnected instead."""
+        """Sends a refusal. Disconnects a sender that has left hundreds of them unread instead."""
         try:
             self.sock.send(data, NO_SIGPIPE)
         except OSError:
-            self.end("it does not read what is refused; the connection was closed")
+            self.end("it does not read the refusals of its messages; the connection was closed")
 
 
 class OutgoingConnection(_MessageConnection[OutStream]):
     """The connection on which messages go to `peer`.
 
     Attributes:
-        refusals: refusals of messages that were sent completely; the next operations with the peer raise them.
+        refusals: refusals of completely sent messages; the next operations with the peer raise them.
         refusals_read_at: when a sender last read refusals, in seconds on the monotonic clock.
     """
 
@@ -316,7 +316,7 @@ class OutgoingConnection(_MessageConnection[OutStream]):
 
     @_step
     def send_at_once(self, message: bytes) -> int:
-        """Sends a message with nothing before it; returns the number of bytes that were sent."""
+        """Sends a message that is first in the queue; returns the number of bytes that the socket took."""
         try:
             return self.sock.send(message, NO_SIGPIPE)
         finally:
@@ -324,7 +324,7 @@ class OutgoingConnection(_MessageConnection[OutStream]):
 
     @_step
     def write(self) -> bool:
-        """Sends what the socket takes of the stream, if it is open; returns whether that was anything."""
+        """Sends as many bytes as the socket takes, if it is open; returns whether it took any."""
         if not (self.is_open and self.stream.queue):
             return False
         try:
@@ -335,7 +335,7 @@ class OutgoingConnection(_MessageConnection[OutStream]):
 
     @_step
     def read_refusals(self) -> list[tuple[Header, Header]]:
-        """Returns the refusals that came since the last call."""
+        """Returns the refusals that have come since the last call."""
         data = self.sock.recv(_REFUSALS_READ)
         if not data:
             self.end("it closed the connection")
@@ -343,7 +343,7 @@ class OutgoingConnection(_MessageConnection[OutStream]):
         return take_refusals(self._refusal_bytes)
 
     def say_goodbye(self) -> None:
-        """Tells the receiver that nothing follows, if the last message was sent completely."""
+        """Tells the receiver that no message follows, if the last one was completely sent."""
         if self.is_open and not self.stream.queue and not self.stream.inside_message:
-            with suppress(OSError):  # the peer will see the end of the connection
+            with suppress(OSError):  # the peer sees the end of the connection all the same
                 self.sock.send(pack_header(MessageFrame.GOODBYE, 0, 0, self.stream.num_sent, 0), NO_SIGPIPE)

@@ -1,15 +1,15 @@
 """The progress engine: moves the bytes of one rank's messages between its sockets and its `MessageState`.
 
-1. One thread at a time leads: it alone reads the sockets and sleeps in poll. Everything but the sleep is done with the
-   lock held; no system call under it blocks.
+1. One thread at a time leads: it alone reads the sockets and sleeps in poll. It holds the lock except while it sleeps;
+   no system call under the lock blocks.
 2. While a request is pending, some thread leads or will do so within `BATCH_DELAY_S`: a thread that blocks in
-   `send`, `recv` or `wait`, else the group's own thread, which is started when it is first needed.
-3. A leader stops when its own request is done, and for callbacks, which may do anything: also wait for another request,
-   and so lead again. A thread that waits then takes the lead, else the group's thread.
+   `send`, `recv` or `wait`, otherwise the group's background thread, which is started when it is first needed.
+3. A leader stops when its own request is done, and to run callbacks, which may wait for another request and so lead
+   again. Then a waiting thread takes the lead, or the background thread if no thread waits.
 4. Code that changes the state of the leader or of followers calls `changed`.
-5. A leader gives the lock away after each turn, in which every socket is read and written once (`entrance`).
-6. A signal handler may raise wherever a thread of the program waits. So locks are held by `with` alone: a thread that
-   was interrupted while it took one does not hold it, and must not release it.
+5. A leader releases the lock after each turn, in which it reads and writes every socket once (`entrance`).
+6. A signal handler may raise wherever a thread of the program waits. So only `with` takes locks: a thread that was
+   interrupted while it took one does not hold it, and must not release it.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class ProgressEngine:
         spin_policy: how long a blocked thread tries its sockets before it sleeps.
 
     Attributes:
-        lock: guards the state and all that is here.
-        entrance: taken before the lock by all but those who lead or may do so next; the leader comes through it after
-            each turn, so that nobody else waits for longer than a turn, and one after the other.
-        sleeping: the leader sleeps, or is about to.
-        thread: the group's own thread; None until it is needed.
-        stopped: the end has begun: no thread leads any more.
+        lock: guards the state and the attributes of this object.
+        entrance: a lock that every thread takes before `lock`, except one that leads or may lead next. The leader takes
+            it after each turn, so that other threads come one after the other and none waits for more than a turn.
+        sleeping: whether the leader sleeps or is about to.
+        thread: the group's background thread; None until it is needed.
+        stopped: whether `stop` has begun: no thread leads any more.
     """
 
     def __init__(self, state: MessageState, spin_policy: SpinPolicy, group_name: str) -> None:
@@ -53,32 +53,31 @@ class ProgressEngine:
         self._group_name = group_name
         self._pollers = Pollers()
         self._waker = Waker()
-        self._leader: object | None = None  # while a thread leads, something of its own
+        self._leader: object | None = None  # an object that identifies the leading thread; None while no thread leads
         self._num_leads = 0  # by threads that wait for a request
-        self._num_leads_seen = -1  # how many of them were when the group's thread looked
-        self._followers: list[threading.Lock] = []  # each is released when nobody leads, or a request is done
-        self._called = threading.Condition(self.lock)  # the group's own thread
-        self._watching = False  # the group's own thread needs no call: it looks by itself soon
+        self._num_leads_seen = -1  # their number when the background thread last looked
+        self._followers: list[threading.Lock] = []  # each is released when no thread leads or a request is done
+        self._called = threading.Condition(self.lock)  # the background thread waits here
+        self._watching = False  # the background thread need not be notified: it looks by itself soon
 
     # ------------------------------------------------------------ with the lock held
 
     def _wake(self) -> None:
-        """Ends the leader's sleep."""
         if self.sleeping:
             self.sleeping = False
             self._waker.wake()
 
     def changed(self, settles: bool = False) -> None:
-        """Announces a change to the leader and to those who follow; makes sure that some thread leads.
+        """Announces a change to the leader and its followers; makes sure that some thread leads.
 
         Args:
-            settles: that thread shall call `settle`, too: the caller does not.
+            settles: whether that thread must also call `settle`, because the caller does not.
         """
         if self.sleeping:
             self._wake()
         if self._followers:
             for follower in self._followers:
-                if follower.locked():  # else an interrupted call has released it
+                if follower.locked():  # otherwise an interrupted call has released it
                     follower.release()
             self._followers.clear()
         elif not (self._leader or self._watching or self.stopped) and (settles or self._state.has_work):
@@ -86,7 +85,7 @@ class ProgressEngine:
                 thread = threading.Thread(target=self._run, name=f"rpcdist p2p {self._group_name}", daemon=True)
                 try:
                     thread.start()
-                except RuntimeError as exc:  # the threads that wait move the messages
+                except RuntimeError as exc:  # threads that wait still move the messages
                     own_shortage(exc)
                     return
                 self.thread = thread
@@ -94,11 +93,11 @@ class ProgressEngine:
             self._called.notify()
 
     def _follow(self) -> threading.Lock:
-        """Lets the caller wait for the end of the lead; returns what is released when it should look again."""
+        """Makes the caller a follower; returns a lock that is released when the caller should look again."""
         follower = threading.Lock()
         follower.acquire()
         self._followers.append(follower)
-        self._wake()  # the group's own thread gives way
+        self._wake()  # the background thread gives way
         return follower
 
     def _watch(self) -> None:
@@ -119,7 +118,7 @@ class ProgressEngine:
     # ------------------------------------------------------------ without the lock
 
     def hurry(self) -> None:
-        """Lets the group's own thread lead immediately, if none does: a request has a waiter that is not a thread."""
+        """Makes the background thread lead at once if no thread leads: a waiter of a request is not a thread."""
         with self.entrance, self.lock:
             self._num_leads_seen, self._watching = self._num_leads, False
             self.changed()
@@ -134,9 +133,9 @@ class ProgressEngine:
             request.settle()
 
     def drive(self, mine: Request) -> None:
-        """Moves bytes until the request is done, or waits while another thread does.
+        """Moves bytes until the request is done, or waits while another thread moves them.
 
-        After an exception from a signal handler (KeyboardInterrupt) the other threads go on with the request.
+        After an exception from a signal handler (KeyboardInterrupt), other threads continue the request.
         """
         while not mine.done:
             try:
@@ -150,7 +149,7 @@ class ProgressEngine:
             self.settle()
 
     def _lead(self, mine: Request | None) -> None:
-        """Leads until its request is done or callbacks are due; waits if another thread leads."""
+        """Leads until the request is done or callbacks are due; waits while another thread leads."""
         follower, leader = None, object()
         try:
             with self.lock:
@@ -169,12 +168,12 @@ class ProgressEngine:
         finally:
             try:
                 self._leave(leader, follower)
-            except BaseException:  # of a signal handler: others wait for this
+            except BaseException:  # from a signal handler: other threads wait for `_leave`
                 self._leave(leader, follower)
                 raise
 
     def _leave(self, leader: object, follower: threading.Lock | None) -> None:
-        """Gives the lead or the place among the followers back; idempotent."""
+        """Gives up the lead or the place among the followers; idempotent."""
         with self.lock:
             if follower in self._followers:
                 self._followers.remove(follower)
@@ -211,11 +210,11 @@ class ProgressEngine:
                     in_vain = False
             elif not moved:
                 os.sched_yield()  # the peer may share this core
-            with self.entrance:  # the next of the others has it, who may not be awake yet
+            with self.entrance:  # held by the next of the waiting threads, which may not be awake yet
                 pass
 
     def _step(self, now: float) -> bool:
-        """Does what can be done without waiting; returns whether any bytes were moved."""
+        """Reads and writes the sockets without waiting; returns whether any bytes were moved."""
         state, moved = self._state, False
         try:
             if now >= state.next_deadline:
@@ -231,14 +230,14 @@ class ProgressEngine:
                     if not came and incoming.peer in state.lost:
                         incoming.end(state.lost[incoming.peer])
             return moved
-        except BaseException as exc:  # of a signal handler: the positions in the streams are unknown
+        except BaseException as exc:  # from a signal handler: the positions in the streams are unknown
             error = GroupAborted(f"sends and receives of group {self._group_name!r}", f"{exc!r} interrupted them")
             error.__cause__ = exc
             state.fail(error)
             raise
 
     def _has_buffered(self) -> bool:
-        """Whether a connection that is wanted has bytes of which no poll tells."""
+        """Whether a wanted connection has bytes that poll does not report."""
         state = self._state
         stuck = state.a_send_is_stuck
         return any(one.has_buffered and state.is_wanted(one, stuck) for one in state.incoming.values())
@@ -254,7 +253,7 @@ class ProgressEngine:
         return masks
 
     def stop(self) -> None:
-        """Ends the group's thread, and closes the connections, after everything has failed; waits for no peer."""
+        """Ends the background thread and closes the connections, after all requests have failed; waits for no peer."""
         limit = time.monotonic() + CLOSE_LIMIT_S
         with self.lock:
             self.stopped = True

@@ -1,12 +1,12 @@
-"""The sends and receives of a group, the messages that arrived before their receive, and their format on a socket.
+"""The sends and receives of a group, messages that arrived before their receive, and the format on the socket.
 
 A socket carries messages from the rank that connected it to the rank that accepted it. Nothing is ever unpickled.
 
     header  magic, kind, dtype, tag, sequence number on this socket, size of the payload in bytes
     payload the tensor's elements; only of a MESSAGE
 
-In the other direction the receiver sends refusals only: a REFUSED header with the size and dtype that it expected,
-followed by a copy of the header that it refused.
+In the other direction the receiver sends only refusals: a REFUSED header with the size and dtype that it expected,
+then a copy of the header that it refused.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class MessageFrame(IntEnum):
     """The kinds of header."""
 
     MESSAGE = 1
-    GOODBYE = 2  # the sender closed its side of the group on purpose
+    GOODBYE = 2  # the sender destroyed its group on purpose
     REFUSED = 3
 
 
@@ -59,7 +59,7 @@ _ITEM_BYTES: Final = tuple(dtype.itemsize for dtype in DTYPES)
 
 
 pack_header: Final[Callable[[int, int, int, int, int], bytes]] = partial(_HEADER.pack, _MAGIC)
-"""The bytes of a header, of its fields in their order. Raises `struct.error` for a tag that has more than 64 bits."""
+"""Returns the bytes of a header, from its fields in order. Raises `struct.error` for a tag of more than 64 bits."""
 
 
 def unpack_header(data: bytes | bytearray | memoryview, offset: int = 0) -> Header:
@@ -72,19 +72,19 @@ def unpack_header(data: bytes | bytearray | memoryview, offset: int = 0) -> Head
 
 
 def refusal(expected: Header, refused: Header) -> bytes:
-    """Makes the refusal of a receiver that expected a payload like this."""
+    """Returns the bytes of a refusal by a receiver that expected such a payload."""
     expected = Header(MessageFrame.REFUSED, expected.code, refused.tag, refused.sequence, expected.size_bytes)
     return pack_header(*expected) + pack_header(*refused)
 
 
 def take_refusals(data: bytearray) -> list[tuple[Header, Header]]:
-    """Removes the whole refusals from bytes that came from a receiver.
+    """Removes the complete refusals from the bytes that came from a receiver.
 
     Returns:
-        For each what the receiver expected, and the header that it refused.
+        For each, the header that the receiver expected and the one that it refused.
 
     Raises:
-        ProtocolViolation: they are something else.
+        ProtocolViolation: the bytes are not refusals.
     """
     refusals = []
     while len(data) >= 2 * HEADER_BYTES:
@@ -97,11 +97,11 @@ def take_refusals(data: bytearray) -> list[tuple[Header, Header]]:
 
 
 class MessageTitle(NamedTuple):
-    """Names a send or receive in errors; made text only when it is needed.
+    """Names a send or receive in errors; converted to text only when needed.
 
     Attributes:
         verb: "send" or "recv".
-        number: the number of the call among those of its kind, on this rank.
+        number: the call's number among the sends or receives of this rank.
         rank: the other rank in the world; None for any.
     """
 
@@ -118,27 +118,27 @@ class MessageTitle(NamedTuple):
 
 
 class Driver(Protocol):
-    """Moves messages."""
+    """Moves messages between sockets and requests."""
 
     def drive(self, mine: Request) -> None:
-        """Moves them on the calling thread until the request is done."""
+        """Moves messages on the calling thread until the request is done."""
 
     def hurry(self) -> None:
-        """Moves them on another thread, which begins at once."""
+        """Makes another thread move messages at once."""
 
 
 class Request(Work):
-    """A send, or a receive: the work that its caller waits for. The messenger's lock guards what it adds to `Work`.
+    """The `Work` of a send or a receive. The messenger's lock guards the attributes that it adds to `Work`.
 
     Args:
         tensor: dense; read or written until the request is done.
         peer: the other rank in the group; None for any.
 
     Attributes:
-        deadline_at: when its time is over, on the monotonic clock.
+        deadline_at: its deadline on the monotonic clock.
         error: the error with which it failed; set before `done`.
         source: the sender's rank, for a receive that has its message.
-        done: no socket reads or writes its tensor any more. Its waiters may not know yet: see `settle`.
+        done: no socket reads or writes the tensor any more. `settle` notifies the waiters later.
     """
 
     def __init__(
@@ -158,11 +158,11 @@ class Request(Work):
         self.done = False
 
     def header(self, sequence: int = 0) -> Header:
-        """The header of its message, of this number."""
+        """Returns the header of its message."""
         return Header(MessageFrame.MESSAGE, self.code, self.tag, sequence, len(self.memory))
 
     def settle(self) -> None:
-        """Notifies all waiters. Call it once, when `done`, without the lock: it runs callbacks of the caller."""
+        """Notifies all waiters. Call it once, when `done`, without the lock, as it runs callbacks of the user."""
         self._source = -1 if self.error else self.source
         self._finish(self.error)
 
@@ -177,18 +177,18 @@ class Request(Work):
 
 
 class PostedReceive(Request):
-    """A receive; a message may be received directly into its tensor.
+    """A receive; its message may be received directly into its tensor.
 
     Attributes:
-        arrived: the message that it takes, if that came before it.
-        finish: called when the tensor has the message, before the waiters are notified; may be None.
+        arrived: its message, if that arrived before the receive was posted.
+        finish: called when the tensor holds the message, before the waiters are notified; may be None.
     """
 
     arrived: UnexpectedMessage | None = None
     finish: Callable[[], None] | None = None
 
     def settle(self) -> None:
-        """See `Request.settle`; an error of `finish` is the error of the receive."""
+        """See `Request.settle`; an error that `finish` raises is the error of the receive."""
         self._result = [self.tensor]
         try:
             if self.error is None and self.arrived is not None:
@@ -197,7 +197,7 @@ class PostedReceive(Request):
                 self.finish()
         except Exception as exc:
             self.error = exc
-        except BaseException as exc:  # of a signal handler
+        except BaseException as exc:  # from a signal handler
             self.error = CollectiveError(self.title, f"it was interrupted by {type(exc).__name__} while it was copied")
             raise
         finally:
@@ -206,10 +206,10 @@ class PostedReceive(Request):
 
 @dataclass(eq=False, slots=True)
 class UnexpectedMessage:
-    """A message that arrived, or begins to, before its receive.
+    """A message that arrived, completely or in part, before its receive was posted.
 
     Attributes:
-        tensor: as many bytes as the header says; their pages become resident as they are filled.
+        tensor: memory of the size that the header says; its pages become resident as they are filled.
     """
 
     source: int

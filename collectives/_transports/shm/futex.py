@@ -1,6 +1,6 @@
-"""Sleeping until a word of shared memory changes: Linux's futex(2), by way of ctypes; and whether this machine can.
+"""Sleeping until a word of shared memory changes: Linux's futex(2) through ctypes; and whether this machine has it.
 
-Both calls let other Python threads run. Words have 32 bits.
+Both calls let other Python threads run. A word has 32 bits.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ _syscall = _load()
 
 
 def unavailable() -> str | None:
-    """Why it cannot be used here, or None when it can."""
+    """Returns why futexes cannot be used on this machine, or None if they can."""
     if _syscall is None:
-        return "the C library has no syscall function"
+        return "the C library has no function `syscall`"
     word = ctypes.c_uint32(1)
     if _syscall(_SYS_FUTEX, ctypes.addressof(word), _WAIT, 0, None, None, 0) == -1:
         code = ctypes.get_errno()
-        if code == errno.EAGAIN:  # the right answer: the word is not 0
+        if code == errno.EAGAIN:  # the expected result: the word is not 0
             return None
         return f"futex failed: {errno.errorcode.get(code, code)}"
-    return "futex gave a wrong answer"
+    return "futex returned a wrong result"
 
 
 def wait(address: int, value: int, limit_s: float) -> None:
-    """Sleeps while the word at `address` is `value`, at most `limit_s`; may return early for no reason.
+    """Sleeps while the word at `address` is `value`, for at most `limit_s`; spurious wake-ups are possible.
 
-    A full memory barrier lies between what this thread has stored before and the look at the word.
+    A full memory barrier separates this thread's earlier stores from the load of the word.
     """
     assert _syscall is not None
     limit = _TimeSpec(int(limit_s), int(limit_s % 1 * 1e9))
@@ -68,20 +68,20 @@ def wait(address: int, value: int, limit_s: float) -> None:
 
 
 def wake(address: int) -> None:
-    """Wakes all that sleep on the word at `address`."""
+    """Wakes all threads that sleep on the word at `address`."""
     assert _syscall is not None
     _syscall(_SYS_FUTEX, address, _WAKE, _EVERYBODY, None, None, 0)
 
 
 def unsupported_here() -> str | None:
-    """Why ranks on this machine cannot use shared memory, as a clause for a message, or None when they can.
+    """Returns why ranks on this machine cannot use shared memory, as a clause for a message, or None if they can.
 
-    Flags are plain stores, made after those of the data that they announce. Only x86-64 is known to show them to
-    other cores in that order; see [Note: store order] in `signals`.
+    Flags are plain stores that follow the stores of the data that they announce. Only x86-64 is known to make them
+    visible to other cores in that order; see [Note: store order] in `signals`.
     """
     machine = platform.machine().lower()
     if machine not in ("x86_64", "amd64"):
-        return f"its flags rely on the store order of x86-64, and this is {machine or 'an unknown processor'}"
+        return f"its flags rely on the store order of x86-64, but this processor is {machine or 'unknown'}"
     if sys.platform != "linux":
         return f"{sys.platform} has no futex"
     return shared_memory.unavailable() or futex.unavailable()

@@ -1,18 +1,18 @@
 """ALL_REDUCE, REDUCE and REDUCE_SCATTER on shared memory.
 
-Two ways, chosen by size and number of ranks:
+Two algorithms, chosen by size and number of ranks:
 
-- directly: every rank publishes a slice, and each that wants the result reduces the slices of all ranks. One barrier
-  per slice, n times the arithmetic. For two ranks it touches memory least; for small messages barriers dominate.
-- in two phases: every rank publishes a slice, reduces its own share of it, publishes that, and takes the others'. A
-  step publishes slice k and the reduced shares of slice k - 1, so that there is one barrier per slice, too.
+- direct: every rank publishes a slice, and each rank that needs the result reduces the slices of all ranks. One barrier
+  per slice, n times the arithmetic. With two ranks it touches memory least; for small messages barriers dominate.
+- in two phases: every rank publishes a slice, reduces its own share of it, publishes that, and takes the shares of the
+  others. A step publishes slice k and the reduced shares of slice k - 1, so this also has one barrier per slice.
 
-All ranks reduce in the order of the ranks, so that all get the same bits.
+All ranks reduce in rank order, so that all get the same bits.
 
-[Note: halves] Dividing a sum is a pass over memory of its own. Two ranks that average floating-point numbers publish
-halves instead: a multiplication on the way to the buffer takes as long as a copy. Halves are exact, so the bits are the
+[Note: halves] Dividing a sum takes a separate pass over memory. Two ranks that average floating-point numbers publish
+halves instead: multiplying on the way to the buffer takes as long as copying. Halves are exact, so the bits are the
 same, except that numbers next to the smallest are rounded once more, and that large ones cannot overflow. Half
-precision, which has many numbers next to its smallest, is divided after the sum.
+precision has many numbers next to its smallest, so its sums are divided afterwards.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from rpcdist.collectives._transports.shm.signals import Signals, SizeTables
 from rpcdist.collectives._transports.transport_base import Control
 
 DIRECT_BYTES: Final = 32 << 10
-"""Up to this size more than two ranks reduce directly."""
+"""Up to this size, more than two ranks reduce directly."""
 _ONE_THREAD_BYTES: Final = 32 << 10
 """Up to this size torch uses one thread anyway, whatever the dtype."""
 _MAX_PREPARED: Final = 256
@@ -54,7 +54,7 @@ _HALVED: Final = frozenset({torch.float32, torch.float64, torch.bfloat16})
 
 @dataclass(frozen=True, slots=True)
 class _PreparedReduction:
-    """The kernel and the views for reducing tensors of one dtype and length in one slice, looked up once."""
+    """The kernel and views that reduce tensors of one dtype and length in one slice, looked up once."""
 
     kernel: ReduceKernel
     plain: bool  # the tensors are reduced in their own dtype
@@ -103,7 +103,7 @@ class Reductions:
 
     def _prepare(self, operation: Operation, tensor: torch.Tensor) -> _PreparedReduction:
         op = operation.reduce_op
-        key = (id(op), tensor.dtype, tensor.numel())  # the members of an enum live for ever, and hash slowly
+        key = (id(op), tensor.dtype, tensor.numel())  # enum members are never freed, and their hash is slow
         prepared = self._prepared.get(key)
         if prepared is None:
             if len(self._prepared) >= _MAX_PREPARED:
@@ -119,7 +119,7 @@ class Reductions:
         )
 
     def _in_one_slice(self, operation: Operation, control: Control, root: int | None) -> None:
-        """Small messages: the path on which microseconds count."""
+        """Reduces a small tensor; the path on which microseconds count."""
         tensor = operation.outputs[0]
         prepared = self._prepare(operation, tensor)
         rank = self._rank
@@ -133,7 +133,7 @@ class Reductions:
             self._reduce(prepared.kernel, prepared.views[half], _flat(tensor, prepared.kernel, prepared.plain))
 
     def _in_slices(self, operation: Operation, control: Control, root: int | None) -> None:
-        """Any number of tensors, as if they were one."""
+        """Reduces any number of tensors as if they were one."""
         tensors = [tensor.view(-1) for tensor in operation.outputs]
         kernel, width = _kernel(operation, tensors[0]), tensors[0].itemsize
         takes = root is None or root == self._rank
@@ -158,11 +158,11 @@ class Reductions:
         premultiply_to(operation, own, target)
 
     def _with_own(self, views: list[torch.Tensor], own: torch.Tensor) -> list[torch.Tensor]:
-        """The slices of all ranks, with this rank's from its tensor instead of its buffer."""
+        """Returns the slices of all ranks; this rank's slice comes from its tensor instead of its buffer."""
         return [*views[: self._rank], own, *views[self._rank + 1 :]]
 
     def _reduce(self, kernel: ReduceKernel, slices: list[torch.Tensor], out: torch.Tensor) -> None:
-        """Reduces the slices in order into `out`, which may be one of the first two of them, but of no others."""
+        """Reduces the slices in order into `out`, which may be one of the first two slices, but none of the others."""
         combine = kernel.combine
         combine(slices[0], slices[1], out)
         for operand in slices[2:]:
@@ -193,7 +193,7 @@ class Reductions:
         return shares(own.numel(), self._size, ALIGNMENT // own.itemsize)
 
     def _publish_slice(self, operation: Operation, own: torch.Tensor, half: int) -> None:
-        """Publishes all but this rank's own share, which only this rank reads, from the tensor itself."""
+        """Publishes all shares except this rank's own, which this rank alone reads, from the tensor itself."""
         if operation.reduce_op is _PREMUL_SUM:
             self._publish_product(operation, own, half, 0)
             return
@@ -221,7 +221,7 @@ class Reductions:
     # ------------------------------------------------------------ REDUCE_SCATTER
 
     def reduce_scatter(self, operation: Operation, control: Control, path: Route, tables: SizeTables) -> None:
-        """Runs it directly, since every rank reduces only its own chunk."""
+        """Reduces directly, since every rank reduces only its own chunk."""
         with torch.inference_mode(), one_thread():
             self._reduce_scatter(operation, control, path, tables)
 
@@ -245,7 +245,7 @@ class Reductions:
         return self._rank * path.slice_bytes
 
     def _stages_own(self, operation: Operation) -> bool:
-        """Whether this rank's input goes through its buffer: it is multiplied, or the output would overwrite it."""
+        """Whether this rank's input goes through its buffer, as it is multiplied or the output would overwrite it."""
         in_place = operation.outputs[0].data_ptr() == operation.inputs[self._rank].data_ptr()
         return operation.reduce_op is _PREMUL_SUM or (in_place and self._rank > 1)
 
@@ -265,7 +265,7 @@ class Reductions:
                 copy_bytes(buffer + publish.offset, tensor.data_ptr() + start, stop - start)
 
     def _reduce_own(self, operation: Operation, path: Route, step: int, half: int) -> None:
-        """Reduces a slice of this rank's chunk; it lies at the same place in every rank's buffer."""
+        """Reduces a slice of this rank's chunk, which is at the same place in every rank's buffer."""
         output = operation.outputs[0]
         start, stop = span(step, path.slice_bytes, output.nbytes)
         if start == stop:
@@ -284,7 +284,7 @@ def _kernel(operation: Operation, tensor: torch.Tensor) -> ReduceKernel:
 
 
 def _flat(tensor: torch.Tensor, kernel: ReduceKernel, plain: bool = False) -> torch.Tensor:
-    """The tensor as a run of elements of the dtype in which it is reduced."""
+    """Returns the tensor as one dimension of elements of the dtype in which it is reduced."""
     if plain and tensor.dim() == 1:
         return tensor
     return tensor.view(-1).view(kernel.dtype)

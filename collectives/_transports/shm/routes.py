@@ -1,19 +1,18 @@
-"""Where everything lies in the segment of a group, and which rank publishes and takes which bytes. Pure.
+"""The layout of a group's segment, and which rank publishes and takes which bytes. Pure.
 
-    what        how many        content
-    headers     2 x size        flag (8 bytes), fingerprint, zeros
-    wakeups     2               the last step of that half that all ranks came to, written by the last ones to come
-    sleepers    1               one byte for each rank: whether it sleeps on the wakeup word
+what        how many        content
+headers     2 x size        flag (8 bytes), fingerprint, zeros
+wakeups     2               the last step of that half that all ranks reached, written by the last to reach it
+sleepers    1               one byte for each rank: whether it sleeps on the wakeup word
     tables      2 x size        sizes of the chunks that this rank sends, then of those that it takes (8 bytes each)
     buffers     2 x size        data that this rank publishes
 
-"2 x size" is: for each half (see [Note: steps] in `signals`), for each rank. Each of those is written by one rank
-only. Everything lies in cache lines of its own, two together since some processors fetch lines in pairs, and buffers on
-pages of their own.
+"2 x size" means: for each half (see [Note: steps] in `signals`), for each rank; only that rank writes it. Each item has
+its own pair of cache lines, since some processors fetch lines in pairs; each buffer has its own pages.
 
-An operation runs in steps. In each step a rank copies one slice of each tensor that it publishes to its own buffer, at
-the tensor's place in it; when all ranks have done so, it takes slices out of other ranks' buffers. Slice number k of a
-tensor is the same range of bytes for the rank that publishes and the one that takes.
+An operation runs in steps. In each step a rank copies one slice of each tensor that it publishes to the tensor's place
+in its own buffer; when all ranks have done so, it takes slices out of other ranks' buffers. Slice number k of a tensor
+is the same range of bytes for the rank that publishes it and the rank that takes it.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ PAGE: Final = 4096
 ALIGNMENT: Final = 64
 """Slices in a buffer start at multiples of this: a cache line, and whole elements of every dtype."""
 BUFFER_BYTES: Final = 1 << 20
-"""Size of one buffer. Four of them (two ranks, two halves) have to stay in the caches on their way. With half of this,
-all_reduce of 11 MiB took 1.1x as long: half as many steps cost half as much."""
+"""Size of one buffer. Four of them (two ranks, two halves) must fit into the caches. With half of this size, all_reduce
+of 11 MiB took 1.1x as long, as it had twice as many steps."""
 
 
 def _up(value: int, multiple: int) -> int:
@@ -45,7 +44,7 @@ def _up(value: int, multiple: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The places for a group of `size` ranks; all results are offsets in bytes from the segment's start."""
+    """The offsets for a group of `size` ranks, in bytes from the start of the segment."""
 
     size: int
     buffer_bytes: int = BUFFER_BYTES
@@ -66,7 +65,6 @@ class Layout:
 
     @property
     def table_bytes(self) -> int:
-        """Size of one rank's table."""
         return _up(16 * self.size, LINE)
 
     def table(self, half: int, rank: int) -> int:
@@ -82,7 +80,7 @@ class Layout:
 
 
 def segment_size(size: int) -> int:
-    """How many bytes of shared memory a group of `size` ranks needs; the kernel allocates them at first use."""
+    """Returns the bytes of shared memory that a group of `size` ranks needs; the kernel allocates them at first use."""
     return Layout(size).total_bytes
 
 
@@ -105,7 +103,7 @@ class RankBuffers:
         self._memory = torch.empty(0)
 
     def views(self, dtype: torch.dtype, offset: int, count: int) -> list[list[torch.Tensor]]:
-        """`count` elements at `offset` bytes in each buffer: by half, then by rank."""
+        """Returns views of `count` elements at `offset` bytes in each buffer: by half, then by rank."""
         key = (dtype, offset, count)
         found = self._views.get(key)
         if found is None:
@@ -121,10 +119,10 @@ class RankBuffers:
             return [[self._memory[start + offset : start + stop].view(dtype) for start in half] for half in starts]
 
 
-# [Note: threads of torch] torch cuts work on 32,768 elements and more among its threads, as many as there are cores, in
-# every rank. The ranks of a host compete for the cores already: 512 KiB were then seen to take 8 ms instead of 16 us.
-# `torch.set_num_threads` would also change what other threads get that start meanwhile; OpenMP's own call changes
-# the calling thread only.
+# [Note: threads of torch] In every rank, torch divides work on 32,768 or more elements among as many threads as the
+# host has cores. The ranks of a host compete for the cores already: 512 KiB then took 8 ms instead of 16 us.
+# `torch.set_num_threads` would also affect other threads that start meanwhile; OpenMP's own call affects only the
+# calling thread.
 
 
 def _openmp() -> ctypes.PyDLL | None:
@@ -143,7 +141,7 @@ _omp = _openmp()
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Inside, torch computes on the calling thread alone; see [Note: threads of torch]."""
+    """Within this context, torch computes on the calling thread alone; see [Note: threads of torch]."""
     if _omp is None:
         yield
         return
@@ -178,9 +176,9 @@ class Route:
 
     Attributes:
         slice_bytes: the size of a slice; the last one of a tensor may be shorter.
-        publishes: the copies that it makes before the ranks synchronise in a step.
+        publishes: the copies that the rank makes before the ranks synchronise in a step.
         takes: the copies that it makes afterwards.
-        own: (index in inputs, index in outputs) of the chunk that the rank copies from itself to itself; or None.
+        own: (index in inputs, index in outputs) of the chunk that the rank copies to itself; or None.
     """
 
     slice_bytes: int
@@ -190,18 +188,18 @@ class Route:
 
 
 def num_steps(longest_bytes: int, slice_bytes: int) -> int:
-    """Steps until a tensor of `longest_bytes` has gone through; at least one, in which fingerprints are compared."""
+    """Returns the number of steps that move `longest_bytes`; at least one, in which ranks compare fingerprints."""
     return max(1, -(-longest_bytes // slice_bytes))
 
 
 def span(step: int, slice_bytes: int, length_bytes: int) -> tuple[int, int]:
-    """Start and stop of slice number `step` of a tensor; equal when it has no such slice."""
+    """Returns start and stop of slice number `step` of a tensor; equal if the tensor has no such slice."""
     start = min(step * slice_bytes, length_bytes)
     return start, min(start + slice_bytes, length_bytes)
 
 
 def route(kind: Kind, rank: int, size: int, root: int, buffer_bytes: int) -> Route:
-    """The part of `rank` in an operation that moves data without reducing it; for REDUCE_SCATTER, the publishing half.
+    """Returns the part of `rank` in an operation that does not reduce data; for REDUCE_SCATTER, only what it publishes.
 
     Every rank must call it with the same `buffer_bytes`.
     """
@@ -228,12 +226,12 @@ def route(kind: Kind, rank: int, size: int, root: int, buffer_bytes: int) -> Rou
 
 
 def _slot_bytes(size: int, buffer_bytes: int) -> int:
-    """The size of a slot in a buffer that has one for each rank."""
+    """Returns the size of a slot in a buffer that has one for each rank."""
     return buffer_bytes // size // ALIGNMENT * ALIGNMENT
 
 
 def two_phase_slice_bytes(size: int, buffer_bytes: int) -> int:
-    """The size of a slice of a reduction in two phases: a slice and one share of it fit into a buffer."""
+    """Returns the slice size for a reduction in two phases: a slice and one share of it fit into a buffer."""
     return buffer_bytes * size // (size + 1) // ALIGNMENT * ALIGNMENT - ALIGNMENT
 
 
@@ -245,7 +243,7 @@ def shares(length: int, size: int, multiple: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Elements `start` to `stop` of tensor number `tensor`; they lie at element `offset` of the step's buffer."""
+    """Elements `start` to `stop` of tensor number `tensor`, at element `offset` of the step's buffer."""
 
     tensor: int
     start: int
@@ -253,7 +251,7 @@ class Piece:
     offset: int
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The piece's elements of its flat tensor."""
+        """Returns the piece's elements of its flat tensor."""
         return tensor if self.stop - self.start == tensor.numel() else tensor[self.start : self.stop]
 
     def __repr__(self) -> str:
@@ -262,10 +260,10 @@ class Piece:
 
 @lru_cache(maxsize=256)
 def cut(counts: tuple[int, ...], limit: int) -> tuple[tuple[Piece, ...], ...]:
-    """The pieces of each step; at least one step. Ranks with equal sums of `counts` have as many steps of equal sizes.
+    """Returns the pieces of each step; at least one step. Ranks with equal sums of `counts` get steps of equal sizes.
 
     Args:
-        limit: elements that fit into the buffer of a step.
+        limit: the number of elements that fit into a step's buffer.
     """
     steps: list[tuple[Piece, ...]] = []
     pieces: list[Piece] = []

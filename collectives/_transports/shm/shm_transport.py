@@ -1,8 +1,8 @@
 """The transport that carries collective operations through memory that the ranks of a host share.
 
 Every rank copies the data for others to its own buffer in the segment, and takes its data out of theirs, in steps;
-`signals` says why that is safe, `routes` which rank copies which bytes. Large tensors go in slices, so that the data
-stays in the processor's caches.
+`signals` explains why that is safe, `routes` which rank copies which bytes. Large tensors are cut into slices that fit
+into the processor's caches.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class ShmTransport(Transport):
 
     Args:
         segment: shared memory of `segment_size(size)` bytes, or of the layout's size; the same on all ranks, zero when
-            the group starts, and used by no other group. The transport maps it at once and closes it in `close`; its
-            creator may close it before, as soon as all ranks have it.
-        layout: where everything lies in the segment, the same on all ranks; None takes the default.
+            the group starts, and used by no other group. The transport maps it at once and closes it in `close`.
+            Its creator may close it as soon as all ranks have mapped it.
+        layout: the layout of the segment, the same on all ranks; None takes the default.
 
     Raises:
         SegmentError: the segment is too small, or cannot be mapped.
@@ -93,7 +93,7 @@ class ShmTransport(Transport):
         return found
 
     def _move(self, operation: Operation, control: Control, path: Route) -> None:
-        """Runs an operation that reduces nothing."""
+        """Runs an operation that does not reduce."""
         uneven = operation.kind is _ALL_TO_ALL
         sources = [(tensor.data_ptr(), tensor.nbytes) for tensor in operation.inputs]
         targets = [(tensor.data_ptr(), tensor.nbytes) for tensor in operation.outputs]

@@ -1,40 +1,40 @@
 """How the ranks of a host synchronise: flags in shared memory, fingerprints, and waiting.
 
-[Note: steps] All traffic in the segment goes in numbered steps, the same on all ranks; step s uses the half s mod 2 of
-everything (header, table, buffer). In each step, a rank
+[Note: steps] Ranks use the segment in numbered steps, the same on all ranks; step s uses half s mod 2 of each header,
+table and buffer. In each step, a rank
 
     1. writes its own header, table and buffer of that half, as far as the step needs them,
     2. raises its flag in that header to s,
     3. waits until the flags of all ranks are at s,
-    4. reads the others' headers, tables and buffers of that half; of buffers, some are read before 2. of step s + 1.
+    4. reads the others' headers, tables and buffers of that half; it may read buffers until 2. of step s + 1.
 
-Nobody overwrites what a slow rank still reads: what is written in step s lies where step s - 2 was read, and it is
-written after 3. of step s - 1, when all flags were at s - 1. A rank raises its flag to s - 1 after it has read all
-that it reads of step s - 2. So two halves are enough, and no rank waits a second time for the others to have read. For
-the same reason a flag that is waited for is never beyond s: it lies in the half of s, and would be overwritten in step
-s + 2, which begins after all flags were at s + 1.
+No rank overwrites bytes that a slow rank still reads: step s writes where step s - 2 was read, after 3. of step s - 1,
+when all flags were at s - 1. A rank raises its flag to s - 1 after it has finished reading step s - 2. So two halves
+are enough, and no rank waits a second time for the others to finish reading. For the same reason a flag that a rank
+waits for is never beyond s: it is in the half of s, and is overwritten only in step s + 2, which begins after all flags
+were at s + 1.
 
-This holds across operations, whatever their kinds are, since every rank takes part in every step of every operation.
+This holds across operations of any kind, since every rank takes part in every step of every operation.
 
 [Note: fingerprints] In its first step an operation compares the fingerprints of all ranks, before it trusts data. All
-ranks compare the same bytes, so if one finds a mismatch then all do; and a rank that goes on knows that nobody can find
-one any more. When ranks disagree they stop in that step, and nothing is written to this segment afterwards.
+ranks compare the same bytes, so if one rank finds a mismatch then all do, and a rank that continues knows that no other
+rank can find one. Ranks that disagree stop in that step, and no rank writes to this segment afterwards.
 
-[Note: sleep] A rank that waits longer sleeps on the half's wakeup word, which all ranks share. The last rank that comes
-to a step finds all flags raised, writes the step into that word, and wakes the sleepers: one system call, and each of
-them wakes once. No wakeup is lost: a rank raises its flag before it reads those of the others, so of several ranks that
-come at once, one finds all flags raised, provided that no rank's loads move before its store. Only a locked instruction
-keeps a processor from that, and taking a lock has one. A sleeper reads the wakeup word before it reads the flags for
-the last time, and the kernel lets it sleep only if the word is still the same; it has marked itself as sleeping before,
-and the other rank reads these marks after it has written the word, again with a locked instruction (the system call has
-one, too) in between. Several ranks may write the word at once: they write the same. (If all of this failed, the sleep
-would end after `FUTEX_WAIT_S`.)
+[Note: sleep] A rank that has spun long enough sleeps on the half's wakeup word, which all ranks share. The last rank to
+reach a step finds all flags raised, writes the step into that word, and wakes the sleepers with one system call; each
+wakes once. No wakeup is lost: a rank raises its flag before it reads the others' flags, so of several ranks that arrive
+at once, one finds all flags raised, provided that no rank's loads move before its store. Only a locked instruction
+prevents that, and taking a lock has one. A sleeper marks itself as sleeping, reads the wakeup word, then reads the
+flags a last time, and the kernel lets it sleep only if the word is still the same. The other rank reads these marks
+after it has written the word, again with a locked instruction in between (the system call has one, too). Several ranks
+may write the word at once, as they write the same value. (If all of this failed, the sleep would end after
+`FUTEX_WAIT_S`.)
 
-[Note: store order] x86-64 shows the stores of a core to the others in program order, and loads in program order as well
-(Intel SDM volume 3, 9.2; AMD64 APM volume 2, 7.2). A flag is one aligned store of 8 bytes (`memoryview.cast("Q")`
-assigns and reads an item by a single move), made after the stores of the data that it announces. String instructions,
-by which the C library copies, may reorder their own stores but not those before and after them; where it copies with
-non-temporal stores, it ends with a fence.
+[Note: store order] On x86-64, other cores see the stores of a core in program order, and loads are in program order as
+well (Intel SDM volume 3, 9.2; AMD64 APM volume 2, 7.2). A flag is one aligned store of 8 bytes (`memoryview.cast("Q")`
+assigns and reads an item by a single move), after the stores of the data that it announces. The string instructions
+with which the C library copies may reorder their own stores but not those before and after them; where the library
+copies with non-temporal stores, it ends with a fence.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Signals:
         return self._bytes[start : start + layout.size * LINE]
 
     def _peer_flags(self, half: int) -> list[tuple[int, int]]:
-        """Ranks and flags of the others; those after this rank first, so that ranks begin with different flags."""
+        """Returns the other ranks and their flags from this rank on, so that ranks begin with different flags."""
         peers = [(self._rank + distance) % self._size for distance in range(1, self._size)]
         return [(peer, self._layout.header(half, peer) // _WORD) for peer in peers]
 
@@ -91,13 +91,13 @@ class Signals:
             view.release()
 
     def words(self, offset: int, count: int) -> memoryview:
-        """`count` words of 8 bytes at `offset`."""
+        """Returns `count` words of 8 bytes at `offset`."""
         return self._words[offset // _WORD : offset // _WORD + count]
 
     # ------------------------------------------------------------ steps
 
     def begin_operation(self) -> None:
-        """Has the next step compare fingerprints."""
+        """Makes the next step compare fingerprints."""
         self._is_first_step = True
 
     def begin_step(self) -> int:
@@ -141,7 +141,7 @@ class Signals:
             raise TransportMismatch(self.views(range(self._size)))
 
     def views(self, ranks: range | list[int]) -> dict[int, str]:
-        """Describes the operations that these ranks run; they have raised their flags in an operation's first step."""
+        """Describes the operations of these ranks, which have raised their flags in an operation's first step."""
         headers = self._header[self.step & 1]
         starts = {rank: rank * LINE + _WORD for rank in ranks}
         return {
@@ -163,7 +163,7 @@ class Signals:
                 return
 
     def _spin_for(self, flag: int) -> bool:
-        """Lets other threads and processes run, a few times; returns whether the flag was raised meanwhile."""
+        """Yields to other threads and processes a few times; returns whether the flag was raised meanwhile."""
         words, step, policy = self._words, self.step, self._spin_policy
         began = now = time.monotonic()
         while True:
@@ -194,7 +194,7 @@ class Signals:
             self._spin_policy.slept(time.monotonic() - began)
 
     def _check(self, control: Control) -> None:
-        """Raises when waiting any longer is pointless."""
+        """Raises if the wait must end."""
         control.check()
         step = self.step
         late = [peer for peer, flag in self._peers[step & 1] if self._words[flag] != step]
@@ -210,12 +210,12 @@ Row = Sequence[int]
 
 
 def longest(rows: Sequence[Row]) -> int:
-    """The size of the longest chunk of all ranks."""
+    """Returns the size of the longest chunk of all ranks."""
     return max(map(max, rows))
 
 
 def mismatched_sizes(kind: Kind, rows: Sequence[Row]) -> dict[int, str]:
-    """Describes for each rank concerned which sizes differ; empty when all agree. The same on all ranks."""
+    """Describes, for each rank concerned, the sizes that differ; empty if all agree. The same on all ranks."""
     return _all_to_all(rows) if kind is Kind.ALL_TO_ALL else _reduce_scatter(rows)
 
 
@@ -243,10 +243,10 @@ def _reduce_scatter(rows: Sequence[Row]) -> dict[int, str]:
 
 
 class SizeTables:
-    """One rank's view of the tables with which ranks compare the sizes of chunks that may differ; [Note: steps] holds.
+    """One rank's view of the tables in which ranks compare chunk sizes; [Note: steps] applies.
 
-    Kinds whose chunks may differ in size publish them, as a row for each rank: the bytes of its `size` inputs, then
-    those of its outputs, and zeros.
+    Operations whose chunks may differ in size publish a row for each rank: the bytes of its `size` inputs, then those
+    of its outputs, then zeros.
     """
 
     def __init__(self, rank: int, layout: Layout, signals: Signals) -> None:
@@ -263,17 +263,17 @@ class SizeTables:
                 row.release()
 
     def publish(self, half: int, operation: Operation) -> None:
-        """Writes the sizes of this rank's chunks, before the ranks synchronise in the first step of an operation."""
+        """Writes this rank's chunk sizes, before the ranks synchronise in the first step of an operation."""
         row = self._rows[half][self._rank]
         sizes = [tensor.nbytes for tensor in (*operation.inputs, *operation.outputs)]
         for index in range(self._width):
             row[index] = sizes[index] if index < len(sizes) else 0
 
     def compare(self, half: int, operation: Operation) -> int:
-        """Returns the size in bytes of the longest chunk of all ranks, after they have synchronised in that step.
+        """Returns the bytes of the longest chunk of all ranks, after they have synchronised in that step.
 
         Raises:
-            TransportMismatch: the sizes differ; on all ranks.
+            TransportMismatch: sizes differ; all ranks raise it.
         """
         rows = [row.tolist() for row in self._rows[half]]
         problems = mismatched_sizes(operation.kind, rows)

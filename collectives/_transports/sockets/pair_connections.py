@@ -1,9 +1,9 @@
-"""The connections of a group: between each pair of ranks that exchange messages, opened when needed.
+"""The connections between each pair of ranks that exchange messages, opened when needed.
 
 The lower rank connects. The higher rank accepts on the I/O loop, and wakes the thread that waits for the connection.
 
-Between hosts, large messages are cut into stripes that travel on several connections, since networks often limit each
-of them. On one host the first connection carries everything: there, each further one was measured to cost time.
+Between hosts, large messages are cut into stripes for several connections, since networks often limit the rate of each
+connection. On one host the first connection carries all messages, as each further one was measured to cost time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from rpcdist.transport.sockets import SocketHub
 logger = logging.getLogger(__name__)
 
 STRIPE_BYTES: Final = 1 << 20
-"""Stripes are at least this long; so shorter messages travel whole."""
+"""The smallest stripe; shorter messages are sent whole."""
 
 _SOCKETS_BETWEEN_HOSTS: Final = 4
 _STRIPE_MULTIPLE: Final = 1 << 10
@@ -42,10 +42,10 @@ _PLACE: Final = re.compile(r"([0-9]{1,9})\.([0-9]{1,3})")
 
 
 class PairConnections:
-    """The sockets of one rank of a group. One thread at a time uses `get`.
+    """The sockets of one rank of a group. One thread at a time calls `get`.
 
     Args:
-        name: the group's name; random enough that no other group has it.
+        name: the group's name, which no other group has.
         addresses: each rank's hub address, by rank.
         unix: as in `SocketHub.connect`.
         sockets_per_pair: how many connections two ranks may have, the same on all ranks; None takes 4 between hosts.
@@ -75,19 +75,19 @@ class PairConnections:
         hub.announce(self._prefix, self._arrive)
 
     def stripes(self, peer: int, size_bytes: int) -> list[tuple[int, int]]:
-        """Returns start and stop of the stripe that each channel carries of a message, by channel; one or more."""
+        """Returns start and stop of each stripe of a message, by channel; one or more."""
         number = min(self._num_channels[peer], max(1, size_bytes // STRIPE_BYTES))
         length = -(-size_bytes // number // _STRIPE_MULTIPLE) * _STRIPE_MULTIPLE
         starts = [channel * length for channel in range(number)]
         return [(start, min(start + length, size_bytes)) for start in starts]
 
     def get(self, peer: int, channel: int, control: Control) -> StreamSocket | None:
-        """Returns a connection with a rank; None if the peer, which has to open it, has not done so yet.
+        """Returns a connection with a rank; None if the peer must open it and has not done so yet.
 
         Raises:
             TransportPeerLost: the peer cannot be reached.
             TransportTimeout: the deadline passed.
-            TransportError: this process lacked a descriptor until then.
+            TransportError: this process had no free descriptor until the deadline.
         """
         connection = self._open.get((peer, channel))
         if connection is None:
@@ -105,7 +105,7 @@ class PairConnections:
         return connection
 
     def established(self, peer: int) -> StreamSocket | None:
-        """Returns the first connection with a rank, if it was used before."""
+        """Returns the first connection with a rank, if it is open."""
         return self._open.get((peer, 0))
 
     def _connect(self, peer: int, channel: int, control: Control) -> StreamSocket:
@@ -115,13 +115,13 @@ class PairConnections:
             return self._hub.connect(self._addresses[peer], purpose, limit_s, self._unix, control.check)
         except TransportError as exc:
             if own_shortage(exc) is not None:
-                raise  # it is this rank that failed, and all ranks are told so
+                raise  # this rank failed, not the peer; all ranks are told so
             if control.deadline.expired():
                 raise TransportTimeout(frozenset([peer])) from exc
             raise TransportPeerLost(peer, str(exc)) from exc
 
     def _arrive(self, purpose: str, connection: StreamSocket) -> None:
-        """On the I/O loop: takes a connection that a lower rank opened."""
+        """Accepts, on the I/O loop, a connection that a lower rank opened."""
         key = self._key(purpose.removeprefix(self._prefix))
         with self._lock:
             wanted = key is not None and not (self._closed or key in self._arrived or key in self._open)
@@ -132,7 +132,7 @@ class PairConnections:
             connection.close()
 
     def _key(self, text: str) -> tuple[int, int] | None:
-        """Returns the peer and channel that a purpose names; None if no such connection is expected."""
+        """Returns the peer and channel that a purpose names; None if this rank expects no such connection."""
         match = _PLACE.fullmatch(text)
         if match is None:
             return None
@@ -140,7 +140,6 @@ class PairConnections:
         return (peer, channel) if peer < self._rank and channel < self._num_channels[peer] else None
 
     def close(self) -> None:
-        """Closes everything; idempotent."""
         with self._lock:
             if self._closed:
                 return
@@ -154,7 +153,7 @@ class PairConnections:
 
 
 def _usual_number(mine: str, theirs: str) -> int:
-    """The default number of connections between two ranks; the same on both."""
+    """Returns the default number of connections between two ranks; the same on both."""
     hosts = {HubAddress.parse(mine).host, HubAddress.parse(theirs).host}
     return 1 if len(hosts) == 1 or all(map(is_loopback, hosts)) else _SOCKETS_BETWEEN_HOSTS
 
@@ -170,7 +169,7 @@ class OperationFrame:
     """Makes and compares the headers of one operation on one rank.
 
     Args:
-        detail: a number that has to be equal on all ranks beside the fingerprint.
+        detail: a number that must be equal on all ranks, like the fingerprint.
     """
 
     __slots__ = ("_detail", "_fingerprint", "_rank", "_sequence")
@@ -182,11 +181,11 @@ class OperationFrame:
         self._detail = detail
 
     def header(self, round_number: int, size_bytes: int) -> bytes:
-        """The header of a message, as it is sent and as its receiver expects it, byte for byte."""
+        """Returns the header of a message; the receiver expects exactly the same bytes."""
         return _HEADER.pack(_MAGIC, round_number, self._detail, self._sequence, size_bytes, self._fingerprint)
 
     def mismatch(self, peer: int, expected: bytes, got: bytes) -> TransportMismatch:
-        """The error for a header that differs."""
+        """Makes the error for a header that differs."""
         mine, theirs = describe_fingerprint(self._fingerprint), self._describe(got)
         if mine == theirs:
             difference = _differences(_HEADER.unpack(expected), _HEADER.unpack(got))
@@ -199,7 +198,7 @@ class OperationFrame:
 
 
 def _differences(expected: tuple[object, ...], got: tuple[object, ...]) -> tuple[str, str]:
-    """Describes in which field two headers with the same fingerprint differ: the expected value, the other value."""
+    """Describes the field in which two headers with the same fingerprint differ: the expected value and the other."""
     if expected[2] != got[2]:
         return f" with chunks {expected[2]:08x}", f" with chunks of other lengths {got[2]:08x}"
     if expected[4] != got[4]:

@@ -1,4 +1,4 @@
-"""Runs one plan on the caller's thread: one round after the other, all messages of a round in parallel."""
+"""Runs one plan on the caller's thread: the rounds in order, all messages of a round in parallel."""
 
 from __future__ import annotations
 
@@ -37,18 +37,17 @@ class PlanBuffer:
         self._unit_bytes = 1 if self._numbers is None else self._numbers.element_size()
 
     def bytes_of(self, region: Region) -> memoryview:
-        """The memory of a region."""
         return self.memory[region.start * self._element_bytes : region.stop * self._element_bytes]
 
     def numbers(self, region: Region, start: int, stop: int) -> torch.Tensor:
-        """Bytes `start` to `stop` of a region, as numbers of the dtype in which they are reduced."""
+        """Returns bytes `start` to `stop` of a region, as numbers of the dtype in which they are reduced."""
         assert self._numbers is not None
         base = region.start * self._element_bytes
         return self._numbers[(base + start) // self._unit_bytes : (base + stop) // self._unit_bytes]
 
 
 class Scratch:
-    """Memory that is kept from one operation to the next: fresh pages are slow."""
+    """Memory that is reused by later operations, since fresh pages are slow."""
 
     def __init__(self) -> None:
         self._kept: dict[int, torch.Tensor] = {}
@@ -77,7 +76,7 @@ class PlanRunner:
     """Runs the plan of one operation.
 
     Attributes:
-        finish: makes a region final, given it in the reducer's dtype; None when there is nothing to do.
+        finish: finishes a reduced region, which it gets in the reducer's dtype, such as by dividing; may be None.
         scratch: memory for messages that are reduced as they arrive.
     """
 
@@ -97,7 +96,7 @@ class PlanRunner:
         for number, round_ in enumerate(plan):
             pending: list[Transfer] = []
             for send in round_.sends:
-                # Sent at once: while it travels, this rank prepares its receives.
+                # Send first: this rank prepares its receives while the bytes travel.
                 pending += [sending for sending in self._sending(number, send) if not self._advance(sending)]
             receiving = [part for receive in round_.receives for part in self._receiving(number, receive, round_.final)]
             self._finish_transfers([*pending, *receiving])
@@ -123,7 +122,7 @@ class PlanRunner:
             yield Receiving(step.peer, channel, self.frame, expected, part, stop - start, reduction)
 
     def _reduction(self, step: ReceiveStep, channel: int, start: int, stop: int, final: bool) -> Reduction:
-        """How to reduce bytes `start` to `stop` of a message."""
+        """Makes the reduction of bytes `start` to `stop` of a message."""
         assert self.reducer is not None and step.operand is not None
         operand = self.buffers[step.operand.buffer].numbers(step.operand, start, stop)
         buffer = self.buffers[step.region.buffer]
@@ -160,7 +159,7 @@ class PlanRunner:
                 pending = self._unfinished(pending)
 
     def _unfinished(self, transfers: list[Transfer]) -> list[Transfer]:
-        """Moves as many bytes as possible now; returns the transfers that are not done."""
+        """Moves as many bytes as possible without waiting; returns the transfers that are not done."""
         return [transfer for transfer in transfers if not self._advance(transfer)]
 
     def _advance(self, transfer: Transfer) -> bool:
@@ -171,7 +170,7 @@ class PlanRunner:
         return transfer.advance()
 
     def _wait(self, pending: list[Transfer]) -> None:
-        """Waits until one of the transfers can go on."""
+        """Waits until one of the transfers can continue."""
         if any(transfer.has_buffered for transfer in pending):
             return
         arrivals = self.connections.waker.fileno()
@@ -196,6 +195,6 @@ class PlanRunner:
             self.connections.waker.drain()
 
     def _check_own_shortage(self, pending: list[Transfer]) -> None:
-        """Raises `TransportError` if lower ranks may have connected, and this process could not accept them."""
+        """Raises `TransportError` if lower ranks may have tried to connect while this process could not accept."""
         if any(transfer.connection is None for transfer in pending) and (shortage := own_shortage()) is not None:
             raise TransportError(f"no connection of a lower rank could be accepted: {shortage}")

@@ -1,24 +1,23 @@
-"""Plans: which rank sends which elements to which rank in which round, as data that pure functions compute.
+"""Plans, which pure functions compute: data that says which rank sends which elements to which rank in which round.
 
 Rules for every plan:
 
- 1. Rounds have the same number on all ranks: what a rank sends in round k, its peer receives in round k. A rank with
-    nothing to do in a round has an empty one. So plans cannot deadlock when the steps of a round run at once, even if
-    a send only ends once it was received; and plans can be merged round by round.
+ 1. Rounds have the same number on all ranks: a peer receives in round k what a rank sends in round k. A rank without
+    steps in a round has an empty round. So plans cannot deadlock when the steps of a round run at once, even if a send
+    ends only when it is received; and plans can be merged round by round.
  2. In one round, a rank sends at most one message to each peer, and receives at most one from each.
  3. No step of a round writes what another step of this round reads or writes, except for a `deferred` receive,
     which writes once all sends of the round are done.
- 4. In round 0 every rank sends to the next rank and receives from the one before it, if only an empty message. Ranks
-    that were called with different operations therefore always notice, whatever each of them waits for: somewhere
-    around the ring two neighbours differ.
- 5. A plan ends on a rank only after it has heard from all other ranks, directly or through others.
+ 4. In round 0 every rank sends at least an empty message to the next rank, and receives one from the rank before it.
+    So ranks that run different operations always notice, because somewhere around the ring two neighbours differ.
+ 5. A plan ends on a rank only after that rank has heard from all other ranks, directly or through others.
 
-Regions count elements. The docstring of each plan says what its buffers are. `plan_for` picks the plan by the kind of
-the operation, its size and the number of ranks.
+Regions count elements. The docstring of each plan describes its buffers. `plan_for` picks the plan by the kind of the
+operation, its size and the number of ranks.
 
-Trees have few rounds, for small tensors: barrier, recursive doubling, binomial trees; and chains for large ones. Around
-a ring each rank sends to the next only, which moves the fewest bytes, in many rounds. Direct plans move data from its
-source to its destination without a stop between.
+For small tensors, trees have few rounds: barrier, recursive doubling, binomial trees. For large ones, chains and rings:
+in a ring each rank sends only to the next, which moves the fewest bytes, in many rounds. Direct plans move data
+without intermediate ranks.
 
 Recursive doubling and binomial trees are those of R. Thakur, R. Rabenseifner and W. Gropp, "Optimization of collective
 communication operations in MPICH" (2005); the barrier is D. Hensgen, R. Finkel and U. Manber's (1988); the rings are P.
@@ -42,7 +41,7 @@ _DIRECT_LIMIT_BYTES: Final = 16 << 10
 _DIRECT_LIMIT_RANKS: Final = 16
 CHAIN_SLICE_BYTES: Final = 512 << 10
 _PART_MULTIPLE: Final = 16
-"""Parts of a ring start at multiples of this many elements, so that they are aligned in memory."""
+"""The parts in a ring start at multiples of this many elements, so that they are aligned in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +61,12 @@ class Region:
 
 
 NOTHING = Region(0, 0, 0)
-"""The empty region: the message only says that its sender has reached this step."""
+"""The empty region: the message only tells that its sender has reached this step."""
 
 
 @dataclass(frozen=True, slots=True)
 class SendStep:
-    """Sends a region to a peer."""
+    """A send of a region to a peer."""
 
     peer: int
     region: Region
@@ -78,12 +77,12 @@ class SendStep:
 
 @dataclass(frozen=True, slots=True)
 class ReceiveStep:
-    """Receives a region from a peer.
+    """A receive of a region from a peer.
 
     Attributes:
         operand: if given, the message is reduced with this region, and the result goes to `region`, which may be the
-            same. The data of the lower rank is the first operand, so that two ranks that exchange get the same bits.
-        deferred: whether to reduce only after this round's sends, since they read the region that is written.
+            same. The lower rank's data is the first operand, so that two ranks that exchange data get the same bits.
+        deferred: whether to reduce only after this round's sends, because they read the region that is written.
     """
 
     peer: int
@@ -101,8 +100,7 @@ class Round:
     """Steps that run at the same time.
 
     Attributes:
-        final: the region of a receive with an operand, if that receive completes the reduction over all ranks. Other
-            ranks may get it from here.
+        final: the region of a receive with an operand, if that receive completes the reduction over all ranks.
     """
 
     sends: tuple[SendStep, ...] = ()
@@ -117,7 +115,7 @@ Plan = tuple[Round, ...]
 
 
 def merge(main: Plan, other: Plan) -> Plan:
-    """Runs both at once: round k has the steps of both, without the empty messages that the main plan makes needless.
+    """Merges two plans: round k has the steps of both, without empty messages where the main plan sends one anyway.
 
     `other` moves no elements.
     """
@@ -135,15 +133,15 @@ def _merge_rounds(main: Round, other: Round) -> Round:
 
 
 def chain(*plans: Plan) -> Plan:
-    """Runs plans one after the other; each has the same number of rounds on all ranks."""
+    """Joins plans one after the other; each has the same number of rounds on all ranks."""
     return tuple(round_ for plan in plans for round_ in plan)
 
 
 def split_evenly(count: int, parts: int, multiple: int = 1) -> list[tuple[int, int]]:
-    """Start and stop of `parts` neighbouring parts of `count` elements, as equal as possible.
+    """Returns start and stop of `parts` adjacent parts of `count` elements, as equal as possible.
 
     Args:
-        parts: number of parts; some are empty when there are too few elements.
+        parts: number of parts; some are empty if there are too few elements.
         multiple: parts start at multiples of this many elements.
     """
     units = -(-count // multiple)
@@ -152,7 +150,7 @@ def split_evenly(count: int, parts: int, multiple: int = 1) -> list[tuple[int, i
 
 
 def grid(plans: Sequence[Plan]) -> str:
-    """All ranks' plans as a table, a row for each rank: `>` sends, `<` receives, `+` receives and reduces."""
+    """Formats all ranks' plans as a table, one row for each rank: `>` sends, `<` receives, `+` receives and reduces."""
     cells = [[repr(round_) for round_ in plan] for plan in plans]
     num_rounds = max((len(row) for row in cells), default=0)
     rows = [["", *(f"round {number}" for number in range(num_rounds))]]
@@ -164,7 +162,7 @@ def grid(plans: Sequence[Plan]) -> str:
 
 
 def barrier(rank: int, size: int) -> Plan:
-    """In round k, a rank tells the rank 2^k ahead that it has heard, directly or not, from the 2^k ranks behind it."""
+    """In round k, a rank tells the rank 2^k ahead that it has heard, directly or not, from the 2^k ranks before it."""
     rounds = []
     distance = 1
     while distance < size:
@@ -183,8 +181,8 @@ def greeting(rank: int, size: int) -> Plan:
 def doubling_all_reduce(rank: int, size: int, count: int) -> Plan:
     """Pairs exchange everything, then pairs of pairs, and so on; buffer 0 is the tensor, in place.
 
-    Where the size is no power of two, the ranks above one first give their values to partners below, and get the result
-    at the end.
+    If the size is no power of two, the ranks above the largest one below it first give their values to partners, and
+    get the result at the end.
     """
     whole = Region(0, 0, count)
     power = 1 << (size.bit_length() - 1)
@@ -220,7 +218,7 @@ def _return_result(rank: int, power: int, extra: int, whole: Region) -> Round:
 
 
 def tree_broadcast(rank: int, size: int, root: int, count: int) -> Plan:
-    """In round k, the first 2^k ranks from the root on send to the next 2^k. Buffer 0 is the tensor."""
+    """In round k, the first 2^k ranks from the root send to the next 2^k. Buffer 0 is the tensor."""
     whole = Region(0, 0, count)
     place = (rank - root) % size
     rounds = []
@@ -237,7 +235,7 @@ def tree_broadcast(rank: int, size: int, root: int, count: int) -> Plan:
 def tree_reduce(rank: int, size: int, root: int, count: int) -> Plan:
     """The tree of the broadcast in the other direction.
 
-    Buffer 0 is this rank's tensor; buffer 1 is where it reduces: at the root the same tensor, elsewhere scratch space.
+    Buffer 0 is this rank's tensor. The rank reduces into buffer 1: at the root the same tensor, elsewhere scratch.
     """
     place = (rank - root) % size
     mine = Region(0, 0, count)
@@ -260,7 +258,7 @@ def tree_reduce(rank: int, size: int, root: int, count: int) -> Plan:
 
 
 def chain_broadcast(rank: int, size: int, root: int, count: int, slice_elements: int) -> Plan:
-    """Slices go from the root along the ring, one behind the other: each rank sends and receives everything once.
+    """Slices go from the root along the ring, one after the other: each rank sends and receives the tensor once.
 
     Args:
         count: elements of the tensor, which is buffer 0.
@@ -281,10 +279,10 @@ def chain_broadcast(rank: int, size: int, root: int, count: int, slice_elements:
 def chain_reduce(rank: int, size: int, root: int, count: int, slice_elements: int) -> Plan:
     """Slices go along the ring to the root, and every rank adds its own.
 
-    Buffer 0 is this rank's tensor. Buffer 1 is where it reduces: at the root the same tensor; elsewhere scratch space
-    of two slices, which are used in turn. Other arguments as in `chain_broadcast`.
+    Buffer 0 is this rank's tensor. The rank reduces into buffer 1: at the root the same tensor; elsewhere scratch space
+    of two slices, used in turn. Other arguments as in `chain_broadcast`.
     """
-    place = (rank - root - 1) % size  # the first in the chain is the one behind the root
+    place = (rank - root - 1) % size  # the chain starts at the rank after the root
     starts = range(0, max(count, 1), slice_elements)
     rounds = []
     for number in range(len(starts) + size - 2):
@@ -303,7 +301,7 @@ def chain_reduce(rank: int, size: int, root: int, count: int, slice_elements: in
 
 
 def _slice(index: int, starts: range, count: int, where: int) -> Region:
-    """Slice `index` in the tensor (0), in the root's result (1), or in its half of the scratch space (2)."""
+    """Returns slice `index` in the tensor (0), in the root's result (1), or in its half of the scratch space (2)."""
     start = starts[index]
     stop = min(start + starts.step, count)
     if where < 2:
@@ -313,7 +311,7 @@ def _slice(index: int, starts: range, count: int, where: int) -> Region:
 
 
 def ring_all_reduce(rank: int, size: int, count: int, multiple: int = 1) -> Plan:
-    """The ranks reduce a part each, and pass the parts around.
+    """Each rank reduces one part, then the ranks pass the parts around.
 
     Args:
         count: elements of the tensor. Buffer 0 is the tensor, in place.
@@ -324,7 +322,7 @@ def ring_all_reduce(rank: int, size: int, count: int, multiple: int = 1) -> Plan
 
 
 def _reduce_parts(rank: int, size: int, parts: Sequence[Region]) -> Plan:
-    """Afterwards part `rank` is final. Part p starts at rank p + 1 and ends at rank p."""
+    """Makes part `rank` final. Part p starts at rank p + 1 and ends at rank p."""
     rounds = []
     for step in range(size - 1):
         leaving, coming = parts[(rank - 1 - step) % size], parts[(rank - 2 - step) % size]
@@ -339,7 +337,7 @@ def _reduce_parts(rank: int, size: int, parts: Sequence[Region]) -> Plan:
 
 
 def _gather_parts(rank: int, size: int, parts: Sequence[Region]) -> Plan:
-    """Before it each rank has part `rank`, afterwards all parts."""
+    """Gives all ranks all parts; at the start each rank has part `rank`."""
     return tuple(
         Round(
             (SendStep((rank + 1) % size, parts[(rank - step) % size]),),
@@ -359,11 +357,11 @@ def ring_all_gather(rank: int, size: int, counts: Sequence[int]) -> Plan:
 
 
 def ring_reduce_scatter(rank: int, size: int, counts: Sequence[int]) -> Plan:
-    """Partial reductions go around, and each ends at the rank that it belongs to.
+    """Partial reductions go around the ring, and each ends at the rank to which it belongs.
 
     Args:
-        counts: elements of each chunk. Buffers 0 to size - 1 are the chunks, which are only read; buffer `size` is
-            the output; buffers `size` + 1 and `size` + 2 are scratch space as large as the largest chunk.
+        counts: elements of each chunk. Buffers 0 to size - 1 are the chunks, which are not written; buffer `size` is
+            the output; buffers `size` + 1 and `size` + 2 are scratch space, each as large as the largest chunk.
     """
     rounds = []
     leaving = Region((rank - 1) % size, 0, counts[(rank - 1) % size])
@@ -383,7 +381,7 @@ def ring_reduce_scatter(rank: int, size: int, counts: Sequence[int]) -> Plan:
 
 
 def direct_all_gather(rank: int, size: int, counts: Sequence[int]) -> Plan:
-    """Every rank sends to every other in one round: for small chunks and few ranks. Buffers as in `ring_all_gather`."""
+    """All ranks send to all others in one round: for small chunks and few ranks. Buffers as in `ring_all_gather`."""
     others = [(rank + distance) % size for distance in range(1, size)]
     sends = tuple(SendStep(peer, Region(rank, 0, counts[rank])) for peer in others)
     receives = tuple(ReceiveStep(peer, Region(peer, 0, counts[peer])) for peer in reversed(others))
@@ -391,7 +389,7 @@ def direct_all_gather(rank: int, size: int, counts: Sequence[int]) -> Plan:
 
 
 def gather(rank: int, size: int, root: int, counts: Sequence[int]) -> Plan:
-    """All ranks send to the root in parallel. Buffer i is rank i's chunk; other ranks have only their own."""
+    """All ranks send to the root in parallel. Buffer i is rank i's chunk; another rank has only its own."""
     if rank == root:
         others = [peer for peer in range(size) if peer != root]
         moves = Round((), tuple(ReceiveStep(peer, Region(peer, 0, counts[peer])) for peer in others))
@@ -411,10 +409,10 @@ def scatter(rank: int, size: int, root: int, counts: Sequence[int]) -> Plan:
 
 
 def pairwise_all_to_all(rank: int, size: int, sent: Sequence[int], received: Sequence[int]) -> Plan:
-    """In round k, each rank sends to the one k + 1 ahead.
+    """In round k, each rank sends to the rank k + 1 ahead.
 
-    A barrier follows: only the receiver can see that a chunk has another length than expected, and no rank may return
-    before all have checked theirs.
+    A barrier follows: only the receiver can see that a chunk has an unexpected length, and no rank may return before
+    all have checked theirs.
 
     Args:
         sent: elements for each rank. Buffers 0 to size - 1 are these chunks.
@@ -438,10 +436,10 @@ def plan_for(
     element_bytes: int,
     received: tuple[int, ...] = (),
 ) -> Plan:
-    """The plan of one rank; every rank comes to the same algorithm from the same arguments.
+    """Returns the plan of one rank; all ranks choose the same algorithm from the same arguments.
 
     Args:
-        counts: elements of the tensor, or of each chunk (of ALL_TO_ALL: that this rank sends).
+        counts: elements of the tensor, or of each chunk (for ALL_TO_ALL, of each chunk that this rank sends).
         received: for ALL_TO_ALL, the elements of each chunk that arrives.
     """
     size_bytes = element_bytes * (counts[0] if kind is Kind.ALL_GATHER else sum(counts))

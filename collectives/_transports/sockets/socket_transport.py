@@ -1,8 +1,8 @@
 """`SocketTransport`: the collective operations of a group over sockets.
 
-Small all_reduces of two ranks follow the plan `doubling_all_reduce` without the machinery that runs plans
-(`PairExchange`): a message is one system call at each end, since header and numbers lie one after the other in memory
-that is kept for the next operation. The bytes on the wire are the same, so the other rank may run the plan.
+Small all_reduces of two ranks follow the plan `doubling_all_reduce` without a `PlanRunner` (`PairExchange`): each rank
+makes one system call per message, since header and numbers are adjacent in memory that is reused by the next operation.
+The bytes on the wire are the same, so the other rank may run the plan.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from rpcdist.transport._tls.tls_socket import NO_SIGPIPE, StreamSocket, has_buff
 from rpcdist.transport.sockets import SocketHub
 
 SMALL_BYTES: Final = 4 << 10
-_START: Final = 64 - HEADER_BYTES  # so that the numbers start at a multiple of 64
+_START: Final = 64 - HEADER_BYTES  # makes the numbers start at a multiple of 64
 _MAX_MESSAGES: Final = 64
 _ALL_REDUCE: Final = Kind.ALL_REDUCE
 _PREMUL_SUM: Final = ReduceOp.PREMUL_SUM
 
 
 class _MessageBuffers:
-    """Memory for messages of one dtype and length, with views of it, and the kernel that reduces them."""
+    """Memory for messages of one dtype and length, with views of it, and the kernel that reduces the numbers."""
 
     __slots__ = ("_boxes", "inbox", "kernel", "num_bytes", "outbox", "received", "target")
 
@@ -59,7 +59,7 @@ class _MessageBuffers:
 
 
 class PairExchange:
-    """One rank's part of these operations."""
+    """One rank's part in small all_reduces of two ranks."""
 
     def __init__(
         self, rank: int, size: int, connections: PairConnections, pollers: Pollers, spin_policy: SpinPolicy
@@ -72,7 +72,7 @@ class PairExchange:
         self._messages: dict[tuple[int, torch.dtype, int], _MessageBuffers] = {}
 
     def takes(self, operation: Operation) -> bool:
-        """Whether it is such an operation, and the connection is open already."""
+        """Whether the operation is such an all_reduce, and the connection is open already."""
         if operation.kind is not _ALL_REDUCE or self._peer < 0 or operation.reduce_op is _PREMUL_SUM:
             return False
         tensor = operation.outputs[0]
@@ -131,7 +131,7 @@ class PairExchange:
     def _receive(
         self, connection: StreamSocket, room: memoryview, expected: bytes, frame: OperationFrame, control: Control
     ) -> None:
-        """Fills `room`; the header is compared as soon as it has come."""
+        """Fills `room`; compares the header as soon as it has arrived."""
         got, size = 0, len(room)
         while got < size:
             number = self._receive_some(connection, room[got:] if got else room, control)
@@ -140,7 +140,7 @@ class PairExchange:
                 raise frame.mismatch(self._peer, expected, bytes(room[:HEADER_BYTES]))
 
     def _receive_some(self, connection: StreamSocket, room: memoryview, control: Control) -> int:
-        """Receives at least one byte; returns how many."""
+        """Receives at least one byte; returns the number of bytes."""
         spin_policy = self._spin_policy
         try:
             began = now = time.monotonic()
@@ -187,15 +187,15 @@ _INPUT_SLOT, _RESULT_SLOT, _SECOND_SLOT = 0, 1, 2
 
 
 class SocketTransport(Transport):
-    """Runs a plan between the ranks for each operation. It connects when the first operation needs it.
+    """Runs a plan for each operation. Ranks connect when an operation first needs the connection.
 
     Args:
-        hub: the hub of this process; stays open until the transport is closed.
+        hub: the hub of this process, which must stay open until the transport is closed.
         group_name: a name that is the same on all ranks, and that no other open transport has.
         addresses: `SocketHub.address` of every rank.
-        unix: True for Unix sockets, False for TCP; None takes Unix sockets where ranks share a host.
+        unix: True for Unix sockets, False for TCP; None takes Unix sockets between ranks of one host.
         sockets_per_pair: how many connections two ranks use for large messages, the same on all ranks; None takes 4
-            between hosts.
+            between hosts and 1 on one host.
     """
 
     def __init__(
@@ -267,7 +267,7 @@ class SocketTransport(Transport):
         self._pair_exchange.clear()
 
     def _counts(self, operation: Operation) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The arguments `counts` and `received` of `plan_for`."""
+        """Returns the arguments `counts` and `received` of `plan_for`."""
         inputs, outputs = operation.inputs, operation.outputs
         match operation.kind:
             case Kind.ALL_REDUCE | Kind.REDUCE | Kind.BROADCAST:
@@ -297,7 +297,7 @@ class SocketTransport(Transport):
         return [self._multiplied(operation, tensor), result]
 
     def _multiplied(self, operation: Operation, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the tensor, or a copy that is multiplied by this rank's factor."""
+        """Returns the tensor, or a copy multiplied by this rank's factor."""
         if operation.reduce_op is not ReduceOp.PREMUL_SUM:
             return tensor
         product = self._scratch.get(_INPUT_SLOT, tensor.numel(), tensor.dtype).view(tensor.shape)
@@ -340,7 +340,7 @@ class SocketTransport(Transport):
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copies a tensor's bytes on this thread alone; does nothing when both are the same memory."""
+    """Copies a tensor's bytes on this thread alone; does nothing if both are the same memory."""
     if source.nbytes != target.nbytes:
         raise ValueError(f"a chunk of {source.nbytes} bytes does not fit one of {target.nbytes}")
     if source.data_ptr() != target.data_ptr():

@@ -1,4 +1,4 @@
-"""One message between two ranks, moved by as many bytes as the socket takes or gives at a time, never blocking."""
+"""One message between two ranks, moved without blocking: each call moves as many bytes as the socket takes or has."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from rpcdist.collectives._transports.transport_base import TransportPeerLost
 from rpcdist.transport._tls.tls_socket import NO_SIGPIPE, StreamSocket, has_buffered
 
 SLICE_ELEMENTS: Final = 32 << 10
-"""Numbers that are reduced at once. Torch runs larger kernels on several threads, which spin while they wait for each
-other: where ranks share cores, that was measured to take 30 times as long."""
+"""How many numbers are reduced at once. Torch runs larger kernels on several threads, which spin while they wait for
+each other: where ranks share cores, that was measured to take 30 times as long."""
 
-_SLICE_BYTES: Final = 128 << 10  # a slice stays in the processor's cache until it is reduced
-_SLICE_BYTES_OF_ONE_THREAD: Final = 512 << 10  # that holds for these, too, and they take fewer lines of Python
+_SLICE_BYTES: Final = 128 << 10  # fits into the processor's cache until it is reduced
+_SLICE_BYTES_OF_ONE_THREAD: Final = 512 << 10  # fits as well, and runs fewer lines of Python
 
 _SMALL_BYTES: Final = 4 << 10
-"""Payloads up to this size are read together with their header: the copy is cheaper than a system call."""
+"""Payloads of up to this size are read together with their header, as the copy is cheaper than a system call."""
 
 _TURN_BYTES: Final = 4 << 20
-"""How many bytes of a message are moved before the other messages of the round get their turn. An all_reduce of 16 MiB
-took 1.1x to 1.4x as long with an eighth of this: each change of turns empties a socket, and puts a rank to sleep."""
+"""How many bytes of a message are moved before the other messages of the round have a turn. With an eighth of this, an
+all_reduce of 16 MiB took 1.1x to 1.4x as long, as each change of turns empties a socket and puts a rank to sleep."""
 
 
 def slice_bytes(unit: int) -> int:
-    """The size of the slices in which numbers of `unit` bytes are reduced."""
+    """Returns the size of the slices in which numbers of `unit` bytes are reduced."""
     if torch.get_num_threads() == 1:
         return _SLICE_BYTES_OF_ONE_THREAD
     return min(_SLICE_BYTES, SLICE_ELEMENTS * unit)
@@ -40,7 +40,7 @@ class Transfer:
     """A message between this rank and a peer.
 
     Attributes:
-        channel: the index of the connection with it.
+        channel: the index of the connection with the peer.
         connection: the connection; None until it is open.
     """
 
@@ -60,11 +60,11 @@ class Transfer:
 
     @property
     def has_buffered(self) -> bool:
-        """Whether it can go on although no poll of its connection says so."""
+        """Whether the transfer can continue although poll does not report its connection."""
         return not self.is_send and self.connection is not None and has_buffered(self.connection)
 
     def lost(self, exc: OSError | None = None) -> TransportPeerLost:
-        """The error for a connection that ended."""
+        """Makes the error for a connection that ended."""
         return TransportPeerLost(self.peer, (exc.strerror or str(exc)) if exc else "it closed the connection")
 
 
@@ -102,11 +102,11 @@ class Reduction:
     """How to reduce a message with a tensor as it arrives.
 
     Args:
-        operand: the tensor that the message is reduced with; as long as `target`, and perhaps the same.
+        operand: the tensor with which the message is reduced; as long as `target`, and perhaps the same.
         staging: the tensor in which the message arrives; as long as `target`, or as one slice.
-        size: of a slice in bytes, see `slice_bytes`.
+        size: the bytes of a slice, see `slice_bytes`.
         deferred: whether to reduce in `complete`; then `staging` is as long as `target`.
-        finish: makes the reduced numbers final, such as dividing them; None when there is nothing to do.
+        finish: finishes the reduced numbers, such as by dividing them; may be None.
     """
 
     __slots__ = (
@@ -144,7 +144,7 @@ class Reduction:
         self._finish = finish
 
     def reduce_all(self) -> None:
-        """Reduces a message that has arrived as a whole."""
+        """Reduces a message that has arrived completely."""
         for index in range(len(self._slices)):
             self.reduce(index)
 
@@ -161,7 +161,7 @@ class Reduction:
 
 @dataclass(slots=True, eq=False)
 class Receiving(Transfer):
-    """Receives a message after its header has proven to be the expected one."""
+    """Receives a message, after it has compared the header with the expected one."""
 
     _frame: OperationFrame
     _expected: bytes
@@ -185,7 +185,7 @@ class Receiving(Transfer):
             raise self.lost(exc) from exc
 
     def _read_header(self, connection: StreamSocket) -> bool:
-        small = self._size if self._size <= _SMALL_BYTES else 0  # a small payload comes along, and is used later
+        small = self._size if self._size <= _SMALL_BYTES else 0  # a small payload comes with the header
         data = self._header + (part := connection.recv(HEADER_BYTES - len(self._header) + small))
         if not part:
             raise self.lost()
@@ -215,7 +215,7 @@ class Receiving(Transfer):
         return self._got == self._size
 
     def _room(self) -> memoryview:
-        """Where the next bytes go: up to the end of a slice, if slices are reduced as they arrive."""
+        """Returns the memory for the next bytes: up to the end of a slice, if slices are reduced as they arrive."""
         if self.reduction is None or self.reduction.deferred:
             return self._payload[self._got : self._size]
         start = self._got % len(self._payload)
@@ -223,6 +223,6 @@ class Receiving(Transfer):
         return self._payload[start : start + min(rest, self._size - self._got)]
 
     def complete(self) -> None:
-        """Reduces a message that had to wait for the end of the round."""
+        """Reduces a message whose reduction was deferred to the end of the round."""
         if self.reduction is not None and self.reduction.deferred:
             self.reduction.reduce_all()

@@ -1,8 +1,8 @@
-"""The reductions of an iteration's buckets: starts them during the backward pass, and waits for them at its end.
+"""The reductions of an iteration's buckets, started during the backward pass and awaited at its end.
 
 A rank whose backward pass ended without some gradients does not take part in the reduction of their buckets. The other
 ranks see only that it is late. So it writes a notice with the names of the missing gradients into the group's store,
-and ranks that have waited long read it there.
+which ranks read after they have waited for some time.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ MAX_TOLD: Final = 50
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """The notice of one rank: gradients are missing.
+    """The notice of one rank that gradients are missing.
 
     Attributes:
         iteration: number of the backward pass, from 1.
-        final: whether the rank has raised an error; else the gradients may still become ready.
-        problem: the error, where it is not about missing gradients.
+        final: whether the rank has raised an error; otherwise the gradients may still become ready.
+        problem: the error, if it is not about missing gradients.
     """
 
     rank: int
@@ -61,7 +61,7 @@ class Notice:
     def __str__(self) -> str:
         if self.problem:
             return f"rank {self.rank} has given up iteration {self.iteration}: {self.problem}"
-        end = "has gone on without" if self.final else "ended a backward pass without"
+        end = "has continued without" if self.final else "ended a backward pass without"
         return f"rank {self.rank} {end} gradients of {list_names(self.missing)} in iteration {self.iteration}"
 
 
@@ -69,7 +69,7 @@ class Notices:
     """The notices about one reducer, in the store of its group.
 
     Args:
-        key: prefix of the store's keys: the same on all ranks, and different for each reducer.
+        key: prefix of the store's keys, equal on all ranks and different for each reducer.
     """
 
     def __init__(self, group: ProcessGroup, key: str) -> None:
@@ -77,7 +77,7 @@ class Notices:
         self._key = key
 
     def post(self, iteration: int, missing: Sequence[str], final: bool, problem: str = "") -> Notice:
-        """Writes this rank's notice. Errors of the store are ignored: only the explanation is lost."""
+        """Writes this rank's notice. Ignores errors of the store, since only the explanation is lost."""
         group = self._group
         notice = Notice(group.world_rank(group.rank()), iteration, tuple(missing), final, problem)
         try:
@@ -88,7 +88,7 @@ class Notices:
         return notice
 
     def read(self, iteration: int) -> list[Notice]:
-        """The notices of the other ranks about an iteration."""
+        """Returns the notices of the other ranks about an iteration."""
         group, found = self._group, []
         try:
             store = group.get_group_store()
@@ -108,7 +108,7 @@ def reduce_runs(runs: Sequence[torch.Tensor], group: ProcessGroup, divisor: floa
         return []
     average = divisor == group.size() and runs[0].dtype is not torch.float16
     if not average:
-        torch._foreach_div_(list(runs), divisor)  # before the sum, which could overflow the dtype
+        torch._foreach_div_(list(runs), divisor)  # first, since the sum could overflow the dtype
     binding = group.binding(runs[0].device.type)
     return binding.all_reduce_many(runs, ReduceOp.AVG if average else ReduceOp.SUM, asynchronous)
 
@@ -117,7 +117,7 @@ class BucketReductions:
     """The reductions of one iteration at a time. The reducer's lock guards it.
 
     Attributes:
-        first_launch_ns: when the first operation of the iteration was started; 0 before.
+        first_launch_ns: the time when the first operation of the iteration was started; 0 before.
     """
 
     def __init__(self, group: ProcessGroup, notices: Notices, finite: FiniteCheck, hook: RegisteredHook | None) -> None:
@@ -127,11 +127,11 @@ class BucketReductions:
         self._finite = finite
         self._hook = hook
         self._iteration = 0
-        self._warned = 0  # the last iteration of which it was said that ranks wait
+        self._warned = 0  # the last iteration for which a warning about waiting was logged
         self._divisor = 1.0
         self._works: dict[int, list[Work]] = {}
         self._futures: dict[int, tuple[GradBucket, torch.futures.Future[torch.Tensor]]] = {}
-        self._began: dict[int, float] = {}  # for a trace: when the reduction of a bucket was started
+        self._began: dict[int, float] = {}  # for a trace: the start of each bucket's reduction
 
     def begin(self, iteration: int, divisor: float) -> None:
         """Begins an iteration, whose gradients are divided by `divisor`."""
@@ -197,10 +197,10 @@ class BucketReductions:
 
     def _finish(self, bucket: Bucket, deliver: Deliver) -> None:
         if bucket.number not in self._works and bucket.number not in self._futures:
-            # The program has caught the error of the backward pass, and ends the iteration all the same.
+            # The program has caught the error of the backward pass, but ends the iteration.
             raise DataParallelError(
                 f"bucket {bucket.number} of iteration {self._iteration} was not reduced: its reduction could not be "
-                "started in the backward pass, whose error says why"
+                "started in the backward pass; see the error of that pass"
             )
         for work in self._works.pop(bucket.number, ()):
             self._wait(work, bucket)
@@ -221,10 +221,10 @@ class BucketReductions:
         self._finite.conclude(self._iteration)
 
     def _wait(self, work: Work, bucket: Bucket) -> None:
-        """Returns when an operation of a bucket is done; explains why it failed, or takes long.
+        """Waits until an operation of a bucket is done; explains why it failed or takes long.
 
         Raises:
-            CollectiveError: it failed, or another rank has given up on it; names that rank and the parameters.
+            CollectiveError: it failed, or another rank has given up; names that rank and the parameters.
         """
         try:
             while not work.is_completed():
@@ -254,18 +254,18 @@ class BucketReductions:
                 warnings.warn(f"still waiting in bucket {bucket.number}: {notice}", RuntimeWarning, stacklevel=2)
 
     def _fail(self, error: CollectiveError, bucket: Bucket) -> NoReturn:
-        """Raises the error with details: which gradients were reduced, and the notices of other ranks about them."""
+        """Raises the error with details: the gradients that were reduced, and the notices of other ranks about them."""
         rank = self._group.world_rank(self._group.rank())
         told = "".join(f"; {notice}" for notice in self._notices.read(self._iteration))
         raise explained(
             error,
             f"rank {rank} reduced bucket {bucket.number} of iteration {self._iteration}, with the gradients of "
             f"{list_names(_names(bucket))}{told}. If a rank ran out of data, train under `with model.join():`",
-        ) from error.__cause__  # the text of the error itself is in that of the new one
+        ) from error.__cause__  # the new error contains the text of the old one
 
 
 def _range_of(what: str, bucket: Bucket) -> AbstractContextManager[object]:
-    """A range in torch's profiler, where one runs."""
+    """A range in torch's profiler, if it runs."""
     return record_function(f"DDP bucket {bucket.number} {what}") if is_profiling() else nullcontext()
 
 

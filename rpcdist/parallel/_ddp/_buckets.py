@@ -1,18 +1,16 @@
-"""Buckets: which gradients are reduced together, how they are packed for it and delivered after it; sparse gradients.
+"""Buckets: which gradients are reduced together, how they are packed before and delivered afterwards.
 
-Gradients become ready roughly in the reverse order of the parameters. Buckets are filled in that order at first, and
-after one backward pass in the order in which gradients became ready. A bucket holds one dtype and one device. Each
-parameter with sparse gradients has a bucket of its own. Number and order of the buckets are those of torch. The
-assignment is pure.
+Gradients become ready roughly in the reverse order of the parameters. At first buckets are filled in that order; after
+one backward pass, in the order in which gradients became ready. A bucket has one dtype and one device. Each parameter
+with sparse gradients has its own bucket. Number and order of the buckets are those of torch. The assignment is pure.
 
 [Note: in place]
-    A flat buffer costs memory and two copies of every gradient. Gradients of at least `OWN_BYTES` use the network well
-    alone, so they are reduced in place, each in an operation of its own; only the smaller gradients of a bucket are
-    packed into the buffer. The choice depends on the sizes of the parameters only, so all ranks agree. A gradient is
-    copied if its memory is shared, or if its layout differs from that of its parameter. With `gradient_as_bucket_view`
-    the packed gradients become views of the buffer, and are not copied while they are kept. Comm hooks need all
-    gradients of a bucket in one buffer (`flat`), and on a GPU they are there too: it copies fast, and an operation of
-    NCCL costs more than that.
+A flat buffer costs memory and two copies of every gradient. Gradients of at least `OWN_BYTES` alone are large enough
+for the network, so each of them is reduced in place by its own operation; only smaller gradients of a bucket are packed
+into the buffer. The choice depends only on the sizes of the parameters, so all ranks agree. A gradient is copied if its
+memory is shared, or if its layout differs from that of its parameter. With `gradient_as_bucket_view` the packed
+gradients become views of the buffer, and are not copied while they are kept. Comm hooks need all gradients of a bucket
+in one buffer (`flat`). On a GPU all gradients are packed as well, as copies are cheaper there than operations of NCCL.
 """
 
 from __future__ import annotations
@@ -50,10 +48,10 @@ class GradientFacts:
 
 @dataclass(frozen=True, slots=True)
 class BucketCaps:
-    """Size limits of buckets. The gradient that reaches the limit is the last one of its bucket; every one reaches 0.
+    """Size limits of buckets. The gradient that reaches the limit is the last one of its bucket; all gradients reach 0.
 
     Attributes:
-        num_bytes: limit of all buckets but the first.
+        num_bytes: limit of all buckets except the first.
         first_bytes: limit of the first bucket; smaller by default, so that its reduction starts early.
         listed: one limit per bucket; replaces the other two.
     """
@@ -71,7 +69,7 @@ class BucketCaps:
         """
         for cap in (cap_mb, *(cap_mb_list or ())):
             if cap is not None and not cap >= 0:
-                raise ConfigError(f"a bucket cap of {cap} MiB is invalid; give 0 or more, or None")
+                raise ConfigError(f"a bucket cap of {cap} MiB is invalid; pass 0 or more, or None")
         if cap_mb_list:
             listed = tuple(int(cap * MEBIBYTE) for cap in cap_mb_list)
             return cls(max(listed), max(listed), listed)
@@ -80,32 +78,32 @@ class BucketCaps:
         return cls(int(cap_mb * MEBIBYTE), int(cap_mb * MEBIBYTE))
 
     def initial_limits(self, order_is_fixed: bool) -> list[int]:
-        """Limits for the first iterations.
+        """Returns the limits for the first iterations.
 
         Args:
             order_is_fixed: whether buckets are never rebuilt. If they are rebuilt, one bucket takes all gradients until
-                the order of readiness is known: reductions in another order could cross other collectives of the
-                backward pass.
+                the order of readiness is known, because reductions in another order could interleave differently with
+                other collectives of the backward pass.
         """
         if self.listed:
             return list(self.listed)
         return self.rebuilt_limits() if order_is_fixed else [NO_LIMIT]
 
     def rebuilt_limits(self) -> list[int]:
-        """Limits once the order of readiness is known."""
+        """Returns the limits when the order of readiness is known."""
         return list(self.listed) or [self.first_bytes, self.num_bytes]
 
 
 def assign(
     facts: Sequence[GradientFacts], limits: Sequence[int], ready_order: Sequence[int] | None = None
 ) -> list[list[int]]:
-    """Buckets, as lists of indices into `facts`.
+    """Returns the buckets, as lists of indices into `facts`.
 
     Args:
         facts: one per gradient.
-        limits: size limits in bytes of the first bucket of each kind, the second, and so on; the last limit holds for
+        limits: size limits in bytes of the first bucket of each kind, the second, and so on; the last limit applies to
             all later buckets.
-        ready_order: all indices, in the order in which buckets are filled and closed. Without it they are filled in
+        ready_order: all indices, in the order in which buckets are filled and closed. Without it buckets are filled in
             the order of `facts`, and sorted by their smallest index.
     """
     closed: list[list[int]] = []
@@ -129,26 +127,26 @@ def assign(
 
 
 def initial_buckets(facts: Sequence[GradientFacts], caps: BucketCaps, order_is_fixed: bool) -> list[list[int]]:
-    """Buckets before any backward pass, in the order in which they are expected to become ready."""
+    """Returns the buckets before any backward pass, in the order in which they are expected to become ready."""
     return assign(facts, caps.initial_limits(order_is_fixed))[::-1]
 
 
 def rebuilt_buckets(facts: Sequence[GradientFacts], caps: BucketCaps, ready_order: Sequence[int]) -> list[list[int]]:
-    """Buckets by the order in which the gradients of a whole backward pass became ready."""
+    """Returns the buckets by the order in which the gradients of a whole backward pass became ready."""
     return assign(facts, caps.rebuilt_limits(), ready_order)
 
 
 _OWN_USES: Final = 2
-"""Use count of a storage that one tensor owns alone: the tensor's reference, and that of `untyped_storage()`."""
+"""The use count of a storage with one tensor: the references of the tensor and of `untyped_storage()`."""
 
 
 def fills_its_memory(tensor: torch.Tensor) -> bool:
-    """Whether the elements of a tensor lie without gaps and overlaps, in any order of dimensions."""
+    """Whether the elements of a tensor have no gaps and overlaps in memory, in any order of dimensions."""
     return tensor.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
 
 
 def as_run(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor | None:
-    """The gradient's memory as a flat tensor, if it is laid out like the parameter; else None."""
+    """Returns the gradient's memory as a flat tensor if it is laid out like the parameter, otherwise None."""
     if gradient.is_contiguous() and parameter.is_contiguous():
         return gradient.view(-1)
     if gradient.stride() == parameter.stride() and fills_its_memory(gradient):
@@ -157,14 +155,14 @@ def as_run(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor | No
 
 
 def view_like(run: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A view of a flat tensor with the parameter's shape, and with its strides if the parameter fills its memory."""
+    """Returns a flat tensor with the parameter's shape, and with its strides if the parameter fills its memory."""
     if not parameter.is_contiguous() and fills_its_memory(parameter):
         return run.as_strided(parameter.shape, parameter.stride(), run.storage_offset())
     return run.view(parameter.shape)
 
 
 def is_private(tensor: torch.Tensor) -> bool:
-    """Whether no other tensor uses its memory: the engine may give the same gradient to two parameters."""
+    """Whether no other tensor uses its memory, since the engine may give one gradient to two parameters."""
     storage = tensor.untyped_storage()
     return bool(torch._C._storage_Use_Count(storage._cdata) <= _OWN_USES)
 
@@ -173,10 +171,10 @@ OWN_BYTES: Final = 1 << 19
 
 
 class DenseBucket:
-    """Dense gradients of one dtype and device. The reducer's lock guards it.
+    """Dense gradients of one dtype and device. The reducer's lock guards the object.
 
     Args:
-        flat: whether all gradients are packed, as those on a GPU are always; see [Note: in place].
+        flat: whether all gradients are packed, as always on a GPU; see [Note: in place].
 
     Attributes:
         runs: the flat tensors that are reduced; empty between `scatter` and `gather`.
@@ -199,7 +197,7 @@ class DenseBucket:
 
     @property
     def buffer(self) -> torch.Tensor:
-        """The flat tensor of the packed gradients; allocated at the first use."""
+        """The flat tensor of the packed gradients, allocated at the first use."""
         if self._buffer is None:
             parameter = self.packed[0].tensor
             numel = sum(member.tensor.numel() for member in self.packed)
@@ -224,7 +222,7 @@ class DenseBucket:
     # ------------------------------------------------------------ from gradients to runs
 
     def gather(self, gradient_of: Callable[[Trained], torch.Tensor | None], in_place: bool) -> list[torch.Tensor]:
-        """Makes the flat tensors that are reduced.
+        """Returns the flat tensors to reduce.
 
         Args:
             gradient_of: returns a member's gradient, or None, which counts as zero.
@@ -272,7 +270,7 @@ class DenseBucket:
         """Delivers the reduced gradients, and drops the runs.
 
         Args:
-            deliver: gets members, their gradients, and whether these stay valid after the next iteration begins.
+            deliver: gets members, their gradients, and whether these stay valid when the next iteration begins.
         """
         reduced, self._reduced, self.runs = self._reduced, [], []
         if self._own:
@@ -285,7 +283,7 @@ DENSE: Final = -1
 
 
 class SparseBucket:
-    """One parameter with sparse gradients. The reducer's lock guards it."""
+    """One parameter with sparse gradients. The reducer's lock guards the object."""
 
     def __init__(self, number: int, member: Trained, group: ProcessGroup) -> None:
         self.number = number
@@ -299,7 +297,7 @@ class SparseBucket:
         return self.members[0].tensor.nbytes
 
     def exchange_sizes(self, gradient: torch.Tensor | None) -> Work:
-        """Starts the exchange of the numbers of rows; a missing gradient has none."""
+        """Starts the exchange of the numbers of rows; a missing gradient has 0."""
         size, device = self._group.size(), self.members[0].tensor.device
         if gradient is not None and gradient.is_sparse:
             gradient = gradient.detach().coalesce()
@@ -312,7 +310,7 @@ class SparseBucket:
         return work
 
     def finish(self, divisor: float) -> torch.Tensor:
-        """The sum of all ranks' gradients, divided by `divisor`. All ranks must call it in the order of the buckets."""
+        """Returns the sum of all ranks' gradients, divided by `divisor`. All ranks call it in bucket order."""
         gradient, self._gradient = self._gradient, None
         counts: list[int] = self._counts.tolist()
         with torch.no_grad():
@@ -321,7 +319,7 @@ class SparseBucket:
             return self._exchange(gradient, counts, divisor)
 
     def _reduce_dense(self, gradient: torch.Tensor | None) -> torch.Tensor:
-        """The sum if some rank has a dense gradient."""
+        """Returns the sum if some rank has a dense gradient."""
         if gradient is None:
             dense = torch.zeros_like(self.members[0].tensor, memory_format=torch.contiguous_format)
         else:
@@ -334,7 +332,7 @@ class SparseBucket:
         longest = max(counts)
         if longest == 0:
             return torch.zeros_like(parameter, layout=torch.sparse_coo)
-        # The rows of an embedding's gradient: one sparse dimension, all others dense.
+        # An embedding's gradient has one sparse dimension, the rows; all others are dense.
         indices = torch.zeros(longest, dtype=torch.int64, device=parameter.device)
         values = torch.zeros(longest, *parameter.shape[1:], dtype=parameter.dtype, device=parameter.device)
         if gradient is not None and gradient._nnz():

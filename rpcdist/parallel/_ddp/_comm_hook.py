@@ -1,6 +1,6 @@
-"""Communication hooks of the user, which reduce the gradients of a bucket instead of an average.
+"""Communication hooks of the user, which replace the average of a bucket's gradients.
 
-A hook is the user's code: its result is examined, and an error names the hook.
+A hook is the user's code, so its result is checked, and errors name the hook.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ OURS_KEEP_COMPLEX = (
     "fp16_compress_hook",
     "fp16_compress_wrapper_hook",
 )
-"""Others of this package that do, and of torch do not; of a wrapper, the hook inside counts as well."""
+"""Further hooks, which keep it in this package but not in torch; for a wrapper, the wrapped hook counts as well."""
 
 
 class GradBucket:
-    """A bucket as a comm hook sees it. Valid until the hook's future is done."""
+    """The bucket that a comm hook gets. Valid until the hook's future is done."""
 
     def __init__(self, bucket: DenseBucket, is_last: bool) -> None:
         self._bucket = bucket
@@ -39,40 +39,40 @@ class GradBucket:
         return f"<GradBucket {self._bucket!r}>"
 
     def index(self) -> int:
-        """Number of the bucket in the order of communication."""
+        """Returns the number of the bucket in the order of communication."""
         return self._bucket.number
 
     def buffer(self) -> torch.Tensor:
-        """The gradients of this rank as one flat tensor; a hook may change it in place."""
+        """Returns the gradients of this rank as one flat tensor, which a hook may change in place."""
         return self._buffer
 
     def gradients(self) -> list[torch.Tensor]:
-        """Views of `buffer` in the shapes of the parameters; of real and imaginary parts, in the last dimension."""
+        """Returns views of `buffer` in the shapes of the parameters; complex parts are the last dimension."""
         parameters = self.parameters()
-        if self._has_parts(self._buffer):  # of numbers that are all complex
+        if self._has_parts(self._buffer):  # then all numbers are complex
             parameters = [torch.view_as_real(parameter.detach()) for parameter in parameters]
         parts = self._buffer.split([parameter.numel() for parameter in parameters])
         return [view_like(part, parameter) for part, parameter in zip(parts, parameters, strict=True)]
 
     def parameters(self) -> list[torch.Tensor]:
-        """The parameters, in the order of `gradients`."""
+        """Returns the parameters, in the order of `gradients`."""
         return [member.tensor for member in self._bucket.members]
 
     def names(self) -> list[str]:
-        """The names of the parameters in the module."""
+        """Returns the names of the parameters in the module."""
         return [member.name for member in self._bucket.members]
 
     def is_last(self) -> bool:
-        """Whether it is the last bucket of the iteration."""
+        """Returns whether this is the last bucket of the iteration."""
         return self._is_last
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
-        """Replaces the tensor that `buffer` returns by a flat one of the same size, perhaps of another dtype.
+        """Replaces the tensor that `buffer` returns by a flat one of the same size, which may have another dtype.
 
-        Complex gradients may be replaced by real numbers, twice as many: the parts of each, as in `torch.view_as_real`.
+        Complex gradients may be replaced by twice as many real numbers: the parts of each, as in `torch.view_as_real`.
 
         Raises:
-            ConfigError: it has not as many elements.
+            ConfigError: the number of elements differs.
         """
         count = self._bucket.buffer.numel()
         if self._has_parts(buffer):
@@ -83,11 +83,11 @@ class GradBucket:
                 )
             count *= 2
         if buffer.numel() != count:
-            raise ConfigError(f"the buffer of bucket {self.index()} has {count} elements, not {buffer.numel()}")
+            raise ConfigError(f"the buffer of bucket {self.index()} must have {count} elements, not {buffer.numel()}")
         self._buffer = buffer
 
     def _has_parts(self, buffer: torch.Tensor) -> bool:
-        """Whether a buffer has the real and the imaginary parts of complex gradients."""
+        """Whether a buffer contains the real and imaginary parts of complex gradients."""
         return self._bucket.buffer.is_complex() and not buffer.is_complex()
 
 
@@ -95,19 +95,19 @@ CommHook = Callable[[Any, GradBucket], "torch.futures.Future[torch.Tensor]"]
 
 
 def check_comm_hook(hook: object) -> None:
-    """Raises TypeError or ConfigError for an object that cannot be a comm hook."""
+    """Raises TypeError or ConfigError if an object cannot be a comm hook."""
     if not callable(hook):
         raise TypeError("Communication hook must be callable.")
     try:
         signature = inspect.signature(hook)
-    except ValueError:  # no signature to look at
+    except ValueError:  # it has no signature
         return
     try:
         signature.bind(None, None)
     except TypeError as exc:
         names = list(signature.parameters)
         raise ConfigError(
-            f"a communication hook takes two arguments, state and bucket; this one takes {names}"
+            f"a communication hook must take two arguments, state and bucket, but this one takes {names}"
         ) from exc
     for parameter in list(signature.parameters.values())[1:2]:
         if _means_another(parameter.annotation, "GradBucket"):
@@ -122,13 +122,13 @@ def check_comm_hook(hook: object) -> None:
 
 
 def _means_another(annotation: object, name: str) -> bool:
-    """Whether an annotation is a class of another name, ours or torch's; texts and generic types are not looked at."""
+    """Whether an annotation is a class with another name; ignores texts and generic types."""
     anything = (inspect.Parameter.empty, object, Any)
     return isinstance(annotation, type) and annotation not in anything and annotation.__name__ != name
 
 
 def name_of_hook(hook: object) -> str:
-    """How errors and logging data call a hook."""
+    """Returns the name of a hook for errors and logging data."""
     function = getattr(hook, "func", hook)  # of a functools.partial
     return str(getattr(function, "__name__", None) or type(function).__name__)
 
@@ -136,7 +136,7 @@ def name_of_hook(hook: object) -> str:
 def refuse_complex(hook: object, dtypes: Iterable[torch.dtype]) -> None:
     """Raises ConfigError if a hook of this package or of torch would lose the imaginary part of gradients.
 
-    A wrapper of this package passes for the hook inside, its `__wrapped__`, as far as it keeps them itself.
+    A wrapper of this package that keeps the imaginary part counts as the hook that it wraps, its `__wrapped__`.
     """
     module, name = str(getattr(getattr(hook, "func", hook), "__module__", "")), name_of_hook(hook)
     is_ours = module.startswith("rpcdist.parallel.")
@@ -153,13 +153,13 @@ def refuse_complex(hook: object, dtypes: Iterable[torch.dtype]) -> None:
 
 
 class RegisteredHook(NamedTuple):
-    """A hook in use.
+    """A registered hook.
 
     Attributes:
         hook: see `DistributedDataParallel.register_comm_hook`.
         state: first argument of the hook.
         leaves_equal_bits: whether the hook is known to leave the same bits on all ranks.
-        name: of the hook that the program registered, for people.
+        name: the name of the hook that the program registered, for people.
     """
 
     hook: CommHook
@@ -171,7 +171,7 @@ class RegisteredHook(NamedTuple):
         """Calls the hook.
 
         Raises:
-            ConfigError: it returned no future.
+            ConfigError: the hook did not return a future.
         """
         found: object = self.hook(self.state, bucket)
         if not isinstance(found, torch._C.Future):
@@ -180,10 +180,10 @@ class RegisteredHook(NamedTuple):
         return found  # type: ignore[return-value]  # torch's own class, or the base of it that C++ makes
 
     def finish(self, bucket: GradBucket, future: torch.futures.Future[torch.Tensor], timeout_s: float) -> torch.Tensor:
-        """Waits for what a future of `call` brings: the gradients, flat.
+        """Waits for the result of a future of `call`: the gradients, flat.
 
         Raises:
-            ConfigError: it is not a tensor like the bucket's buffer, or does not come.
+            ConfigError: the result is not a tensor like the bucket's buffer, or does not come in time.
         """
         done = threading.Event()
         torch._C.Future.add_done_callback(future, lambda _: done.set())
@@ -209,7 +209,7 @@ class RegisteredHook(NamedTuple):
 
 
 def _problem_of_result(result: object, buffer: torch.Tensor) -> str:
-    """The problem with the result of a hook's future; empty if there is none."""
+    """Returns the problem of the result of a hook's future; empty if it has none."""
     if isinstance(result, list | tuple):
         return f"its future has {len(result)} values"
     if not isinstance(result, torch.Tensor):

@@ -1,8 +1,8 @@
 """The arguments of the constructor of `DistributedDataParallel`, and the options of its reducer.
 
 With mixed precision, the module keeps its parameters in full precision. Each forward pass runs with copies in
-`param_dtype`, which autograd knows to come from them: so gradients arrive in full precision, with values that
-`param_dtype` can hold, and optimizers and checkpoints see nothing but full precision.
+`param_dtype` that autograd derives from the parameters. So gradients arrive in full precision, with values that
+`param_dtype` can hold, and optimizers and checkpoints see only full precision.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class MixedPrecision:
     """The argument `mixed_precision` of `DistributedDataParallel`; only tensors of floating-point numbers are cast.
 
     Attributes:
-        param_dtype: of parameters and inputs in the forward pass; None leaves them as they are.
-        reduce_dtype: in which gradients travel and are added up; `param_dtype` by default.
-        buffer_dtype: of buffers, which are cast once; None leaves them as they are.
+        param_dtype: the dtype of parameters and inputs in the forward pass; None leaves them unchanged.
+        reduce_dtype: the dtype in which gradients are sent and summed; `param_dtype` by default.
+        buffer_dtype: the dtype of buffers, which are cast once; None leaves them unchanged.
     """
 
     param_dtype: torch.dtype | None = None
@@ -44,10 +44,10 @@ class MixedPrecision:
 
     @classmethod
     def of(cls, given: object | None) -> MixedPrecision:
-        """From what the user passed: one of these, torch's `_MixedPrecision`, or None.
+        """Converts the user's argument: a `MixedPrecision`, torch's `_MixedPrecision`, or None.
 
         Raises:
-            ConfigError: it is something else, or a dtype is not one of floating-point numbers.
+            ConfigError: the argument is another object, or a dtype is not a floating-point dtype.
         """
         if given is None:
             return cls()
@@ -62,7 +62,7 @@ class MixedPrecision:
 
     @property
     def wire_dtype(self) -> torch.dtype | None:
-        """In which gradients are reduced; None for their own."""
+        """The dtype in which gradients are reduced; None for their own."""
         return self.reduce_dtype or self.param_dtype
 
     def cast_buffers(self, module: nn.Module, ignored: Collection[str]) -> None:
@@ -72,10 +72,10 @@ class MixedPrecision:
                 buffer.data = buffer.to(self.buffer_dtype)
 
     def mark_parameters(self, module: nn.Module, ignored: Collection[str]) -> None:
-        """Gives each parameter that forward passes cast the attributes of torch's DDP, by which programs know it.
+        """Sets torch's attributes on each parameter that forward passes cast, since programs read them.
 
         These are `_fp_param`, its values in full precision, and `_mp_param`, a tensor of its shape in `param_dtype`.
-        The latter has no values, as with torch outside of passes: a copy lives as long as the pass that made it.
+        The latter has no values, as with torch outside a pass: a copy lives as long as the pass that made it.
         """
         if self.param_dtype is None:
             return
@@ -93,7 +93,7 @@ class MixedPrecision:
     def run(
         self, module: nn.Module, ignored: Collection[str], inputs: Sequence[Any], keywords: Mapping[str, Any]
     ) -> Any:
-        """The module's forward pass with copies of its parameters, those that are not ignored, and with cast inputs."""
+        """Runs the module's forward pass with cast inputs and cast copies of the parameters that are not ignored."""
         dtype = self.param_dtype
         if dtype is None:
             return module(*inputs, **keywords)
@@ -107,12 +107,12 @@ class MixedPrecision:
 
 @dataclass(slots=True)
 class ReducerOptions:
-    """The choices of the user that the reducer needs.
+    """The user's options for the reducer.
 
     Attributes:
         find_unused: whether parameters may stay without gradients, different ones in each iteration.
         static: whether every iteration uses the same parameters as the first one.
-        skip_unused: whether buckets without used parameters are not reduced; these must be the same on all ranks.
+        skip_unused: whether buckets without used parameters are not reduced; they must be the same on all ranks.
         check_finite: see [Note: probes].
     """
 
@@ -125,7 +125,8 @@ class ReducerOptions:
 
     @property
     def rule(self) -> DueRule:
-        """Which parameters get gradients in an iteration."""
+        """The rule for which parameters get gradients in an iteration."""
+
         if self.static:
             return DueRule.STATIC
         return DueRule.FOUND if self.find_unused else DueRule.EVERY
@@ -137,13 +138,13 @@ class ReducerOptions:
 
 
 def member_group(given: ProcessGroup | None) -> ProcessGroup:
-    """The group to train in: the given one, or the default one.
+    """Returns the group for the training: the given one, or the default group.
 
-    A group of `torch.distributed` with the backend "rpcdist" stands for the group of ours that it is made of; so does
-    torch's default group where we have none.
+    A group of `torch.distributed` with the backend "rpcdist" is replaced by the group of rpcdist inside it; so is
+    torch's default group if rpcdist has no default group.
 
     Raises:
-        ConfigError: there is none, or it is not a group of `rpcdist.collectives` with this rank in it.
+        ConfigError: no group exists, or it is not a group of `rpcdist.collectives` that contains this rank.
     """
     group = default_group() if given is None else _behind(given)
     if group is None:
@@ -161,7 +162,7 @@ def member_group(given: ProcessGroup | None) -> ProcessGroup:
 
 
 def default_group() -> ProcessGroup | None:
-    """The default group: ours, else torch's where it is made of one of ours."""
+    """Returns our default group, or the group inside torch's default group."""
     ours = collectives.group.WORLD
     if isinstance(ours, ProcessGroup):
         return ours
@@ -170,13 +171,13 @@ def default_group() -> ProcessGroup | None:
 
 
 def _behind(given: object) -> object:
-    """The group that does the work of a group of torch's, where that is one of ours; else the given one."""
-    torch_backend = sys.modules.get("rpcdist.collectives.torch_backend")  # without it, there are no such groups
+    """Returns the group of rpcdist inside a group of torch, or the given object."""
+    torch_backend = sys.modules.get("rpcdist.collectives.torch_backend")  # without it, no such groups exist
     return given.group if torch_backend and isinstance(given, torch_backend.TorchProcessGroup) else given
 
 
 def choose_sync(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> bool:
-    """Whether buffers are synchronised before each forward pass: the new argument wins over the old one."""
+    """Returns whether buffers are synchronised before each forward pass: the new argument overrides the old one."""
     if broadcast_buffers is not None:
         warnings.warn(
             "`broadcast_buffers` is deprecated: use `forward_sync_buffers`, which takes precedence if both are "
@@ -190,10 +191,10 @@ def choose_sync(broadcast_buffers: bool | None, forward_sync_buffers: bool | Non
 
 
 def group_of_mesh(device_mesh: object, process_group: ProcessGroup | None) -> ProcessGroup | None:
-    """The group of a mesh of one dimension, ours or torch's; without a mesh, the given group.
+    """Returns the group of a mesh of one dimension, ours or torch's; without a mesh, the given group.
 
     Raises:
-        ConfigError: there is a group as well, or the mesh has several dimensions.
+        ConfigError: both are given, or the mesh has several dimensions.
     """
     if device_mesh is None:
         return process_group

@@ -12,12 +12,12 @@ MAX_NAMES = 20
 
 
 def list_names(names: Sequence[str]) -> str:
-    """Names for the text of an error; the first `MAX_NAMES` of them."""
+    """Lists names for an error, up to `MAX_NAMES`."""
     return listed(names, MAX_NAMES)
 
 
 class DataParallelError(RpcdistError):
-    """`DistributedDataParallel` cannot go on."""
+    """`DistributedDataParallel` cannot continue."""
 
 
 class ModelsDiffer(DataParallelError, ConfigError):
@@ -29,8 +29,8 @@ class UnusedParameters(DataParallelError):
 
     Attributes:
         iteration: number of the backward pass, from 1.
-        rule: which parameters were to get gradients.
-        indices: their numbers among the parameters that are averaged.
+        rule: which parameters should get gradients.
+        indices: the numbers of these parameters among those that are averaged.
     """
 
     def __init__(
@@ -51,12 +51,12 @@ class UnusedParameters(DataParallelError):
             f"{' '.join(map(str, self.indices[:MAX_NAMES]))}\n"
             f"In iteration {self.iteration}, on rank {self.rank}, these parameters received no gradient: "
             f"{list_names(self.parameters)}. {_UNUSED_ADVICE[self.rule]} Or the "
-            "loss was computed from other tensors than those that the module's forward returned, or there was no "
-            "backward pass at all of that rank's loss."
+            "loss was not computed from the tensors that the module's forward returned, or that rank did not run a "
+            "backward pass of its loss."
         )
 
 
-# torch's sentence; those above it are torch's, too: programs and readers look for them.
+# This sentence and those above it are torch's, as programs and readers search for them.
 _GRAPH_CHANGED = (
     "This error indicates that your training graph has changed in this iteration, e.g., one parameter is used in first "
     "iteration, but then got unused in the second iteration. this is not compatible with static_graph set to True."
@@ -64,8 +64,8 @@ _GRAPH_CHANGED = (
 _UNUSED_ADVICE = {
     DueRule.EVERY: "Either the module does not use them for the loss: pass find_unused_parameters=True to "
     "DistributedDataParallel, or freeze them with requires_grad_(False).",
-    DueRule.FOUND: "Either the backward pass failed before it came to them.",
-    DueRule.STATIC: "Either the module used them for the loss in the first iteration and does not now, which "
+    DueRule.FOUND: "Either the backward pass failed before it reached them.",
+    DueRule.STATIC: "Either the module used them for the loss in the first iteration but not in this one, which "
     "static_graph=True does not allow: use the same parameters in every iteration.",
 }
 
@@ -73,7 +73,7 @@ _UNUSED_ADVICE = {
 def unexpected_gradient(
     unexpected: UnexpectedGradient, name: str, iteration: int, rank: int, rule: DueRule
 ) -> DataParallelError:
-    """The error about a gradient that came once too often, or that a static graph does not have."""
+    """Makes the error for a gradient that came once too often, or that a static graph does not have."""
     where = f"in iteration {iteration} on rank {rank}"
     if unexpected.allowed is not None:
         return DataParallelError(
@@ -95,7 +95,7 @@ def unexpected_gradient(
 
 
 def not_finalized(iteration: int, rank: int) -> DataParallelError:
-    """The error about a pass, or a setting, that came too early."""
+    """Makes the error for a pass or a setting that came too early."""
     return DataParallelError(
         "Expected to have finalized the prior backward pass before starting a new one: finalize_backward() was not "
         f"called for iteration {iteration} on rank {rank}. With require_manual_backward_finalization = True call it "
@@ -104,7 +104,7 @@ def not_finalized(iteration: int, rank: int) -> DataParallelError:
 
 
 def nothing_to_finalize(by_hand: bool, missing: Sequence[str], iteration: int, rank: int) -> DataParallelError:
-    """The error about a `finalize_backward` that came too early, or for nothing."""
+    """Makes the error for a `finalize_backward` that came too early or was not required."""
     if not by_hand:
         return DataParallelError(
             "finalize_backward() called but manual backward finalization is not required: set "
@@ -122,7 +122,7 @@ def nothing_to_finalize(by_hand: bool, missing: Sequence[str], iteration: int, r
 
 
 def changed_gradients(names: Sequence[str], iteration: int, rank: int) -> DataParallelError:
-    """The error about gradients that the program has changed, where their averages would replace them."""
+    """Makes the error for gradients that the program has changed, as their averages would replace them."""
     return DataParallelError(
         f"gradients were changed between backward and finalize_backward() of iteration {iteration} on rank {rank}: "
         f"{list_names(names)}. Their averages would replace them: clip, clear or step after finalize_backward()"
@@ -130,11 +130,11 @@ def changed_gradients(names: Sequence[str], iteration: int, rank: int) -> DataPa
 
 
 class NonFiniteGradients(UserWarning):
-    """Some rank contributed gradients with NaN or infinity, and so all ranks have them now."""
+    """A rank contributed gradients with NaN or infinity, which therefore all ranks have now."""
 
 
 def explained(error: CollectiveError, detail: str) -> CollectiveError:
-    """A copy of an error with a detail added to its reason."""
+    """Returns a copy of an error with a detail added to its reason."""
     better = copy.copy(error)
     better.reason = f"{error.reason}; {detail}"
     better.args = (error.operation, better.reason, *error.args[2:])

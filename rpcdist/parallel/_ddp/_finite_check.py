@@ -1,15 +1,15 @@
 """Finds NaN and infinity in gradients, and names ranks and parameters: a NaN loss on one rank spoils all models.
 
 [Note: probes]
-    Looking at every element costs a pass over all gradients. A NaN loss makes nearly all gradients NaN, so by default
-    the first elements of each bucket are examined, before and after the reduction. All ranks get the same reduced
-    bits, so when a probe of the result is not finite, all ranks know it. They then exchange the names of the
-    parameters whose gradients were not finite before the reduction. A rank looks for these names only if its own
-    probe was not finite.
+    Examining every element costs a pass over all gradients. A NaN loss makes nearly all gradients NaN, so by default
+    only the first elements of each bucket are examined, before and after the reduction. All ranks get the same reduced
+    bits, so if a probe of the result is not finite, all ranks know it. They then exchange the names of the parameters
+    whose gradients were not finite before the reduction. A rank looks for these names only if its own probe was not
+    finite.
 
-    To look at what a GPU computes makes the host wait until the GPU has come that far. After a reduction the host has
-    waited anyway. Before one it has not, and the rest of the backward pass is still to be enqueued: there the probe
-    stays on the GPU until a result was not finite. The gradients are gone by then: the names are all of the bucket.
+    To examine values on a GPU, the host must wait for the GPU. After a reduction the host has waited anyway. Before a
+    reduction the rest of the backward pass is not enqueued yet, so that probe stays on the GPU until a result is not
+    finite. By then the gradients no longer exist, so the names are all names of the bucket.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PROBE_ELEMENTS: Final = 1024
 
 
 class FiniteCheck:
-    """Examines the gradients of one iteration at a time. The reducer's lock guards it.
+    """Examines the gradients of one iteration at a time. The reducer's lock guards the object.
 
     Args:
         mode: "probes", "all" (every element), or "never".
@@ -41,7 +41,7 @@ class FiniteCheck:
         self._group = group
         self._mode = mode
         self._mine: list[str] = []
-        self._on_gpu: list[tuple[torch.Tensor, list[str]]] = []  # whether probes are finite, and of which parameters
+        self._on_gpu: list[tuple[torch.Tensor, list[str]]] = []  # whether probes are finite, and their parameters
         self._found = False
         self._num_found = 0
         self._results_are_equal = results_are_equal
@@ -66,20 +66,20 @@ class FiniteCheck:
     def _are_fine(self, runs: Sequence[torch.Tensor]) -> bool:
         if self._mode == "all":
             return all(map(self._is_fine, runs))
-        probes = [run[:PROBE_ELEMENTS] for run in runs]  # all together, since a look costs more than to copy them
+        probes = [run[:PROBE_ELEMENTS] for run in runs]  # all at once: reading from a GPU costs more than a copy
         return self._is_fine(probes[0] if len(probes) == 1 else torch.cat(probes))
 
     @staticmethod
     def _is_fine(probe: torch.Tensor) -> bool:
         if not probe.is_floating_point():
             return bool(torch.isfinite(probe).all())
-        # The sum takes one pass, and is not finite if an element is not. It may also overflow, hence the second look.
+        # The sum takes one pass, and is not finite if an element is not. It may also overflow, hence the second check.
         return math.isfinite(probe.sum().item()) or bool(torch.isfinite(probe).all())
 
     def conclude(self, iteration: int) -> None:
-        """Warns on every rank if a reduced gradient was not finite: the 1st, 2nd, 4th, 8th ... time.
+        """Warns on every rank if a reduced gradient was not finite, the 1st, 2nd, 4th, 8th ... time.
 
-        All ranks have the same reduced bits, so either all of them communicate here or none.
+        All ranks have the same reduced bits, so all of them communicate here or none does.
         """
         found, mine, on_gpu = self._found, self._mine, self._on_gpu
         self._found, self._mine, self._on_gpu = False, [], []
@@ -103,7 +103,7 @@ class FiniteCheck:
         )
         warnings.warn(
             f"the gradients of iteration {iteration} are not finite after the reduction, so all ranks are affected: "
-            f"{told or 'each contribution was finite, so their sum is too large'}. Check the loss on that rank.",
+            f"{told or 'each contribution was finite, so their sum has overflowed'}. Check the loss on that rank.",
             NonFiniteGradients,
             stacklevel=2,
         )

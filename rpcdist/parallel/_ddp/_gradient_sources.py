@@ -1,18 +1,18 @@
-"""Backward passes as the reducer sees them: ordinary ones, those of `rpcdist.autograd`, and those of other ranks.
+"""The kinds of backward pass for the reducer: ordinary ones, those of `rpcdist.autograd`, and those of other ranks.
 
-An ordinary pass adds to `.grad`, and then calls a hook of the parameter. A distributed pass captures gradients for its
-context and leaves `.grad` alone: tensor hooks see the gradients, and a callback at the end of the pass replaces the
+An ordinary pass adds to `.grad`, then calls a hook of the parameter. A distributed pass captures gradients for its
+context and does not change `.grad`: tensor hooks see the gradients, and a callback at the end of the pass replaces the
 captured gradients by the reduced ones. A rank without inputs has no pass, and takes part in those of the others. The
-classes `OrdinaryPass`, `DistributedPass` and `NoPass` have the same methods and `lends`, which says whether a reduction
-may overwrite their gradients.
+classes `OrdinaryPass`, `DistributedPass` and `NoPass` have the same methods, and an attribute `lends`, which says
+whether a reduction may overwrite their gradients.
 
 A pass of `torch.autograd.grad` looks like a backward pass to every hook until its end, but adds to no `.grad`. Only
 torch's engine knows: it tells of each node whether the running pass executes it.
 
-Optimizers may step while the pass runs. `torch.distributed.optim._apply_optimizer_in_backward` gives parameters
-optimizers of their own, and hooks that step them as soon as a gradient is there, which is this rank's alone. Its hooks
-are removed, and the optimizers step when the gradients are averaged. Hooks of the user's own that step cannot be told
-from others, but parameters that change can.
+Optimizers may step while the pass runs. `torch.distributed.optim._apply_optimizer_in_backward` gives parameters their
+own optimizers, with hooks that step as soon as a gradient exists, which is only this rank's gradient. These hooks are
+removed, and the optimizers step when the gradients are averaged. The user's own hooks that step cannot be recognised,
+but changed parameters can.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class OrdinaryPass:
         self._view = view
 
     def gradient(self, member: Trained) -> torch.Tensor | None:
-        """The parameter's gradient on this rank, once it is ready."""
+        """Returns the parameter's gradient on this rank, when it is ready."""
         return member.tensor.grad
 
     def deliver(self, members: list[Trained], reduced: list[torch.Tensor], lasting: bool) -> None:
         """Stores reduced gradients.
 
         Args:
-            lasting: whether the tensors may be kept; else the next iteration overwrites them.
+            lasting: whether the tensors may be kept; otherwise the next iteration overwrites them.
         """
         keep = lasting or self._view
         targets, sources = [], []
@@ -74,19 +74,19 @@ class OrdinaryPass:
                 torch._foreach_copy_(targets, sources)
 
     def at_end(self, callback: Callable[[], None]) -> None:
-        """Calls a function at the end of the running pass, which raises its exceptions. Only for use in hooks."""
+        """Calls a function at the end of the running pass, which raises its exceptions. Call it only in hooks."""
         Variable._execution_engine.queue_callback(callback)
 
 
 def _differ(gradient: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Whether two gradients have different memory."""
+    """Whether two gradients use different memory."""
     return gradient.is_sparse or tensor.is_sparse or gradient.data_ptr() != tensor.data_ptr()
 
 
 class DistributedPass:
     """`rpcdist.autograd.backward` inside a context.
 
-    The pass may need several calls of the engine. The captured gradients are withheld until they are reduced.
+    The pass may consist of several calls of the engine. Captured gradients are withheld until they are reduced.
     """
 
     lends: Final = False
@@ -123,10 +123,10 @@ class DistributedPass:
 
 
 class NoPass:
-    """The source of a rank without inputs, for as long as it mirrors the others; see `Reducer.shadow`.
+    """The source of a rank without inputs, while it mirrors the others; see `Reducer.shadow`.
 
     Args:
-        parameters: their gradients are put aside.
+        parameters: the parameters whose gradients are saved.
         view: whether gradients are views of buckets, which the reductions overwrite.
     """
 
@@ -142,12 +142,12 @@ class NoPass:
         return None
 
     def deliver(self, members: list[Trained], reduced: list[torch.Tensor], lasting: bool) -> None:
-        """Leaves them in `.grad`: a `ZeroRedundancyOptimizer` under the same `Join` steps with them."""
+        """Stores the gradients in `.grad`, with which a `ZeroRedundancyOptimizer` under the same `Join` steps."""
         for member, tensor in zip(members, reduced, strict=True):
             member.tensor.grad = tensor if lasting else tensor.clone()
 
     def restore(self) -> None:
-        """Gives the parameters back the gradients that they had."""
+        """Restores the saved gradients of the parameters."""
         for parameter, gradient in self._own:
             parameter.grad = gradient
 
@@ -180,10 +180,10 @@ def in_distributed_context() -> bool:
 
 
 def watch_outputs(value: object, reached: Callable[[], None]) -> bool:
-    """Calls a function, on the engine's thread, when a pass comes to tensors in a value, before it goes further.
+    """Calls a function, on the engine's thread, when a pass reaches tensors in a value.
 
     Returns:
-        Whether there are such tensors.
+        Whether the value has such tensors.
     """
     nodes = {tensor.grad_fn for tensor in find_tensors(value)} - {None}
     for node in nodes:
@@ -196,16 +196,16 @@ def _reached(reached: Callable[[], None], _: tuple[torch.Tensor, ...]) -> None:
 
 
 AccumulationNodes = dict[int, tuple[Node, torch.dtype, torch.device]]
-"""The nodes of the graph that add to the `.grad` of parameters, by index; with the properties that they hold for."""
+"""The nodes of the graph that add to the `.grad` of parameters, by index, with the dtype and device of each."""
 
 
 def due_parameters(parameters: Sequence[Trained], nodes: AccumulationNodes) -> list[int]:
-    """The parameters to which the running pass will add. For use in hooks of an ordinary pass."""
+    """Returns the parameters to which the running pass will add. Call it in hooks of an ordinary pass."""
     return [each.index for each in parameters if _will_execute(_node_of(each, nodes))]
 
 
 def _node_of(trained: Trained, nodes: AccumulationNodes) -> Node | None:
-    """A parameter's node. torch replaces it if dtype or device of the parameter change."""
+    """Returns a parameter's node. torch replaces it if dtype or device of the parameter change."""
     parameter = trained.tensor
     node, dtype, device = nodes.get(trained.index, (None, None, None))
     if node is None or parameter.dtype is not dtype or parameter.device != device:
@@ -217,7 +217,7 @@ def _node_of(trained: Trained, nodes: AccumulationNodes) -> Node | None:
 
 
 def adds_to_leaves() -> bool:
-    """Whether the running pass adds to the `.grad` of a leaf before the node whose hook calls this."""
+    """Whether the running pass will add to the `.grad` of a leaf that feeds the node whose hook calls this."""
     seen: set[Node] = set()
     current = torch._C._current_autograd_node()
     pending: list[Any] = [] if current is None else [current]
@@ -237,12 +237,12 @@ def _will_execute(node: Node | None) -> bool:
         return False
     try:
         return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # `torch.autograd.grad` takes the gradient of this leaf, and adds it to nothing
+    except RuntimeError:  # `torch.autograd.grad` returns the gradient of this leaf instead of adding it
         return False
 
 
 def take_over(parameters: Sequence[Trained]) -> list[nn.Parameter]:
-    """Removes the hooks of torch's optimizers in backward; returns the parameters that have such optimizers."""
+    """Removes the hooks of torch's optimizers in backward; returns the parameters with such optimizers."""
     found = [named.tensor for named in parameters if hasattr(named.tensor, "_in_backward_optimizers")]
     module = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
     handles = {} if module is None else module.param_to_optim_hook_handle_map
@@ -264,12 +264,12 @@ _version_of = attrgetter("_version")
 
 
 def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """How often each tensor was changed."""
+    """Returns how often each tensor was changed."""
     return list(map(_version_of, tensors))
 
 
 def refuse_changes(parameters: Sequence[Trained], before: Sequence[int], iteration: int, rank: int) -> None:
-    """Raises DataParallelError if parameters were changed since a backward pass began, with the versions `before`."""
+    """Raises DataParallelError if parameters were changed since the backward pass began with the versions `before`."""
     after = versions_of([each.tensor for each in parameters])
     if after == before:
         return

@@ -1,25 +1,26 @@
-"""`IterationState`: which gradients an iteration waits for, what is reduced when, when it ends. A pure state machine.
+"""`IterationState`: the gradients that an iteration waits for, its reductions, and its end. A pure state machine.
 
 Rules:
  1. A forward pass that synchronises opens an iteration. So does a backward pass that belongs to such a forward pass
-    after its iteration has ended. A gradient that arrives outside of an iteration, e.g. under `no_sync`, stays on its
+    after its iteration has ended. A gradient that arrives outside an iteration, e.g. under `no_sync`, stays on its
     rank.
- 2. `EVERY`: the iteration ends with the backward pass in which the last parameter gets its gradient. Each gets one.
- 3. `FOUND`: the iteration ends with the first backward pass. Due are the parameters to which that pass will add.
- 4. `STATIC`: the first iteration is like `FOUND`, and counts. Each later one ends with the pass in which every
-    parameter has got as many gradients as in the first one.
- 5. `FOUND` and `STATIC`: a rank contributes every gradient that it has. A parameter is averaged if on some rank a
-    gradient was added to it since its last average, by whichever pass; all others keep what they have.
- 6. Buckets are reduced in their order, each as soon as it and all buckets before it are complete; the rest of them at
+ 2. `EVERY`: every parameter gets one gradient. The iteration ends with the backward pass that adds the last of them.
+ 3. `FOUND`: the iteration ends with the first backward pass, and waits for the parameters to which that pass will add.
+ 4. `STATIC`: the first iteration is like `FOUND`, and counts gradients. Each later one ends with the pass in which
+    every parameter has got as many gradients as in the first one.
+ 5. `FOUND` and `STATIC`: a rank contributes every gradient that it has. A parameter is averaged if any pass on some
+    rank has added a gradient to it since its last average; the gradients of other parameters stay unchanged.
+ 6. Buckets are reduced in order, each as soon as it and all buckets before it are complete; the rest are reduced at
     the end of the iteration.
- 7. Where the program ends iterations itself, one that has all its gradients and is closed awaits that. Until then no
-    iteration may open, and no gradient may come. The program may also end it in its pass, once nothing is missing.
+ 7. If the program ends iterations itself, an iteration with all its gradients is closed and waits for the program.
+    Until then no iteration may open, and no gradient may come. The program may also end it during its pass, when no
+    gradient is missing.
 
-The phases, and what leads from one to the next (`arm` leads to ARMED from each, and `pause` out of a pass):
+The phases and their transitions (`arm` leads to ARMED from each phase, and `pause` ends a pass):
 
     IDLE      --begin_pass--> PASSING   --end_pass--> IDLE      no iteration is open
-    ARMED     --begin_pass--> ENTERED   --end_pass--> ARMED     one is open, and has no gradient yet
-    PARTIAL   --begin_pass--> AVERAGING --end_pass--> PARTIAL   it has some of its gradients
+    ARMED     --begin_pass--> ENTERED   --end_pass--> ARMED     an iteration is open and has no gradient yet
+    PARTIAL   --begin_pass--> AVERAGING --end_pass--> PARTIAL   the iteration has some of its gradients
 
 `reopen` leads from IDLE to ARMED and from PASSING to ENTERED, `add` to AVERAGING; `finish` and `abandon` close.
 """
@@ -31,7 +32,7 @@ from enum import Enum
 
 
 class DueRule(Enum):
-    """Which parameters get gradients in an iteration."""
+    """The rules for which parameters get gradients in an iteration."""
 
     EVERY = 1
     FOUND = 2
@@ -59,7 +60,7 @@ _OUT_OF_PASS = {inside: outside for outside, inside in _IN_PASS.items()}
 
 
 class Outputs(Enum):
-    """How backward passes come to the parameters, as far as hooks can see."""
+    """How backward passes reach the parameters, as far as hooks can see."""
 
     UNSEEN = "the forward pass returned no tensor with a graph"
     WATCHED = "a pass of its loss goes through the outputs"
@@ -74,7 +75,7 @@ class UnexpectedGradient(Exception):
 
     Attributes:
         count: how many gradients it has got in this iteration.
-        allowed: how many it may get; None where the rule allows one, of which no pass has told before.
+        allowed: how many it may get; None if the rule allows one, and no pass has announced this parameter.
     """
 
     def __init__(self, index: int, count: int, allowed: int | None) -> None:
@@ -88,14 +89,14 @@ class IterationState:
     """The state of one iteration at a time; see the rules at the top of the file.
 
     Attributes:
-        iteration: the number of the iteration that was opened last, from 1.
-        num_unused_forwards: forward passes that synchronised and had no backward pass yet.
-        missing: the parameters whose gradients the iteration waits for.
-        awaits: whether the last iteration is closed, and the program has yet to end it (rule 7).
-        unaveraged: the parameters to whose `.grad` something was added since their last average; empty under `EVERY`.
+        iteration: the number of the last opened iteration, from 1.
+        num_unused_forwards: forward passes that synchronised but had no backward pass yet.
+        missing: the parameters for whose gradients the iteration waits.
+        awaits: whether the last iteration is closed and waits for the program to end it (rule 7).
+        unaveraged: the parameters whose `.grad` has changed since their last average; empty under `EVERY`.
         ready_order: the parameters in the order in which their gradients became ready in this iteration.
-        reduced: the buckets whose reductions were started in this iteration, in their order.
-        static_use: the parameters that some rank uses in a static graph, once the ranks have agreed on them.
+        reduced: the buckets whose reductions were started in this iteration, in order.
+        static_use: the parameters that some rank uses in a static graph, after the ranks have agreed on them.
         could_be_static: whether every iteration so far used the same parameters on this rank.
     """
 
@@ -114,10 +115,10 @@ class IterationState:
         self._all = frozenset(range(count))
         self._outputs = UNSEEN
         self._pass = 0  # the number of the last backward pass
-        self._has_reached = False  # whether it is one of the forward pass, as far as is known
-        self._has_told = False  # whether others were told of missing gradients in this iteration
+        self._has_reached = False  # whether that pass is known to belong to the forward pass
+        self._has_told = False  # whether this rank has told the others of missing gradients in this iteration
         self._takes_passes = False  # whether iterations are known to take several backward passes
-        self._captured: set[int] = set()  # in this iteration by a distributed pass, which leaves `.grad` alone
+        self._captured: set[int] = set()  # by a distributed pass of this iteration, which does not change `.grad`
         self._calls = [0] * count
         self._expected: list[int] | None = None
         self._expects = self._all
@@ -126,10 +127,10 @@ class IterationState:
         self.use_buckets([range(count)], keeps_last=True)
 
     def use_buckets(self, buckets: Sequence[Iterable[int]], keeps_last: bool) -> None:
-        """Reduces in these buckets from now on.
+        """Sets the buckets of later reductions.
 
         Args:
-            keeps_last: whether the last bucket is reduced at the end of the iteration only.
+            keeps_last: whether the last bucket is reduced only at the end of the iteration.
         """
         self._buckets = [frozenset(bucket) for bucket in buckets]
         self._bucket_of = {index: number for number, bucket in enumerate(self._buckets) for index in bucket}
@@ -142,7 +143,7 @@ class IterationState:
         self._num_missing = [len(bucket & self.missing) for bucket in self._buckets]
 
     def restart(self) -> None:
-        """The ranks changed: the static graph is found out again. Gradients that were not averaged yet stay so."""
+        """The ranks changed: determines the static graph again. Gradients that were not averaged stay so."""
         self._close()
         self.ready_order = []
         self._has_told = self._takes_passes = self.awaits = False
@@ -153,12 +154,12 @@ class IterationState:
 
     @property
     def ends_with_pass(self) -> bool:
-        """Whether the iteration ends with the next backward pass, whatever is missing then."""
+        """Whether the iteration ends with the next backward pass, even if gradients are missing then."""
         return self._rule is DueRule.FOUND or self.counts
 
     @property
     def counts(self) -> bool:
-        """Whether the iteration counts the gradients of a static graph, so that only the end of its pass ends it."""
+        """Whether the iteration counts the gradients of a static graph, and so ends only with its pass."""
         return self._rule is DueRule.STATIC and self._expected is None
 
     @property
@@ -168,33 +169,33 @@ class IterationState:
 
     @property
     def in_graph(self) -> frozenset[int]:
-        """The parameters that the static graph of this rank uses, once its first iteration has ended."""
+        """The parameters that the static graph of this rank uses, after its first iteration."""
         return frozenset() if self._expected is None else self._expects
 
     @property
     def unused(self) -> frozenset[int]:
-        """The parameters that this rank did not use in the last iteration, where that is known."""
+        """The parameters that this rank did not use in the last iteration, if that is known."""
         if self._rule is DueRule.STATIC:
             return self._all - self._expects
         return frozenset(self._unused_before or ())
 
     def uses(self, index: int) -> bool:
-        """Whether this rank may contribute something to a parameter in this iteration."""
+        """Whether this rank may contribute a gradient of a parameter in this iteration."""
         if not self.tracks or index in self.unaveraged or index in self._captured:
             return True
         return self._expected is not None and self._expected[index] > 0
 
     def takes(self, syncs: bool) -> bool:
-        """Whether a gradient that arrives now is for an iteration."""
+        """Whether a gradient that arrives now belongs to an iteration."""
         return self.phase is not IDLE or (self._outputs is DIFFERENTIATED and syncs)
 
     # ------------------------------------------------------------ forward passes
 
     def arm(self, watched: bool) -> None:
-        """A forward pass that synchronises: expects the gradients of a backward pass.
+        """Opens an iteration after a forward pass that synchronises.
 
         Args:
-            watched: whether passes go through its outputs.
+            watched: whether passes go through the outputs of the forward pass.
         """
         if self.phase.is_open:
             self.num_unused_forwards += 1
@@ -220,13 +221,13 @@ class IterationState:
         self._expect_buckets()
 
     def pause(self) -> None:
-        """A forward pass that does not synchronise: its gradients belong to no iteration."""
+        """Notes a forward pass that does not synchronise, whose gradients belong to no iteration."""
         self.phase = _OUT_OF_PASS.get(self.phase, self.phase)
         if self._outputs is DIFFERENTIATED:
             self._outputs = WATCHED
 
     def mirror(self) -> list[int]:
-        """An iteration of other ranks, to which this one contributes nothing: the buckets to reduce before its end."""
+        """Opens an iteration without gradients of this rank; returns the buckets to reduce before its end."""
         self.arm(watched=False)
         self.missing.clear()
         self._num_missing = [0] * len(self._buckets)
@@ -235,16 +236,16 @@ class IterationState:
     # ------------------------------------------------------------ backward passes
 
     def reach(self, builds_graph: bool) -> None:
-        """A pass comes to the outputs of the forward pass, perhaps one that builds a graph (`create_graph=True`)."""
+        """Notes that a pass has reached the outputs of the forward pass; it may build a graph (`create_graph=True`)."""
         if builds_graph:
             self._outputs = DIFFERENTIATED
         self._has_reached = True
 
     def begin_pass(self, due: Iterable[int]) -> int:
-        """A backward pass begins; returns its number.
+        """Begins a backward pass; returns its number.
 
         Args:
-            due: the parameters to which it will add; looked at if the iteration ends with the pass.
+            due: the parameters to which it will add; used only if the iteration ends with the pass.
         """
         if self._rule is DueRule.FOUND:  # the first iteration of a static graph is reduced at its end
             self._unused = self.missing.difference(due)
@@ -257,13 +258,13 @@ class IterationState:
         return self._pass
 
     def add(self, index: int, captured: bool = False) -> Sequence[int]:
-        """A gradient was added in an iteration; returns the buckets to reduce now.
+        """Notes that a gradient was added in an iteration; returns the buckets to reduce now.
 
         Args:
-            captured: whether a distributed pass has it, and not `.grad`.
+            captured: whether a distributed pass holds it instead of `.grad`.
 
         Raises:
-            UnexpectedGradient: it is one too many.
+            UnexpectedGradient: the parameter may not get another gradient.
         """
         self.phase = AVERAGING
         if self._rule is not DueRule.EVERY:
@@ -288,10 +289,10 @@ class IterationState:
         return self._calls[index] == self._expected[index]
 
     def add_outside(self, index: int) -> None:
-        """A gradient was added outside of an iteration.
+        """Notes that a gradient was added outside an iteration.
 
         Raises:
-            UnexpectedGradient: the static graph has none of this parameter, so that no iteration would average it.
+            UnexpectedGradient: the static graph does not contain this parameter, so no iteration would average it.
         """
         if not self.tracks:
             return
@@ -300,14 +301,14 @@ class IterationState:
         self.unaveraged.add(index)
 
     def runs(self, number: int) -> bool:
-        """Whether a backward pass runs still."""
+        """Whether a backward pass is still running."""
         return self.phase.in_pass and number == self._pass
 
     def end_pass(self, number: int) -> bool:
-        """A backward pass has ended, with those that were nested in it; whether the iteration ends with it.
+        """Ends a backward pass and those nested in it; returns whether the iteration ends with it.
 
         Args:
-            number: of the pass; one that is over already has no effect.
+            number: the number of the pass; a pass that has already ended has no effect.
         """
         if not self.runs(number):
             return False
@@ -317,7 +318,7 @@ class IterationState:
         if self.ends_with_pass:
             if self._rule is DueRule.STATIC:
                 if not self._has_reached:
-                    return False  # a penalty of the parameters alone; the graph that is static is that of the outputs
+                    return False  # a pass of a penalty on the parameters alone; only the graph of the outputs is static
                 self._expected = list(self._calls)
                 self._expects = frozenset(index for index, calls in enumerate(self._calls) if calls)
             else:
@@ -326,7 +327,7 @@ class IterationState:
         return not self.missing
 
     def end_in_pass(self) -> bool:
-        """The program ends the iteration while its pass runs; whether it may: the gradients are there."""
+        """Ends the iteration for the program while its pass runs; returns False if gradients are missing."""
         if self.phase is not AVERAGING or self.missing or self.counts:
             return False
         if self._rule is DueRule.FOUND:
@@ -338,7 +339,7 @@ class IterationState:
         self._unused_before = unused
 
     def owes_notice(self) -> bool:
-        """Whether to tell the other ranks now that gradients are missing: once, if another pass is not expected."""
+        """Whether to tell the other ranks now that gradients are missing: once, if no other pass is expected."""
         if self.phase is not PARTIAL or self.ends_with_pass or self._has_told or self._takes_passes:
             return False
         self._has_told = True
@@ -361,10 +362,10 @@ class IterationState:
         return [number]
 
     def finish(self, awaits: bool = False) -> list[int]:
-        """Closes the iteration, whose gradients are all there: the buckets that are still to reduce.
+        """Closes the iteration, which has all gradients; returns the buckets that are not reduced yet.
 
         Args:
-            awaits: whether the program has yet to end it.
+            awaits: whether the iteration then waits for the program to end it.
         """
         self.awaits = awaits
         self._takes_passes = self._takes_passes or self._has_told
@@ -372,13 +373,13 @@ class IterationState:
         return [number for _ in range(self._next, len(self._buckets)) for number in self._reduce_next()]
 
     def settle(self) -> None:
-        """The gradients that this rank had added are averaged now."""
+        """Notes that the gradients of this rank are averaged."""
         self.unaveraged.clear()
 
     def abandon(self) -> list[int] | None:
-        """Gives up an iteration that has begun: the parameters without gradients; None if there is no such iteration.
+        """Gives up a begun iteration; returns its parameters without gradients, or None if no iteration has begun.
 
-        Further gradients are outside of it.
+        Later gradients do not belong to it.
         """
         if self.phase is not PARTIAL and self.phase is not AVERAGING:
             return None

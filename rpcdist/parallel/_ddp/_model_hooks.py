@@ -1,7 +1,7 @@
-"""Hooks of a data parallel model: of its parameters, its buffers (the user's), and of ranks that have no inputs left.
+"""Hooks of a data parallel model: those of its parameters, and the user's hook of its buffers.
 
-The hooks of parameters tell the reducer when a gradient is ready, after the user's hooks have changed it. They hold the
-reducer by a weak reference: the parameters may outlive the data parallel model.
+The hooks of parameters tell the reducer when a gradient is ready, after the user's hooks have changed it. They hold a
+weak reference to the reducer, because the parameters may outlive the data parallel model.
 
 The gradients of delayed parameters are reduced together, when the gradient of a chosen parameter is ready.
 """
@@ -30,7 +30,7 @@ from rpcdist.parallel._ddp._reducer import Reducer
 
 
 class GradientHooks:
-    """The hooks that tell a reducer of gradients."""
+    """The hooks that notify a reducer of gradients."""
 
     def __init__(self, parameters: Sequence[Trained], reducer: Reducer) -> None:
         self._tensors = [each.tensor for each in parameters]
@@ -44,7 +44,7 @@ class GradientHooks:
         self._num_hooks = 0
 
     def watch_distributed_passes(self) -> None:
-        """Tells of the gradients of distributed passes, too, from now on."""
+        """From now on, also notifies the reducer of gradients of distributed passes."""
         if not self._captured:
             self._captured += [
                 tensor.register_hook(partial(_captured, self._reducer, index))
@@ -52,7 +52,7 @@ class GradientHooks:
             ]
 
     def keep_last(self) -> None:
-        """Moves the hooks behind those added since: no other may change a gradient whose reduction has begun."""
+        """Moves the hooks after later ones, so that no hook changes a gradient whose reduction has begun."""
         count = sum(map(len, self._all_hooks))
         if count == self._num_hooks:
             return
@@ -62,7 +62,6 @@ class GradientHooks:
                 hooks[handle.id] = hooks.pop(handle.id)  # the engine goes by insertion; it does not see move_to_end
 
     def remove(self) -> None:
-        """Removes the hooks."""
         for handles in (self._added, self._captured):
             for handle in handles:
                 handle.remove()
@@ -91,18 +90,18 @@ class DelayedReduction:
     """Reduces the gradients of the delayed parameters.
 
     Args:
-        trigger: the chosen parameter; a pass in which its gradient comes before that of a delayed one is an error.
+        trigger: the chosen parameter; it is an error if its gradient comes before that of a delayed parameter.
     """
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]], trigger: nn.Parameter, group: ProcessGroup) -> None:
         kinds = {(parameter.dtype, parameter.device) for _, parameter in named}
         if len(kinds) != 1:
-            raise ConfigError("delay_all_reduce_named_params must not be empty, and be of one dtype and device")
+            raise ConfigError("delay_all_reduce_named_params must have parameters, all of one dtype and device")
         members = [Trained(index, name, parameter) for index, (name, parameter) in enumerate(named)]
         self._bucket = DenseBucket(0, members, flat=True)
         self._group = group
         self._source = OrdinaryPass(view=False)
-        self._works: list[Work] | None = None  # of the pass that runs, once the chosen gradient is there
+        self._works: list[Work] | None = None  # of the running pass, after the chosen gradient has come
         self._late: list[str] = []
         self.enabled = True
         broadcast_tensors([parameter for _, parameter in named], group)
@@ -117,7 +116,7 @@ class DelayedReduction:
     def _triggered(self, _: torch.Tensor) -> None:
         if not self.enabled:
             return
-        self._late = []  # of a pass that failed
+        self._late = []  # a failed pass may have left some
         runs = self._bucket.gather(self._source.gradient, in_place=True)
         self._works = reduce_runs(runs, self._group, self._group.size(), asynchronous=True)
         Variable._execution_engine.queue_callback(self._finish)
@@ -129,9 +128,9 @@ class DelayedReduction:
             work.wait()
         if late:
             raise ConfigError(
-                f"the gradients of {', '.join(late)} came after that of param_to_hook_all_reduce, which starts the "
-                "averaging, so they were not averaged. Choose the parameter whose gradient comes last, usually the "
-                "model's first"
+                f"the gradients of {', '.join(late)} were not averaged, because they came after that of "
+                "param_to_hook_all_reduce, which starts the averaging. Choose the parameter whose gradient comes last, "
+                "usually the model's first"
             )
         self._bucket.scatter(self._source.deliver)
 
@@ -144,19 +143,19 @@ class BufferHookLocation(Enum):
 
     @classmethod
     def _missing_(cls, value: object) -> BufferHookLocation | None:
-        """The one of torch's name: programs take torch's."""
+        """Returns the member with torch's name, since programs pass torch's enum."""
         return cls.__members__.get(value.name) if isinstance(value, Enum) else None
 
 
 def count_ranks(mine: bool, group: ProcessGroup, device: torch.device) -> int:
-    """Number of ranks that pass True. All ranks of the group must call it together."""
+    """Returns the number of ranks that pass True. All ranks of the group must call it together."""
     flag = torch.tensor([float(mine)], device=device)
     collectives.all_reduce(flag, group=group)
     return int(flag.item())
 
 
 def highest_rank(candidate: bool, group: ProcessGroup, device: torch.device) -> int:
-    """The highest rank that is a candidate. All ranks of the group must call it together."""
+    """Returns the highest rank that is a candidate. All ranks of the group must call it together."""
     rank = torch.tensor([group.rank() if candidate else -1], device=device)
     collectives.all_reduce(rank, ReduceOp.MAX, group=group)
     return int(rank.item())

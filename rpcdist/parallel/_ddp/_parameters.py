@@ -1,4 +1,4 @@
-"""The parameters and buffers of a module: selecting them, comparing them between ranks, and broadcasting them."""
+"""The parameters and buffers of a module: selects them, compares them between ranks, and broadcasts them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_DIFFERENCES: Final = 10
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """A parameter that is trained."""
+    """A trained parameter."""
 
     index: int
     name: str
@@ -32,7 +32,7 @@ class Trained:
 
 
 def trainable(module: nn.Module, ignored: Iterable[str] = ()) -> list[Trained]:
-    """The parameters that require gradients, each once, in the order of the modules."""
+    """Returns the parameters that require gradients, each once, in the order of the modules."""
     skipped = set(ignored)
     found: dict[nn.Parameter, Trained] = {}
     for prefix, child in module.named_modules():
@@ -45,20 +45,20 @@ def trainable(module: nn.Module, ignored: Iterable[str] = ()) -> list[Trained]:
 
 
 def frozen(module: nn.Module, ignored: Iterable[str] = ()) -> dict[str, nn.Parameter]:
-    """The other parameters by name, without the ignored ones."""
+    """Returns the other parameters by name, without the ignored ones."""
     skipped = set(ignored)
     named = module.named_parameters()
     return {name: parameter for name, parameter in named if not parameter.requires_grad and name not in skipped}
 
 
 def named_buffers(module: nn.Module, ignored: Iterable[str] = ()) -> dict[str, torch.Tensor]:
-    """The module's buffers by name, without the ignored ones."""
+    """Returns the module's buffers by name, without the ignored ones."""
     skipped = set(ignored)
     return {name: buffer for name, buffer in module.named_buffers() if name not in skipped}
 
 
 def has_buffers(module: nn.Module) -> bool:
-    """Whether it may have any: a quicker look than `named_buffers`, which a forward pass takes every time."""
+    """Whether a module has buffers; faster than `named_buffers`, as every forward pass calls it."""
     pending = [module]
     while pending:
         each = pending.pop()
@@ -77,7 +77,7 @@ def verify(parameters: Sequence[Trained], options: Mapping[str, object], group: 
     Equal ranks exchange one small digest. If the digests differ, they exchange descriptions of their parameters.
 
     Raises:
-        ModelsDiffer: on all ranks.
+        ModelsDiffer: they differ; all ranks raise it.
     """
     mine = {parameter.name: _describe(parameter) for parameter in parameters}
     choices = {name: str(value) for name, value in options.items()}
@@ -105,7 +105,7 @@ def _describe(parameter: Trained) -> str:
 
 
 def _differences(views: Sequence[tuple[Mapping[str, str], Mapping[str, str]]]) -> list[str]:
-    """The differences between rank 0 and each other rank, in words."""
+    """Describes the differences between rank 0 and each other rank."""
     (first, first_choices), found = views[0], []
     for rank, (own, choices) in enumerate(views[1:], start=1):
         found += [f"parameter {name!r} exists on rank 0 but not on rank {rank}" for name in first if name not in own]
@@ -121,7 +121,7 @@ def _differences(views: Sequence[tuple[Mapping[str, str], Mapping[str, str]]]) -
             if first_choices.get(name) != value
         ]
         if list(own) != list(first) and set(own) == set(first):
-            found.append(f"rank {rank} has the parameters in another order than rank 0")
+            found.append(f"rank {rank} has the parameters in a different order from rank 0")
     return found
 
 
@@ -129,7 +129,7 @@ def _differences(views: Sequence[tuple[Mapping[str, str], Mapping[str, str]]]) -
 
 
 def broadcast_tensors(tensors: Sequence[torch.Tensor], group: ProcessGroup, group_src: int = 0) -> None:
-    """Copies the values of one rank into the tensors of all ranks. All ranks must call it, with equal shapes."""
+    """Copies the values of one rank into the tensors of all ranks. All ranks call it, with equal shapes."""
     if group.size() == 1:
         return
     packs: dict[torch.device, list[torch.Tensor]] = {}
@@ -158,7 +158,7 @@ def _broadcast_packed(tensors: Sequence[torch.Tensor], group: ProcessGroup, grou
         part = flat[start : start + tensor.nbytes]
         start += tensor.nbytes
         if part.storage_offset() % tensor.itemsize:
-            part = part.clone()  # `view` to a wider dtype needs aligned memory
+            part = part.clone()  # `view` as a wider dtype needs aligned memory
         tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
 
 
@@ -170,7 +170,7 @@ def _sync_module_states(
     params_and_buffers_to_ignore: Container[str],
     broadcast_buffers: bool = True,
 ) -> None:
-    """Gives all ranks the parameters and buffers of one; all of them call it."""
+    """Gives all ranks the parameters and buffers of one rank; all ranks call it."""
     named = [*module.named_parameters(), *(module.named_buffers() if broadcast_buffers else ())]
     states = [tensor for name, tensor in named if name not in params_and_buffers_to_ignore]
     broadcast_tensors(states, process_group, src)
@@ -179,13 +179,13 @@ def _sync_module_states(
 def _sync_params_and_buffers(
     process_group: ProcessGroup, module_states: Sequence[torch.Tensor], broadcast_bucket_size: int, src: int
 ) -> None:
-    """Gives all ranks the tensors of one; all of them call it."""
+    """Gives all ranks the tensors of one rank; all ranks call it."""
     broadcast_tensors(module_states, process_group, src)
 
 
 def _verify_param_shape_across_processes(
     process_group: ProcessGroup, tensors: Sequence[torch.Tensor], logger: object = None
 ) -> None:
-    """Raises on all ranks if the tensors of one have other shapes than those of another."""
+    """Raises on all ranks if the shapes of the tensors differ between ranks."""
     named = [Trained(number, f"{number}", cast("nn.Parameter", tensor)) for number, tensor in enumerate(tensors)]
     verify(named, {}, process_group)

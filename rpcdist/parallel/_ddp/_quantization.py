@@ -1,9 +1,9 @@
-"""Communication hooks that send gradients as bytes: a quarter of float32, each rank's rounding on its own scale.
+"""Communication hooks that send gradients as bytes, a quarter of float32, with a scale for each rank.
 
-The numbers are those of torch's hooks of the same names. Codes and scales travel in one `all_gather` (torch's hooks
-take two, and work with NCCL only), so a rank receives world_size bytes for each element.
+The results are those of torch's hooks with the same names. Codes and scales are sent in one `all_gather` (torch's
+hooks use two, and work only with NCCL), so a rank receives world_size bytes for each element.
 
-`adapt_hook` chooses them, as torch's own hooks take groups of torch's.
+`adapt_hook` replaces torch's hooks, which take groups of torch, by these.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ TensorFuture = torch.futures.Future[torch.Tensor]
 
 
 def quantization_pertensor_hook(process_group: ProcessGroup | None, bucket: GradBucket) -> TensorFuture:
-    """Averages gradients that were rounded to 256 values, evenly between the smallest and the largest of the bucket."""
+    """Averages gradients rounded to 256 values, evenly spaced between the smallest and the largest of the bucket."""
     return _average(process_group, bucket.buffer(), max(1, bucket.buffer().numel()))
 
 
 def quantization_perchannel_hook(
     process_group: ProcessGroup | None, bucket: GradBucket, bucket_size: int = 512
 ) -> TensorFuture:
-    """The same with a scale of its own for each `bucket_size` elements: closer, and 8 bytes more for each."""
+    """Like `quantization_pertensor_hook`, with a scale for each `bucket_size` elements: more precise, 8 bytes more."""
     return _average(process_group, bucket.buffer(), bucket_size)
 
 
@@ -49,7 +49,7 @@ def _average(group: ProcessGroup | None, buffer: torch.Tensor, row: int) -> Tens
     assert work is not None
 
     def decode(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
-        done.value()  # raises what went wrong
+        done.value()  # raises the error, if any
         _average_into(rows, list(gathered.view(size, -1)))
         if rows.data_ptr() != buffer.data_ptr():
             buffer.copy_(rows.view(-1)[: buffer.numel()])
@@ -59,13 +59,13 @@ def _average(group: ProcessGroup | None, buffer: torch.Tensor, row: int) -> Tens
 
 
 def _rows_of(buffer: torch.Tensor, row: int) -> torch.Tensor:
-    """The numbers as float32 in rows of this length, the last one filled with zeros: a view where possible."""
+    """Returns the numbers as float32 in rows of this length, the last one padded with zeros; a view if possible."""
     missing = -buffer.numel() % row
     return (F.pad(buffer.float(), (0, missing)) if missing else buffer.float()).view(-1, row)
 
 
 def _encode(rows: torch.Tensor) -> torch.Tensor:
-    """Scales and zero points of all rows, then the codes, as bytes."""
+    """Returns the scales and zero points of all rows, then the codes, as bytes."""
     low, high = rows.amin(1, keepdim=True).clamp_(max=0), rows.amax(1, keepdim=True).clamp_(min=0)
     scale = ((high - low) / LARGEST).clamp_(min=LEAST_SCALE)
     zero = low.div(scale).round_().neg_().clamp_(0, LARGEST)
@@ -79,7 +79,7 @@ def _encode(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _average_into(rows: torch.Tensor, messages: Sequence[torch.Tensor]) -> None:
-    """Replaces the numbers by the averages of those in the messages."""
+    """Replaces the numbers by the averages of the messages."""
     parts = [_blocks(rows, *_decoded(message, rows)) for message in messages]
     for ranks in zip(*parts, strict=True):
         total = ranks[0][0].zero_()
@@ -89,18 +89,18 @@ def _average_into(rows: torch.Tensor, messages: Sequence[torch.Tensor]) -> None:
 
 
 def _decoded(message: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The codes in a message, as many as there are in `rows`, and the scales and zero points of the rows."""
+    """Returns the codes in a message, one for each number in `rows`, and the scales and zero points of the rows."""
     head = SCALE_BYTES * len(rows)
-    # A copy: the part of another rank may begin at an address that floats must not have.
+    # A copy, since the part of another rank may start at an address that is not aligned for floats.
     scale, zero = message[:head].clone().view(torch.float32).view(2, len(rows), 1)
     return message[head:].view(rows.shape), scale, zero
 
 
 def _blocks(rows: torch.Tensor, *others: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Parts of rows with those of what belongs to them, a number for each of theirs or one for each row.
+    """Yields parts of rows with the corresponding parts of `others`, which have a number for each number or row.
 
-    On the CPU a part stays in the processor's cache until all is computed of it: with whole buckets, each of six
-    operators would write tens of megabytes and read them again.
+    On the CPU a part stays in the processor's cache for all computations: with whole buckets, each of six operators
+    would write tens of megabytes and read them again.
     """
     num_rows, row = rows.shape
     wide = [other.expand(num_rows, row) for other in (rows, *others)]
@@ -111,20 +111,20 @@ def _blocks(rows: torch.Tensor, *others: torch.Tensor) -> Iterator[tuple[torch.T
 
 
 def adapt_hook(hook: CommHook, state: Any, group: ProcessGroup) -> tuple[CommHook, Any]:
-    """The hook and the state to use for what the user registers.
+    """Returns the hook and the state to use for those that the user registers.
 
     Args:
-        hook: ours, torch's, or the user's own, which is returned as it is, with its state.
-        state: what the hook gets. Where a hook of ours or of torch's wants a group, None and groups of ours are
-            replaced by what it can use; an object such as `PowerSGDState` keeps its identity, and gets the group.
-        group: the model's group, which None stands for.
+        hook: ours, torch's, or the user's own, which is returned unchanged, with its state.
+        state: the argument of the hook. If a hook of ours or torch's needs a group, None and groups of ours are
+            replaced by a group that it can use; an object such as `PowerSGDState` stays the same, and gets the group.
+        group: the model's group, which replaces None.
 
     Raises:
         ConfigError: torch's hook steps an optimizer.
     """
     module = _module(hook)
     if module.startswith("rpcdist.parallel."):
-        inside = getattr(hook, "__wrapped__", None)  # of a wrapper; the state is that of the hook inside
+        inside = getattr(hook, "__wrapped__", None)  # the hook inside a wrapper, to which the state belongs
         if inside is not None:
             return hook, adapt_hook(inside, state, group)[1]
         return hook, group if state is None else state
@@ -135,7 +135,7 @@ def adapt_hook(hook: CommHook, state: Any, group: ProcessGroup) -> tuple[CommHoo
             "communication hooks that step optimizers are not supported: step after backward, or give the parameters "
             "optimizers with torch.distributed.optim._apply_optimizer_in_backward"
         )
-    if module.endswith(".quantization_hooks"):  # torch's rely on what NCCL's futures bring
+    if module.endswith(".quantization_hooks"):  # torch's rely on the results of NCCL's futures
         return getattr(_quantization, getattr(hook, "__name__", "")), group if state is None else state
     return hook, _torch_state(state, group)
 

@@ -1,18 +1,17 @@
-"""The reducer: averages gradients over the ranks, bucket by bucket, while the backward pass makes others ready.
+"""The reducer: averages gradients over the ranks, bucket by bucket, during the backward pass.
 
 Rules:
- 1. Buckets are reduced in their order, each as soon as it and all buckets before it are complete. So all ranks issue
-    the same operations in the same order, whatever the order in which their gradients become ready.
- 2. `IterationState` decides which gradients an iteration waits for, which buckets are reduced when, and when it ends;
-    here is what follows from that. An iteration ends with a backward pass as a whole, with all passes that are nested
-    in it: buckets are reduced and the results delivered.
+ 1. Buckets are reduced in order, each as soon as it and all buckets before it are complete. So all ranks issue the
+    same operations in the same order, although their gradients may become ready in different orders.
+ 2. `IterationState` decides which gradients an iteration waits for, when buckets are reduced, and when it ends; the
+    reducer carries that out. An iteration ends with a whole backward pass, with all passes nested in it: then buckets
+    are reduced and the results delivered.
  3. The source of gradients hides whether gradients come from an ordinary or a distributed backward pass.
- 4. All ranks have the same buckets: they follow from the parameters at first, then from the order of readiness on
-    rank 0.
+ 4. All ranks have the same buckets: the parameters determine them at first, then the order of readiness on rank 0.
  5. The last bucket is reduced at the end of the pass: no computation is left to overlap with, so no other thread is
     needed.
- 6. Where the program ends iterations itself, all reductions are started during the pass and work on copies: until the
-    program calls `finalize`, `.grad` has this rank's gradients, and may not change.
+ 6. If the program ends iterations itself, all reductions are started during the pass and work on copies: until the
+    program calls `finalize`, `.grad` has this rank's gradients, and must not change.
 
 Hooks run on the engine's threads; one lock guards the reducer.
 """
@@ -70,7 +69,7 @@ class Reducer:
     Args:
         parameters: in the same order on all ranks.
         options: the same on all ranks.
-        syncs: whether backward passes average now; False under `no_sync`.
+        syncs: returns whether backward passes average now; False under `no_sync`.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class Reducer:
         self.options = options
         self.divide_by: float | None = None  # None: the size of the group
         self.by_hand = False  # whether the program ends iterations itself
-        self.joins = False  # under `join`, whose ranks without data mirror one iteration for each forward pass
+        self.joins = False  # under `join`, where ranks without data mirror one iteration for each forward pass
         self.hook: RegisteredHook | None = None
         self.has_rebuilt = False
         self.error = ""  # the text of the last error, for logging data
@@ -98,13 +97,13 @@ class Reducer:
         self._state = IterationState(len(self.parameters), options.rule, options.skip_unused)
         self._source: GradientSource | None = None
         self._shadows: NoPass | None = None
-        self._versions = versions_of(self._tensors)  # when the running pass began
+        self._versions = versions_of(self._tensors)  # at the start of the running pass
         self._left: list[tuple[torch.Tensor | None, int]] = []  # gradients and versions, until the program ends it
-        self._stepped: list[nn.Parameter] | None = None  # by optimizers of their own, once that is known
+        self._stepped: list[nn.Parameter] | None = None  # by their own optimizers; None until that is known
         self.use_group(group)
 
     def use_group(self, group: ProcessGroup) -> None:
-        """Reduces in this group from now on, and starts again with the initial buckets."""
+        """Changes the group, and starts again with the initial buckets."""
         self.group = group
         self._notices = Notices(group, f"ddp/{group.next_number('ddp')}")
         self._order: list[int] | None = None
@@ -130,7 +129,7 @@ class Reducer:
         self._state.use_buckets(indices, keeps_last=self.hook is None and not self.by_hand)
 
     def use_hook(self, hook: RegisteredHook) -> None:
-        """Reduces the dense buckets by a comm hook from now on."""
+        """Reduces dense buckets with a comm hook from now on."""
         self._refuse_if_awaited()
         self.hook = hook
         self._reductions = self._make_reductions()
@@ -140,7 +139,7 @@ class Reducer:
         self._make_buckets([[member.index for member in bucket.members] for bucket in self.buckets])
 
     def end_by_hand(self, required: bool) -> None:
-        """Whether the program ends iterations by `finalize` from now on.
+        """Sets whether the program ends iterations with `finalize`.
 
         Raises:
             DataParallelError: an iteration has begun.
@@ -151,15 +150,15 @@ class Reducer:
             self._refuse_if_awaited()
             if self._state.phase not in (IDLE, ARMED):
                 raise DataParallelError(
-                    f"require_manual_backward_finalization was set while iteration {self.iteration} is averaged on "
-                    f"rank {self._world_rank}: set it before forward, or after finalize_backward()"
+                    f"require_manual_backward_finalization was set on rank {self._world_rank} while iteration "
+                    f"{self.iteration} is averaged: set it before forward, or after finalize_backward()"
                 )
             self.by_hand = required
             self._make_buckets_again()
 
     @property
     def iteration(self) -> int:
-        """The number of the iteration that began last, from 1."""
+        """The number of the last begun iteration, from 1."""
         return self._state.iteration
 
     @property
@@ -169,7 +168,7 @@ class Reducer:
 
     @property
     def first_launch_ns(self) -> int:
-        """When the first reduction of the iteration was started; 0 before."""
+        """The time when the first reduction of the iteration was started; 0 before."""
         return self._reductions.first_launch_ns
 
     @property
@@ -178,13 +177,13 @@ class Reducer:
         return sum(self.parameters[index].tensor.nbytes for index in self._state.unused)
 
     def _ddp_graph_static(self) -> bool:
-        """Whether `static_graph=True` would have done so far; under torch's name, as its scripts ask for it."""
+        """Whether `static_graph=True` would have worked so far; torch's name, which scripts read."""
         return self._state.could_be_static
 
     # ------------------------------------------------------------ the forward pass
 
     def rebuild(self) -> bool:
-        """Makes new buckets once the order of readiness is known; returns whether it did. It does not communicate."""
+        """Makes new buckets if the order of readiness is known; returns whether it did. Does not communicate."""
         if self._order is None or self.has_rebuilt or self._state.awaits:
             return False
         self.has_rebuilt = True
@@ -195,7 +194,7 @@ class Reducer:
         """Checks that the last iteration has ended if it began.
 
         Raises:
-            UnusedParameters: gradients are missing; it names the parameters.
+            UnusedParameters: gradients are missing; names the parameters.
         """
         with self._lock:
             self._refuse_if_awaited()
@@ -211,14 +210,14 @@ class Reducer:
     _rebuild_buckets = rebuild
 
     def _delay_all_reduce(self) -> None:
-        """Lightning calls it after the first pass of a static graph, which torch averages then. Here it is averaged."""
+        """Does nothing: Lightning calls it after the first pass of a static graph, which is averaged already."""
 
     def prepare_for_backward(self, output: object) -> None:
         """Expects the gradients of a backward pass; libraries call it by torch's name after a forward under `no_sync`.
 
         Args:
-            output: the result of the forward pass. Without tensors in it, as those libraries pass it, the next pass
-                that adds gradients counts.
+            output: the result of the forward pass. If it has no tensors, as from those libraries, the next pass that
+                adds gradients counts.
         """
         watched = watch_outputs(output, partial(_outputs_reached, weakref.ref(self)))
         with self._lock:
@@ -246,8 +245,8 @@ class Reducer:
         """Begins an iteration in another backward pass of a forward pass whose iteration has ended."""
         if self.joins and not self._state.num_unused_forwards:
             raise DataParallelError(
-                "a second backward pass ran after one forward pass under join(), whose ranks without inputs take part "
-                "in one only. Add the losses up before backward, or call backward under no_sync"
+                "a second backward pass ran after one forward pass under join(), but ranks without inputs take part in "
+                "only one. Add up the losses before backward, or call backward under no_sync"
             )
         self._state.reopen()
         self._begin_iteration()
@@ -255,7 +254,7 @@ class Reducer:
     # ------------------------------------------------------------ passes
 
     def outputs_reached(self) -> None:
-        """A pass, perhaps one of `torch.autograd.grad`, comes to outputs of a forward pass that synchronised."""
+        """Notes that a pass, perhaps one of `torch.autograd.grad`, has reached outputs of a synchronised forward."""
         with self._lock:
             begins = not self._state.phase.in_pass and not self._state.awaits
             if begins and (self._state.phase.is_open or self._syncs()):
@@ -263,7 +262,7 @@ class Reducer:
             self._state.reach(builds_graph=torch.is_grad_enabled())  # create_graph=True
 
     def _begin_pass(self, adds: bool) -> None:
-        """A pass begins, which is known to add gradients or not."""
+        """Begins a pass; `adds` says whether it is known to add gradients."""
         state, distributed = self._state, in_distributed_pass()
         due: Sequence[int] = ()
         if state.ends_with_pass:
@@ -282,13 +281,13 @@ class Reducer:
 
     @begins_traceback
     def _pass_ended(self, number: int) -> None:
-        """A backward pass has ended, with those that were nested in it."""
+        """Ends a backward pass and those nested in it."""
         with self._lock:
-            if not self._state.runs(number):  # a forward pass in it has ended it
+            if not self._state.runs(number):  # a forward pass inside it has ended it
                 return
             if self._state.end_pass(number):
                 self._noting_errors(self._leave if self.by_hand else self._finish)
-            elif self._state.owes_notice():  # in rare cases another backward pass makes the missing gradients ready
+            elif self._state.owes_notice():  # rarely, another backward pass makes the missing gradients ready
                 missing = [self.parameters[index].name for index in sorted(self._state.missing)]
                 self._notices.post(self.iteration, missing, final=False)
 
@@ -302,11 +301,11 @@ class Reducer:
     # ------------------------------------------------------------ ends by the program
 
     def ends_after_pass(self) -> bool:
-        """Whether `finalize` has to wait until the backward pass that is expected now has ended."""
+        """Whether `finalize` must wait until the expected backward pass has ended."""
         return self._state.counts
 
     def _leave(self) -> None:
-        """Starts the reductions that are left; the program ends the iteration."""
+        """Starts the remaining reductions; the program ends the iteration."""
         rest = self._state.finish(awaits=True)
         self._left = [(each.grad, 0 if each.grad is None else each.grad._version) for each in self._tensors]
         for number in rest:
@@ -315,10 +314,10 @@ class Reducer:
 
     @begins_traceback
     def finalize(self) -> None:
-        """The program ends an iteration: after its backward pass, or in a hook, once all gradients are there.
+        """Ends an iteration for the program, after its backward pass or in a hook, when all gradients are ready.
 
         Raises:
-            DataParallelError: there is no such iteration, gradients are missing, or `.grad` or parameters were changed.
+            DataParallelError: no iteration has begun, gradients are missing, or `.grad` or parameters were changed.
         """
         with self._lock:
             if self.by_hand and self._state.end_in_pass():
@@ -346,7 +345,7 @@ class Reducer:
     # ------------------------------------------------------------ gradients
 
     def gradient_added(self, index: int) -> None:
-        """An ordinary backward pass has added to a parameter's `.grad`."""
+        """Notes that an ordinary backward pass has added to a parameter's `.grad`."""
         with self._lock:
             if self._state.awaits:
                 raise self._giving_up(not_finalized(self.iteration, self._world_rank))
@@ -359,7 +358,7 @@ class Reducer:
                 raise self._refusal(exc) from None
 
     def gradient_captured(self, index: int, gradient: torch.Tensor) -> None:
-        """A distributed backward pass is about to capture a parameter's gradient."""
+        """Notes that a distributed backward pass is about to capture a parameter's gradient."""
         with self._lock:
             if self._state.phase is IDLE and not self._state.takes(self._syncs()):
                 return
@@ -377,7 +376,7 @@ class Reducer:
             self._ready(index, captured=True)
 
     def _ready(self, index: int, captured: bool) -> None:
-        """Runs for every gradient on the thread that computes them, so it does little itself."""
+        """Handles a ready gradient, on the thread that computes gradients, so it does little."""
         if self._state.phase is not AVERAGING:
             self._enter()
         try:
@@ -388,7 +387,7 @@ class Reducer:
             self._launch(number, asynchronous=True)
 
     def _enter(self) -> None:
-        """The first gradient of a pass arrives: begins the pass and the iteration, if it belongs to neither."""
+        """Begins the pass and the iteration, if necessary, when a gradient arrives."""
         if not self._state.phase.in_pass:
             self._begin_pass(adds=True)
         if not self._state.phase.is_open:
@@ -397,7 +396,7 @@ class Reducer:
             self.first_gradient_ns = time.time_ns()
 
     def _refusal(self, unexpected: UnexpectedGradient) -> DataParallelError:
-        """The error about a gradient."""
+        """Makes the error for an unexpected gradient."""
         return self._giving_up(
             unexpected_gradient(
                 unexpected, self.parameters[unexpected.index].name, self.iteration, self._world_rank, self.options.rule
@@ -405,7 +404,7 @@ class Reducer:
         )
 
     def _giving_up(self, error: DataParallelError) -> DataParallelError:
-        """Tells the other ranks of an error: they may wait for this one's next reduction."""
+        """Tells the other ranks of an error, since they may wait for this rank's next reduction."""
         self.error = str(error)
         self._notices.post(self.iteration, [], final=True, problem=self.error)
         return error
@@ -427,14 +426,14 @@ class Reducer:
         )
 
     def _gradient(self, member: Trained) -> torch.Tensor | None:
-        """The gradient that this rank contributes for a parameter."""
+        """Returns the gradient that this rank contributes for a parameter."""
         gradient = None if self._source is None else self._source.gradient(member)
         if gradient is None or self._state.uses(member.index):
             return gradient
-        return gradient.clone()  # it stays as it is if no other rank uses the parameter
+        return gradient.clone()  # the original must not change if no other rank uses the parameter
 
     def _finish(self) -> None:
-        """Starts the reductions that are left, and ends the iteration."""
+        """Starts the remaining reductions, and ends the iteration."""
         rest = self._state.finish()
         self.computed_ns = time.time_ns()
         for number in rest:
@@ -442,7 +441,7 @@ class Reducer:
         self._conclude()
 
     def _conclude(self) -> None:
-        """Waits for the reductions, delivers the results, and agrees with the other ranks on the next buckets."""
+        """Waits for the reductions, delivers the results, and agrees on the next buckets with the other ranks."""
         state = self._state
         knew_graph = state.static_use is not None
         self._used = self._share_used()
@@ -460,7 +459,7 @@ class Reducer:
             self._tell_times()
 
     def _tell_times(self) -> None:
-        """When gradients were computed in this iteration, and when it was over."""
+        """Reports when gradients were computed in this iteration, and when it ended."""
         shift_s = time.monotonic() - time.time()
         ends_ns = {"gradients": self.computed_ns, "iteration": self.done_ns}
         for tap in list(span_taps):
@@ -468,7 +467,7 @@ class Reducer:
                 tap("DDP", f"{what} {self.iteration}", self.first_gradient_ns / 1e9 + shift_s, end_ns / 1e9 + shift_s)
 
     def _deliver(self, members: list[Trained], reduced: list[torch.Tensor], lasting: bool) -> None:
-        """Delivers reduced gradients; gradients of parameters that no rank used stay unchanged."""
+        """Delivers reduced gradients, except those of parameters that no rank used."""
         assert self._source is not None
         used = self._used
         if used is not None and not all(member.index in used for member in members):
@@ -477,7 +476,7 @@ class Reducer:
         self._source.deliver(members, reduced, lasting)
 
     def _share_used(self) -> frozenset[int] | None:
-        """The parameters that some rank has used, where there may be others, which keep their gradients."""
+        """Returns the parameters that some rank has used; None if all are used. Others keep their gradients."""
         if not self._state.tracks or self._state.static_use is not None:
             return self._state.static_use
         flags = torch.zeros(2, len(self.parameters), dtype=torch.int32, device=self.parameters[0].tensor.device)
@@ -524,7 +523,7 @@ class Reducer:
             self._finish()
 
     def end_shadows(self) -> None:
-        """All ranks have joined: what the others' iterations left in `.grad` is not this rank's."""
+        """Restores this rank's `.grad` when all ranks have joined, since the others' iterations have replaced it."""
         if self._shadows is not None:
             self._shadows.restore()
             self._shadows = None

@@ -1,6 +1,6 @@
-"""Sends the state of a training to ranks that came later: tensors as they are, everything else pickled.
+"""Sends the state of a training to ranks that joined later: tensors as they are, other values pickled.
 
-The receiver takes over all of the state, or nothing.
+The receiver takes over the whole state or nothing.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from rpcdist.errors import CollectiveError, CollectiveMismatch
 
 
 class HasState(Protocol):
-    """An object with a state that newcomers need: an optimizer, a learning rate schedule, a sampler."""
+    """An object whose state new ranks need: an optimizer, a learning rate schedule, a sampler."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, of values that can be pickled."""
+        """Returns the state, whose values can be pickled."""
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
-        """Takes over such a state."""
+        """Loads such a state."""
 
 
 class _Pickler(pickle.Pickler):
-    """Leaves the tensors out, and collects them."""
+    """Collects tensors instead of pickling them."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
@@ -43,7 +43,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Puts new tensors in the places of those that were left out."""
+    """Inserts new tensors in the places of those that were not pickled."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
@@ -71,11 +71,11 @@ def send_state(state: object, group: ProcessGroup, receivers: Sequence[int]) -> 
 
 
 def receive_state(group: ProcessGroup, sender: int) -> Any:
-    """The state that `sender` sends, whole, with its tensors on the CPU.
+    """Returns the complete state from `sender`, with its tensors on the CPU.
 
     Raises:
-        CollectiveError: the sender was lost; nothing has changed here.
-        CollectiveMismatch: it sent what is no state.
+        CollectiveError: the sender was lost; nothing has changed on this rank.
+        CollectiveMismatch: the sender sent an invalid state.
     """
     box: list[Any] = [None]
     try:
@@ -84,7 +84,7 @@ def receive_state(group: ProcessGroup, sender: int) -> Any:
         state = unpickler.load()
     except CollectiveError:
         raise
-    except Exception as exc:  # whatever reading a wrong pickle raises, or room for its tensors
+    except Exception as exc:  # an invalid pickle, or too little memory for its tensors
         raise _wrong(sender, f"it cannot be read: {exc!r}"[:500]) from exc
     for tensor in unpickler.tensors:
         collectives.recv(tensor, group=group, group_src=sender)
@@ -92,16 +92,16 @@ def receive_state(group: ProcessGroup, sender: int) -> Any:
 
 
 def take_over(state: Any, module: nn.Module, others: Sequence[HasState], sender: int, step: int) -> None:
-    """Loads what `receive_state` returned: all of it, or nothing.
+    """Loads the result of `receive_state`, either all of it or nothing.
 
     Args:
-        state: `{"step": ..., "module": ..., "others": [...]}`, the last two as their `state_dict` says.
-        module, others: get it.
-        step: what it has to have behind it.
+        state: `{"step": ..., "module": ..., "others": [...]}`, the last two as returned by `state_dict`.
+        module, others: the objects that load it.
+        step: the step that the state must have.
 
     Raises:
-        CollectiveMismatch: it is not of this module and `others`, or not of this step. Everything is as before, as far
-            as `others` load either all or nothing, as torch's optimizers do, and can load what they had.
+        CollectiveMismatch: the state does not belong to this module and `others`, or to this step. Nothing has changed,
+            provided that `others` load either all or nothing, as torch's optimizers do, and can load their old state.
     """
     problem = _problem(state, module, len(others), step)
     if problem:
@@ -112,7 +112,7 @@ def take_over(state: Any, module: nn.Module, others: Sequence[HasState], sender:
             before = each.state_dict()
             each.load_state_dict(its_state)
             loaded.append((each, before))
-        module.load_state_dict(state["module"])  # the last: what it would refuse was looked for
+        module.load_state_dict(state["module"])  # last, as `_problem` has checked that it succeeds
     except Exception as exc:
         for each, before in loaded:
             each.load_state_dict(before)
@@ -120,22 +120,22 @@ def take_over(state: Any, module: nn.Module, others: Sequence[HasState], sender:
 
 
 def _problem(state: Any, module: nn.Module, num_others: int, step: int) -> str:
-    """A description of the fault in a state; empty if there is none."""
+    """Describes the fault in a state; empty if it has none."""
     if not isinstance(state, dict) or state.keys() != {"step", "module", "others"}:
         return "it does not consist of step, module and others"
     if type(state["step"]) is not int or state["step"] != step:
-        return f"it is of step {state['step']!r}, but its sender had announced step {step}"
+        return f"it has step {state['step']!r}, but its sender had announced step {step}"
     if not isinstance(state["others"], list) or len(state["others"]) != num_others:
-        return f"it is not of {num_others} optimizers and stateful objects"
+        return f"it does not have the states of {num_others} optimizers and stateful objects"
     ours, theirs = module.state_dict(), state["module"]
     if not isinstance(theirs, dict) or theirs.keys() != ours.keys():
-        return "its parameters and buffers have other names than those of this module"
+        return "the names of its parameters and buffers differ from those of this module"
     for name, our in ours.items():
         if isinstance(our, torch.Tensor):
             their = theirs[name]
             if not isinstance(their, torch.Tensor) or (their.shape, their.dtype) != (our.shape, our.dtype):
                 described = [f"{each.dtype} of {tuple(each.shape)}" for each in (our, their) if hasattr(each, "dtype")]
-                return f"{name} is another tensor there: {' here, '.join(described)}"
+                return f"{name} differs: {' here, '.join(described)}"
     return ""
 
 

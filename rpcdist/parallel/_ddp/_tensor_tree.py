@@ -13,7 +13,7 @@ from rpcdist.errors import ConfigError
 
 
 def find_tensors(value: object) -> list[torch.Tensor]:
-    """All tensors in a value: nested lists, tuples, dicts and dataclasses, and local values of remote references."""
+    """Returns all tensors in a value: nested lists, tuples, dicts and dataclasses, and local values of RRefs."""
     found: list[torch.Tensor] = []
     pending = [value]
     while pending:
@@ -32,7 +32,7 @@ def find_tensors(value: object) -> list[torch.Tensor]:
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A value with each tensor replaced by `change(tensor)`; containers and dataclasses are copied, others kept."""
+    """Returns the value with each tensor replaced by `change(tensor)`; copies containers and dataclasses."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -65,7 +65,7 @@ def choose_device(
     device_ids: Sequence[int | torch.device] | None,
     output_device: int | torch.device | None,
 ) -> torch.device | None:
-    """The device to which inputs are moved, or None to leave them where they are.
+    """Returns the device to which inputs are moved, or None to leave them on their devices.
 
     Raises:
         ConfigError: the module's parameters are on different types of devices, or `device_ids` does not fit them.
@@ -73,7 +73,7 @@ def choose_device(
     devices = {parameter.device for parameter in parameters}
     if len({device.type for device in devices}) > 1:
         names = ", ".join(sorted(map(str, devices)))
-        raise ConfigError(f"the module's parameters must be on the same type of devices, and they are on {names}")
+        raise ConfigError(f"the module's parameters must be on the same type of devices, but are on {names}")
     if device_ids is not None and len(device_ids) > 1:
         raise ConfigError("device_ids can only be None or contain a single element: start one process for each device")
     single = len(devices) == 1 and next(iter(devices)).type != "cpu"
@@ -87,5 +87,5 @@ def choose_device(
 
 
 def move_to(value: Any, device: torch.device) -> Any:
-    """A value with all its tensors on the device; containers are copied, other objects kept."""
+    """Returns the value with all its tensors on the device; copies containers, but no other objects."""
     return map_tensors(value, lambda tensor: tensor.to(device, non_blocking=True))

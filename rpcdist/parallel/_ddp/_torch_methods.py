@@ -1,6 +1,6 @@
-"""Methods of torch's DistributedDataParallel that scripts call, and that the training itself does not need.
+"""Methods of torch's DistributedDataParallel that scripts call, but the training itself does not need.
 
-The answer of `_get_ddp_logging_data` has options, buckets and times of a model, under torch's names.
+`_get_ddp_logging_data` returns options, buckets and times of a model, under torch's names.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from rpcdist.parallel._ddp._reducer import Reducer
 from rpcdist.parallel._ddp._tensor_tree import move_to
 
 _FIRST = 10
-"""So many iterations at the start are sampled, whatever the rate is; as in torch."""
+"""The number of iterations that are always sampled at the start, as in torch."""
 
 
 class SampledIteration:
-    """The times of the last iteration that was sampled, and their averages over all that were.
+    """The times of the last sampled iteration, and their averages over all sampled iterations.
 
-    The first ten iterations are sampled, and later one in `sample_rate`; each where the next forward pass begins, as in
+    The first ten iterations are sampled, and later one in `sample_rate`, when the next forward pass begins, as in
     torch.
 
     Attributes:
-        sample_rate: one in so many iterations is sampled.
-        iteration: the last one that was; 0 before.
+        sample_rate: one in this many iterations is sampled.
+        iteration: the last sampled iteration; 0 before.
         facts: its times and their averages, the order in which its gradients became ready, and the bytes of parameters
             that this rank did not use; empty before.
     """
@@ -43,7 +43,7 @@ class SampledIteration:
         self._sums = dict.fromkeys(_AVERAGED, 0)
 
     def sample(self, reducer: Reducer) -> None:
-        """Takes the times of the last iteration, if it ended and is one of those to sample."""
+        """Records the times of the last iteration, if it has ended and should be sampled."""
         iteration = reducer.iteration
         if not reducer.done_ns or iteration == self.iteration:
             return
@@ -72,7 +72,7 @@ def logging_data(
     forward_sync_buffers: bool,
     device_ids: Sequence[object] | None,
 ) -> dict[str, str | int]:
-    """The options and the buckets, and the times of the last iteration that was sampled."""
+    """Returns the options, the buckets, and the times of the last sampled iteration."""
     group, options, hook = reducer.group, reducer.options, reducer.hook
     tensors = [named.tensor for named in reducer.parameters]
     sizes = _joined(bucket.num_bytes for bucket in reducer.buckets)
@@ -113,9 +113,9 @@ def logging_data(
 
 
 _NAMES = {torch.float32: "float", torch.float64: "double", torch.float16: "c10::Half", torch.bfloat16: "c10::BFloat16"}
-"""torch's names of dtypes, where they are not those of Python."""
+"""torch's C++ names of dtypes that differ from those in Python."""
 _VARIABLES = ("master_addr", "master_port", "cuda_visible_devices", "torch_distributed_debug")
-_GLOO_THREADS = 2  # torch's default, which nothing here can change
+_GLOO_THREADS = 2  # torch's default, which rpcdist cannot change
 _AVERAGED = (
     "forward_compute_time",
     "backward_compute_time",
@@ -125,13 +125,13 @@ _AVERAGED = (
 
 
 def _gloo_settings() -> dict[str, str | int]:
-    """The settings of Gloo, for a group that was asked for by that name; only the interface matters to ours."""
+    """Returns the settings of Gloo, for a group with that name; our backend uses only the interface."""
     variables = ("gloo_socket_ifname", "gloo_device_transport")
     return {**{name: os.environ.get(name.upper(), "N/A") for name in variables}, "gloo_num_threads": _GLOO_THREADS}
 
 
 def _times(reducer: Reducer) -> dict[str, int]:
-    """Durations and moments of an iteration in nanoseconds."""
+    """Returns durations and times of an iteration in nanoseconds."""
     forward, began = reducer.forward_began_ns, reducer.first_gradient_ns
     computed, launched, done = reducer.computed_ns, reducer.first_launch_ns, reducer.done_ns
     return {
@@ -152,7 +152,7 @@ def _joined(values: Iterable[object]) -> str:
 
 
 class TorchMethods(nn.Module):
-    """See `DistributedDataParallel`, whose part this is."""
+    """A part of `DistributedDataParallel`."""
 
     dim: int
     device_type: str
@@ -163,14 +163,14 @@ class TorchMethods(nn.Module):
     _delayed: object | None
     _logged: SampledIteration
 
-    broadcast_bucket_size = 250 << 20  # bytes; for functions of torch that ask for it
+    broadcast_bucket_size = 250 << 20  # bytes; functions of torch read it
 
     @property
     def require_manual_backward_finalization(self) -> bool:
-        """Whether the program ends each backward pass that averages by `finalize_backward`; False at first.
+        """Whether the program ends each backward pass that averages with `finalize_backward`; False by default.
 
-        Until then the reductions go on beside what the program does, and `.grad` has this rank's own gradients. Set it
-        before a forward pass, the same on all ranks.
+        Until that call the reductions run in the background, and `.grad` has this rank's own gradients. Set it before a
+        forward pass, to the same value on all ranks.
         """
         return self.reducer.by_hand
 
@@ -180,9 +180,9 @@ class TorchMethods(nn.Module):
 
     @property
     def should_finalize_after_backward(self) -> bool:
-        """Whether `finalize_backward` must wait for the end of the backward pass; ask after the forward pass.
+        """Whether `finalize_backward` must wait for the end of the backward pass; valid after the forward pass.
 
-        Otherwise a hook may call it as well, once all gradients are there.
+        If False, a hook may call it as well, when all gradients are ready.
         """
         late = self.mixed_precision is not None or self._delayed is not None or self.reducer.ends_after_pass()
         return self.reducer.by_hand and late
@@ -190,12 +190,12 @@ class TorchMethods(nn.Module):
     def finalize_backward(self) -> None:
         """Waits until the gradients of a backward pass are averaged, and puts the averages into `.grad`.
 
-        Call it once for each backward pass outside of `no_sync`, before the next pass, and before anything else changes
-        gradients or parameters: after `backward`, or in a hook of the pass.
+        Call it once for each backward pass outside `no_sync`, after `backward` or in a hook of the pass, before the
+        next pass and before other code changes gradients or parameters.
 
         Raises:
-            DataParallelError: `require_manual_backward_finalization` is False, gradients are missing, or there are none
-                to average; gradients or parameters were changed since they were ready.
+            DataParallelError: `require_manual_backward_finalization` is False; gradients are missing, or none need
+                averaging; or gradients or parameters were changed since they were ready.
         """
         self.reducer.finalize()
 
@@ -203,7 +203,7 @@ class TorchMethods(nn.Module):
     def _set_params_and_buffers_to_ignore_for_model(
         module: nn.Module, params_and_buffers_to_ignore: Sequence[str]
     ) -> None:
-        """Leaves parameters and buffers, by their names in the module, to each rank. Call it before wrapping."""
+        """Excludes parameters and buffers, by their names in the module, from synchronisation, before wrapping."""
         module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore  # type: ignore[assignment]
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if name in params_and_buffers_to_ignore:
@@ -216,15 +216,15 @@ class TorchMethods(nn.Module):
                 yield (name, parameter) if named_params else parameter
 
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
-        """The parameters that are averaged now, in their order, and whether the gradient of each is sparse."""
+        """Returns the averaged parameters, in order, and whether the gradient of each is sparse."""
         found = trainable(self.module, self.parameters_to_ignore)
         return [named.tensor for named in found], [named.sparse for named in found]
 
     def _build_debug_param_to_name_mapping(self, parameters: Sequence[nn.Parameter]) -> dict[int, str]:
-        """The names of parameters by their places in a list.
+        """Returns the names of parameters by their positions in a list.
 
         Raises:
-            ConfigError: the list is not that of `_build_params_for_reducer`.
+            ConfigError: the list is not from `_build_params_for_reducer`.
         """
         places = {parameter: place for place, parameter in enumerate(parameters)}
         names: dict[int, str] = {}
@@ -240,13 +240,13 @@ class TorchMethods(nn.Module):
         return names
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """Has the logging data tell the times of one iteration in so many after the first ten; the default is 100."""
+        """Sets how often the logging data sample an iteration after the first ten; one in 100 by default."""
         if sample_rate < 1:
             raise ConfigError("DDP runtime logging sample rate should be equal or greater than 1")
         self._logged.sample_rate = sample_rate
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
-        """Kept for scripts: outputs are never copied."""
+        """Does nothing, as outputs are never copied; kept for scripts."""
 
     def _register_fused_optim(self, optim: object, *args: object, **kwargs: object) -> NoReturn:
         raise ConfigError(
@@ -255,7 +255,7 @@ class TorchMethods(nn.Module):
         )
 
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Sequence[int | torch.device]) -> Any:
-        """Cuts positional and keyword arguments along `dim`, one part for each device."""
+        """Splits positional and keyword arguments along `dim`, one part for each device."""
         return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
 
     def gather(self, outputs: Any, output_device: int | torch.device) -> Any:
@@ -263,6 +263,6 @@ class TorchMethods(nn.Module):
         return gather(outputs, output_device, dim=self.dim)
 
     def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int) -> tuple[tuple[Any], tuple[Any]]:
-        """Positional and keyword arguments on a device, each as a tuple of one: for that device."""
+        """Returns positional and keyword arguments on a device, each in a tuple of one."""
         device = torch.device(self.device_type, device_id)
         return (move_to(inputs, device),), (move_to(kwargs, device),)

@@ -1,1 +1,1 @@
-"""The parts of `rpcdist.parallel.Published`: how tensors lie in a segment, who holds versions, who reads them."""
+"""The parts of `rpcdist.parallel.Published`: the layout of tensors in a segment, sources of versions, and readers."""

@@ -1,9 +1,9 @@
 """The sources of a name on all hosts: the publisher's, and one on each other host, which fetches the versions.
 
-[Note: chain] The hosts form a chain, in the order in which they came. Each fetches a version from the one before it, in
-chunks, which that one passes on as soon as it has them: the publisher sends each byte once, and N hosts take the time
-of one and N chunks. A source that cannot get a chunk from the one before it, since that has died or hangs, asks the
-publisher for another one, and goes on with the chunk that it missed.
+[Note: chain] The hosts form a chain, in the order in which they joined. Each fetches a version from the host before it,
+in chunks, which that host passes on as soon as it has them: the publisher sends each byte once, and N hosts take the
+time of one host and N chunks. If a source cannot get a chunk because the source before it has died or hangs, it asks
+the publisher for another source, and continues with the missing chunk.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ CHUNKS_UNDER_WAY: Final = 4
 
 MAX_EXTRACTS: Final = 64
 MAX_EXTRACTS_SHARE: Final = 4
-"""Extracts take at most so many times the memory of the publisher's own versions."""
+"""The limit of the memory of extracts, as a multiple of the memory of the publisher's own versions."""
 
 Description = tuple[str, PlainLayout, int, int, list[str], int]
-"""Of an origin: its source's name, the layout, `keep`, how often the list of hosts has changed, where readers of all
-sources connect, and in how many shards the tensors are published."""
+"""An origin's description: its source's name, the layout, `keep`, how often the list of hosts has changed, the
+addresses for readers of all sources, and the number of shards in which the tensors are published."""
 
 Comparison = Literal["counter", "value"]
-"""How tensors that did not change are found."""
+"""The way to find unchanged tensors."""
 
 MAX_SHARDS: Final = 1 << 16
 MAX_VERSION: Final = 1 << 56
@@ -53,7 +53,7 @@ _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int
 
 
 def check_description(description: Description) -> None:
-    """Raises `TransportError` if the numbers of a description, which a peer has sent, make no sense."""
+    """Raises `TransportError` if the numbers of a peer's description are invalid."""
     try:
         source_name, _, keep, num_changes, addresses, num_shards = description
         is_valid = (
@@ -72,24 +72,24 @@ class Publisher(VersionSource):
     """The source of the publisher, found by its name as an actor.
 
     Args:
-        keep: how many whole versions there may be at once.
-        shard: its number, and how many publishers the tensors have.
+        keep: how many complete versions may exist at once.
+        shard: its number, and the number of publishers of the tensors.
 
     Attributes:
-        has_asked: whether the other workers have said which versions they have seen.
-        in_order: what was seen of values that are those of the layout, in its order; see `Pieces`.
+        has_asked: whether the other workers have reported which versions they have seen.
+        in_order: the `seen` of values that equal the layout, in its order; see `Pieces`.
     """
 
     def __init__(self, name: str, plain_layout: PlainLayout, keep: int, shard: tuple[int, int] = (0, 1)) -> None:
         self._extracts: dict[Selection, Extract] = {}
-        # Around `_extracts`. I/O loops never take it: to make an extract takes a loop, which may wait for `_changed`.
+        # Guards `_extracts`. I/O loops never take it: making an extract needs a loop, which may wait for `_changed`.
         self._extracting = threading.Lock()
         super().__init__(name, VersionLayout.from_plain(plain_layout), keep, shard[1])
         self.shard = shard[0]
         self.has_asked = False
         self.in_order: object = None
         num_tensors = len(self.layout.names)
-        self._changed_in = [0] * num_tensors  # the version in which each tensor changed last
+        self._changed_in = [0] * num_tensors  # the version in which each tensor last changed
         self._counters: list[tuple[object, ...] | None] = [None] * num_tensors  # of the newest version
         self._small = small_ones(self.layout)
         self._large = sorted(set(range(num_tensors)) - set(self._small))
@@ -97,9 +97,9 @@ class Publisher(VersionSource):
         self._sources: SmallTensors | None = None
         self._small_in: list[SmallTensors | None] = [None] * (keep + 1)
         self._next = 1
-        self._hosts: dict[str, str] = {}  # addresses by the sources' names, in the order of the chain
-        self._num_changes = 0  # of the hosts
-        self._fetches: dict[str, rpc.Future[int | None]] = {}  # by source name: those that may go on
+        self._hosts: dict[str, str] = {}  # addresses by source name, in the order of the chain
+        self._num_changes = 0  # how often `_hosts` has changed
+        self._fetches: dict[str, rpc.Future[int | None]] = {}  # the fetches in progress, by source name
         self._publishing = threading.Lock()
 
     def publish(
@@ -110,18 +110,18 @@ class Publisher(VersionSource):
         skip_unchanged: Comparison | None = None,
         seen: object = None,
     ) -> int:
-        """Makes tensors the newest version; returns its number, or the last one if there was no room.
+        """Publishes tensors as the newest version; returns its number, or the last number if no memory was free.
 
         Args:
-            tensors: of the version, in the order of the layout.
+            tensors: the tensors of the version, in the order of the layout.
             version: its number; None for the next one.
-            deadline: for the wait for room; None not to wait.
-            skip_unchanged: how tensors that did not change are found; None if all count as changed.
+            deadline: the limit of the wait for free memory; None not to wait.
+            skip_unchanged: the way to find unchanged tensors; None if all count as changed.
             seen: see `Pieces`.
 
         Raises:
-            ConfigError: the number is not newer than the last one.
-            DeadlineExceeded: there was no room in time.
+            ConfigError: the number is not higher than the last one.
+            DeadlineExceeded: no memory became free in time.
         """
         with self._publishing:
             number = self._next if version is None else version
@@ -146,7 +146,7 @@ class Publisher(VersionSource):
             changed = self._changed_tensors(tensors, skip_unchanged, counters)
             self._write(segment, tensors, changed, seen)
             with self._changed:
-                number = max(self._next, version or 0)  # now: `start_at` may have been called meanwhile
+                number = max(self._next, version or 0)  # computed now, as `start_at` may have been called meanwhile
                 self._next = number + 1
                 if changed is None:
                     self._changed_in = [number] * len(tensors)
@@ -160,7 +160,7 @@ class Publisher(VersionSource):
         return number
 
     def _write(self, segment: int, tensors: list[Tensor], changed: Sequence[int] | None, seen: object) -> None:
-        """Copies tensors into a segment: those that it does not have yet from an older version."""
+        """Copies tensors into a segment, except those that it already has from an older version."""
         held, self._contents[segment] = self._contents[segment], 0
         views = self._views_of(segment)
         if (
@@ -176,7 +176,7 @@ class Publisher(VersionSource):
         copy_tensors(views, tensors)
 
     def _written_small(self, segment: int, tensors: list[Tensor], seen: object) -> list[int] | None:
-        """Copies the small tensors, if torch need not; the indices of the others, or None."""
+        """Copies the small tensors, if that works without torch; returns the indices of the others, or None."""
         small = [tensors[index] for index in self._small] if self._large else tensors
         last = self._sources
         if (last is None or seen is None or last.seen is not seen) and not have_dtypes(small, self._small_dtypes):
@@ -195,7 +195,7 @@ class Publisher(VersionSource):
     def _changed_tensors(
         self, tensors: Sequence[Tensor], how: Comparison | None, counters: Sequence[tuple[object, ...] | None] | None
     ) -> list[int] | None:
-        """The tensors that differ from the newest version; None if all may."""
+        """Returns the tensors that differ from the newest version; None if all may differ."""
         newest = self._memory.words[NEWEST]
         if how is None or not newest:
             return None
@@ -210,7 +210,7 @@ class Publisher(VersionSource):
         ]
 
     def _changes_of_chunks(self) -> list[int]:
-        """In which version each chunk changed last."""
+        """Returns the version in which each chunk last changed."""
         changes = [0] * self._num_chunks
         starts, end = self.layout.offsets()
         for start, stop, last in zip(starts, (*starts[1:], end), self._changed_in, strict=True):
@@ -219,9 +219,10 @@ class Publisher(VersionSource):
         return changes
 
     def start_at(self, have: int) -> None:
-        """Somebody has seen a version of that number, of an earlier publisher: those of this one are newer.
+        """Makes later versions newer than `have`, which a worker has seen from an earlier publisher.
 
-        One that is published already gets another number, or those who have seen the other one would never take it.
+        A version that is already published gets a new number; otherwise workers that have seen `have` would never take
+        it.
         """
         _checked_number(have)
         with self._changed:
@@ -257,15 +258,15 @@ class Publisher(VersionSource):
             if done.wait() is None:
                 self.forget(source)
         except Exception as exc:
-            is_here = source in self._living_hosts()  # or its consumer has closed it
+            is_here = source in self._living_hosts()  # otherwise its consumer has closed it
             level = logging.WARNING if is_here else logging.DEBUG
             logger.log(level, "%r did not get version %s of %r: %s", worker_of(source), version, self.name, exc)
-            # Its consumers kept all versions for as long as it waits: it begins once more, or stays without this one.
+            # Its consumers held all versions while it waited: it starts again, or stays without this version.
             if isinstance(exc, DeadlineExceeded) and self.newest == version and is_here:
                 self._tell(source, version)
 
     def _living_hosts(self) -> dict[str, str]:
-        """Those whose workers live; the others are forgotten."""
+        """Returns the hosts whose workers live; forgets the others."""
         with self._changed:
             if not self._hosts:
                 return {}
@@ -277,7 +278,7 @@ class Publisher(VersionSource):
             return dict(found)
 
     def all_behind(self, version: int, deadline: Deadline) -> dict[str, int]:
-        """Waits until all readers of all hosts have a version; those that do not, and what they have."""
+        """Waits until all readers of all hosts have a version; returns the readers that do not, with their versions."""
         limit_s = deadline.remaining_s()
         asked = {source: ask(source, "behind", version, limit_s, timeout=0) for source in self._living_hosts()}
         found = self.behind(version, limit_s)
@@ -291,17 +292,17 @@ class Publisher(VersionSource):
                 told = future.wait(deadline.remaining_s() + SLOW_ANSWER_LIMIT_S)
                 found.update((str(name)[:100], _checked_number(have)) for name, have in dict(told).items())
             except TransportError as exc:
-                logger.debug("%r is gone, and delays no other host any more: %s", worker_of(source), exc)
+                logger.debug("%r is gone, and does not delay other hosts any more: %s", worker_of(source), exc)
         return found
 
     # ------------------------------------------------------------ called by consumers
 
     def describe(self, have: int, plain_selection: PlainSelection = ("", [])) -> Description:
-        """The data for a consumer that connects.
+        """Returns the description for a consumer that connects.
 
         Args:
-            have: the newest version that it has seen.
-            plain_selection: the values that it wants, if not all as they are.
+            have: the newest version that the consumer has seen.
+            plain_selection: the values that it wants, unless it wants all of them unchanged.
 
         Raises:
             CallRefused: consumers want too many different selections.
@@ -311,7 +312,7 @@ class Publisher(VersionSource):
         return self.description() if selection == ("", ()) else self.extract(selection).description()
 
     def extract(self, selection: Selection) -> Extract:
-        """The source of a selection. Raises `CallRefused` if there are too many."""
+        """Returns the source of a selection. Raises `CallRefused` if there are too many."""
         self._drop_unused()
         with self._extracting:
             found = self._extracts.get(selection)
@@ -322,21 +323,21 @@ class Publisher(VersionSource):
                 total = sum(sizes) + selection.layout_of(self.layout).size_bytes()
                 if len(sizes) >= MAX_EXTRACTS or total > MAX_EXTRACTS_SHARE * self.layout.size_bytes():
                     raise CallRefused(
-                        f"consumers of {self.name!r} want {len(sizes)} other selections or dtypes of its tensors; "
-                        f"there may be {MAX_EXTRACTS}, and they may take {MAX_EXTRACTS_SHARE} times the memory that "
-                        f"the versions of {self._me!r} take"
+                        f"consumers of {self.name!r} want {len(sizes)} other selections or dtypes of its tensors; at "
+                        f"most {MAX_EXTRACTS} are allowed, with {MAX_EXTRACTS_SHARE} times the memory of the versions "
+                        f"of {self._me!r}. Pull the same selection and dtype on more workers"
                     )
                 found = self._extracts[selection] = Extract(self, selection)
         found.update()
         return found
 
     def _update_extracts(self) -> None:
-        """Has the extracts follow; the pool does that, and this thread goes on."""
+        """Updates the extracts on the pool; this thread does not wait."""
         for extract in self._drop_unused():
             current_agent().pool.submit(extract.update)
 
     def _drop_unused(self) -> list[Extract]:
-        """Closes unused extracts; returns the others."""
+        """Closes unused extracts and returns the others."""
         if not self._extracts:
             return []
         with self._extracting:
@@ -363,15 +364,15 @@ class Publisher(VersionSource):
             return self.source_name, plain, self._keep, self._num_changes, addresses, self.num_shards
 
     def join(self, source: str, address: str, num_changes: int | None, living: Sequence[str]) -> bool:
-        """A host wants to fetch from now on, the newest version first.
+        """Adds a host, which fetches the newest version first.
 
         Args:
-            address: where the readers of the source connect; empty where there are none.
-            num_changes: of the description by which it found that its host has no source yet; None if it knows that.
-            living: the sources of its worker; others were freed by the garbage collector, which tells nobody.
+            address: the address for readers of the source; empty if it has none.
+            num_changes: from the description that showed that its host has no source yet; None if it knows that.
+            living: the sources of its worker; the garbage collector has freed others without a message.
 
         Returns:
-            False if another host has come meanwhile, which may be the same one.
+            False if another source has joined meanwhile, which may be on the same host.
         """
         with self._changed:
             if address and num_changes not in (None, self._num_changes):
@@ -387,13 +388,13 @@ class Publisher(VersionSource):
         return True
 
     def forget(self, source: str) -> None:
-        """A host does not fetch any more: its source is closed."""
+        """Removes a host, whose source is closed."""
         with self._changed:
             if self._hosts.pop(source, None) is not None:
                 self._num_changes += 1
 
     def upstream_of(self, source: str, failed: str) -> str:
-        """From which source a host should fetch: the one before it, or this one.
+        """Returns the source from which a host should fetch: the one before it, or this one.
 
         Args:
             failed: the name of the source that did not answer, or "".
@@ -407,10 +408,10 @@ class Publisher(VersionSource):
 
 
 class Extract(Publisher):
-    """Some of a publisher's values, or all of them in another dtype: each version is made once, for all consumers.
+    """Some of a publisher's values, or all of them in another dtype; each version is made once, for all consumers.
 
-    It reads the publisher's versions as a consumer does, on a thread of the pool, and publishes them under the same
-    numbers to the readers and hosts that want this selection.
+    It reads the publisher's versions like a consumer, on a thread of the pool, and publishes them with the same numbers
+    to the readers and hosts that want this selection.
     """
 
     def __init__(self, origin: Publisher, selection: Selection) -> None:
@@ -423,11 +424,11 @@ class Extract(Publisher):
         super().__init__(origin.name, layout.plain(), origin._keep, (origin.shard, origin.num_shards))
 
     def note_use(self) -> None:
-        """A consumer is about to connect."""
+        """Notes that a consumer is about to connect."""
         self._used_at = time.monotonic()
 
     def is_unused(self) -> bool:
-        """Whether no consumer was connected for `IDLE_LIMIT_S`, as far as looks at it tell."""
+        """Whether no consumer was connected for `IDLE_LIMIT_S`, as far as calls of this method tell."""
         with self._changed:
             self._forget_ended()
             if self._connections or self._hosts:
@@ -435,10 +436,10 @@ class Extract(Publisher):
             return time.monotonic() - self._used_at > IDLE_LIMIT_S
 
     def update(self, deadline: Deadline | None = None) -> None:
-        """Makes the newest version of the publisher, unless another thread does so; any thread but those of loops.
+        """Makes the newest version of the publisher, unless another thread does so. Never call it on a loop's thread.
 
         Args:
-            deadline: of the wait for memory that no consumer reads; None to leave the version out.
+            deadline: the limit of the wait for memory that no consumer reads; None to skip the version instead.
         """
         while True:
             with self._changed:
@@ -447,14 +448,14 @@ class Extract(Publisher):
                 self._is_updating = True
             try:
                 views = self._reader.begin()
-                assert views is not None  # of the newest one
+                assert views is not None  # the newest version always exists
                 number = self._reader.beginning
                 try:
                     made = self.publish(self._selection.taken_from(self._reader.layout, views), number, deadline)
                 finally:
                     self._reader.end(number)
                 if made < number:
-                    return  # consumers read all of the memory: it is left out
+                    return  # consumers read all of the memory, so this version is skipped
             finally:
                 with self._changed:
                     self._is_updating = False
@@ -476,13 +477,13 @@ class Extract(Publisher):
 
 
 class HostCopy(VersionSource):
-    """The source of a host that fetches versions from another one; a consumer there has it.
+    """The source of a host that fetches versions from another host; a consumer on its host owns it.
 
     Args:
-        keep: how many whole versions there may be at once.
+        keep: how many complete versions may exist at once.
         origin: the name of the publisher's source.
-        num_shards: how many publishers the tensors have.
-        is_extract: whether it fetches an `Extract`; then its consumer asks another publisher for one at its next pull.
+        num_shards: the number of publishers of the tensors.
+        is_extract: whether it fetches an `Extract`; after a change of publisher its consumer requests a new one.
     """
 
     def __init__(
@@ -502,9 +503,9 @@ class HostCopy(VersionSource):
         self._incarnation = 0
         self._wanted = 0
         self._is_fetching = False
-        self._given_up = 0  # the version that could not be fetched; those who want it from here look elsewhere
-        self._coming: tuple[int, int, int] | None = None  # version, segment, and how many chunks are here
-        self._kept: set[int] = set()  # those of that version which the segment had before
+        self._given_up = 0  # the version that could not be fetched; sources that want it must ask another source
+        self._coming: tuple[int, int, int] | None = None  # version, segment, and number of chunks that have arrived
+        self._kept: set[int] = set()  # chunks of that version which the segment had before
 
     def leave(self) -> None:
         """Closes it, and tells the publisher, unless that has ended."""
@@ -513,35 +514,35 @@ class HostCopy(VersionSource):
 
     @property
     def follows_living(self) -> bool:
-        """Whether the publisher lives that it fetches from."""
+        """Whether the publisher from which it fetches lives."""
         directory = current_agent().directory
         return directory.living_incarnation(worker_of(self.origin)) == self._incarnation
 
     def join(self, origin: str, num_changes: int | None) -> bool:
-        """Takes its place in the chain of a publisher; False if its host may have a source there already.
+        """Joins the chain of a publisher; returns False if its host may already have a source in the chain.
 
         Args:
             origin: the name of the publisher's source.
-            num_changes: of its description; None if no other worker of this host can have come before.
+            num_changes: from its description; None if no other worker of this host can have joined before.
         """
         self._incarnation = current_agent().directory.living_incarnation(worker_of(origin))
         with self._changed:
-            if origin != self.origin:  # another publisher: what has its numbers may be something else
+            if origin != self.origin:  # versions of another publisher may have the same numbers
                 self._contents = [0] * len(self._contents)
                 self._wanted = self.newest
-            self.origin = origin  # which begins to call `fetch` here now
+            self.origin = origin  # from now on it calls `fetch` here
         living = list(sources_of(current_agent()))
         asked = ask(origin, "join", self.source_name, self.address, num_changes, living, timeout=SLOW_ANSWER_LIMIT_S)
         return bool(asked.wait())
 
     @property
     def newest_coming(self) -> int:
-        """The newest version that is here, or begins to come."""
+        """The newest version that is here or arriving."""
         with self._changed:
             return max(self.newest, 0 if self._coming is None else self._coming[0])
 
     def follow(self, description: Description) -> None:
-        """Takes its place in the chain of a new publisher, or closes if that one publishes something else."""
+        """Joins the chain of a new publisher, or closes if that one publishes other tensors."""
         origin, plain, *_ = description
         if VersionLayout.from_plain(plain) == self.layout:
             self.join(origin, None)
@@ -549,13 +550,13 @@ class HostCopy(VersionSource):
             self.close()
 
     def fetch(self, origin: str, version: int) -> int:
-        """Fetches a version, or a newer one; returns when it is here, or another thread fetches already.
+        """Fetches a version or a newer one; returns when it is here, or if another thread is already fetching.
 
         Args:
-            origin: the name of the publisher's source, which says that it has the version.
+            origin: the name of the publisher's source, which has announced the version.
         """
         with self._changed:
-            if origin != self.origin:  # it has been replaced
+            if origin != self.origin:  # the publisher was replaced
                 return self.newest
             self._wanted = max(self._wanted, version)
             if self._is_fetching:
@@ -572,7 +573,7 @@ class HostCopy(VersionSource):
             except BaseException as exc:
                 with self._changed:
                     if origin != self.origin and isinstance(exc, RpcdistError):
-                        continue  # another publisher is there meanwhile, and has said what it has
+                        continue  # another publisher has replaced it, and announced its version
                     self._is_fetching = False
                     self._given_up, self._wanted = self._wanted, self.newest
                     self._changed.notify_all()
@@ -581,9 +582,9 @@ class HostCopy(VersionSource):
     def _fetch_one(self, origin: str, at_least: int) -> None:
         """Fetches one version from any host that has it."""
         segment = self._wait_for_segment(Deadline.after(SLOW_ANSWER_LIMIT_S))
-        if segment is None:  # the consumers of this host hold up nobody but themselves
+        if segment is None:  # the consumers of this host delay only themselves
             raise DeadlineExceeded(
-                f"{self._me!r} has no room for version {at_least} of {self.name!r}: {self._keep} other versions are "
+                f"{self._me!r} has no memory for version {at_least} of {self.name!r}: {self._keep} other versions are "
                 f"still read, by {', '.join(self._holders())}"
             )
         self._memory.fill(segment)
@@ -599,16 +600,16 @@ class HostCopy(VersionSource):
                         raise
                     failed = upstream
                     logger.warning("%r does not pass %r on to %r: %s", worker_of(failed), self.name, self._me, exc)
-                    _try_to_tell(failed, "end_fetch", self.source_name)  # it may live, and not answer
+                    _try_to_tell(failed, "end_fetch", self.source_name)  # it may be alive without answering
         except BaseException:
             self._give_up_coming()
             raise
         with self._changed:
-            self._coming = None  # those who fetch it from here keep their pins
+            self._coming = None  # sources that fetch it from here keep their pins
             self._release(version, segment)
 
     def _fetch_from(self, upstream: str, at_least: int, segment: int) -> int:
-        """Fetches a version from one source; its number. Chunks of the same version that came from another are kept."""
+        """Fetches a version from one source and returns its number. Keeps chunks of it from other sources."""
         me, limit_s = self.source_name, SLOW_ANSWER_LIMIT_S
         began = ask(upstream, "begin_fetch", me, at_least, limit_s, timeout=2 * limit_s).wait()
         version, changes = _checked_beginning(began, at_least, self._num_chunks)
@@ -617,7 +618,7 @@ class HostCopy(VersionSource):
                 self._give_up_coming()
                 held, self._contents[segment] = self._contents[segment], 0
                 self._changes[segment] = changes
-                # The chunks that did not change since the version that the segment had.
+                # The chunks that have not changed since the version in the segment.
                 self._kept = {i for i, last in enumerate(changes or ()) if last <= held}
                 self._coming = (version, segment, 0)
             begin = self._coming[2]
@@ -629,7 +630,7 @@ class HostCopy(VersionSource):
             for index in (*wanted, *[-1] * CHUNKS_UNDER_WAY):
                 if index >= 0:
                     call = ask(upstream, "chunk", me, version, index, limit_s, timeout=2 * limit_s)
-                    call.is_quiet = True  # the first error ends all of them
+                    call.is_quiet = True  # the first error ends all calls
                     under_way.append((index, call))
                 if under_way and (len(under_way) == CHUNKS_UNDER_WAY or index < 0):
                     number, call = under_way.popleft()
@@ -649,7 +650,7 @@ class HostCopy(VersionSource):
         return version
 
     def _give_up_coming(self) -> None:
-        """The chunks of a version are dropped, also for those who fetch it from here."""
+        """Drops the chunks of the arriving version, also for sources that fetch it from here."""
         with self._changed:
             if self._coming is not None:
                 given_up = self._coming[0]
@@ -669,9 +670,9 @@ class HostCopy(VersionSource):
 
 
 def _counter_of(tensor: Tensor) -> tuple[object, ...]:
-    """Differs when torch has written to the tensor's memory, or when it has other memory.
+    """Returns a value that changes when torch writes to the tensor's memory, or the tensor gets other memory.
 
-    The reference to the storage is weak, and keeps another storage from getting the same identity.
+    The weak reference to the storage prevents another storage from getting the same identity.
     """
     storage = StorageWeakRef(tensor.untyped_storage())
     version = object() if tensor.is_inference() else tensor._version  # torch does not count writes to those
@@ -679,7 +680,7 @@ def _counter_of(tensor: Tensor) -> tuple[object, ...]:
 
 
 def _has_equal_bytes(view: Tensor, tensor: Tensor) -> bool:
-    """Whether a tensor has the bytes of a published one; False where that cannot be said cheaply."""
+    """Whether a tensor has the bytes of a published one; False if that is expensive to determine."""
     integer = _INTEGERS.get(view.dtype.itemsize)
     if view.dtype is not tensor.dtype or integer is None or not tensor.is_contiguous() or tensor.device.type != "cpu":
         return False
@@ -687,23 +688,23 @@ def _has_equal_bytes(view: Tensor, tensor: Tensor) -> bool:
 
 
 def _checked_number(number: object) -> int:
-    """The number of a version, which a peer has sent."""
+    """Checks a version number from a peer."""
     if type(number) is not int or not 0 <= number < 2 * MAX_VERSION:
         raise TransportError(f"{abridged(number)} is not the number of a version")
     return number
 
 
 def _checked_beginning(began: object, at_least: int, num_chunks: int) -> tuple[int, list[int] | None]:
-    """The reply of another source to `begin_fetch`, checked."""
+    """Checks the reply of another source to `begin_fetch`."""
     if isinstance(began, tuple) and len(began) == 2:
         version, changes = _checked_number(began[0]), began[1]
         if version >= at_least and (changes is None or (type(changes) is list and len(changes) == num_chunks)):
             return version, None if changes is None else list(map(_checked_number, changes))
-    raise TransportError(f"a source of published tensors answered {abridged(began)} in place of a version")
+    raise TransportError(f"a source of published tensors answered {abridged(began)} instead of a version")
 
 
 def _try_to_tell(source: str, method: str, *args: object) -> None:
-    """Calls a method of a source that may have ended, and does not wait for it."""
+    """Calls a method of a source that may have ended, without waiting."""
     try:
         ask(source, method, *args, timeout=SLOW_ANSWER_LIMIT_S).is_quiet = True
     except RpcdistError as exc:

@@ -1,4 +1,4 @@
-"""How the tensors of a version lie in memory: the same on every host, from the publisher's first version on."""
+"""The layout of a version's tensors in memory, fixed by the publisher's first version and equal on every host."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from rpcdist.errors import ConfigError, TransportError, abridged, listed
 from rpcdist.parallel._published._parts import Box, Pieces, common, shown, without
 
 _ALIGNMENT: Final = 64
-_MAX_BYTES: Final = 1 << 46  # more than the address space has room for: a layout that says so is nonsense
+_MAX_BYTES: Final = 1 << 46  # more than the address space, so a layout of this size is invalid
 
 _MAX_DIMS: Final = 64  # as torch
 
 PlainLayout = tuple[list[str], list[str], list[list[int]], list[list[list[int]]]]
-"""A layout as plain values, which travel without pickle: names, dtypes, shapes, parts."""
+"""A layout as plain values, which need no pickle: names, dtypes, shapes, parts."""
 
 PlainSelection = tuple[str, list[list[list[int]]]]
 """A `Selection` as plain values."""
@@ -34,19 +34,19 @@ _shape_of, _dtype_of = operator.attrgetter("shape"), operator.attrgetter("dtype"
 
 
 def have_shapes(tensors: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> bool:
-    """Whether as many tensors have these shapes. A list of 2,000 shapes would start the garbage collector."""
+    """Whether the tensors have these shapes. Makes no list: 2,000 shapes would start the garbage collector."""
     return len(tensors) == len(shapes) and all(map(operator.eq, map(_shape_of, tensors), shapes))
 
 
 def have_dtypes(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> bool:
-    """Whether as many tensors have these dtypes."""
+    """Whether the tensors have these dtypes."""
     return len(tensors) == len(dtypes) and all(map(operator.is_, map(_dtype_of, tensors), dtypes))
 
 
 @functools.cache
 def can_convert(dtype: torch.dtype, to: torch.dtype) -> bool:
-    """Whether torch converts values without a loss of kind; `can_cast` is true also where torch has no code for it."""
-    if not torch.can_cast(dtype, to):  # before the attempt, at which torch warns of imaginary parts
+    """Whether torch can convert values; `can_cast` is also true for conversions that torch does not implement."""
+    if not torch.can_cast(dtype, to):  # before the attempt, which warns about imaginary parts
         return False
     try:
         torch.zeros(1, dtype=dtype, device="cpu").to(to)
@@ -59,8 +59,8 @@ class VersionLayout(NamedTuple):
     """Names, dtypes and shapes of the tensors of a version.
 
     Attributes:
-        names: of the tensors, in the order in which they lie in memory; several parts of one have the same name.
-        parts: for those that are parts of larger tensors, by their index: the offsets, and the shape of the whole.
+        names: the names of the tensors, in the order in memory; several parts of one tensor have the same name.
+        parts: for parts of larger tensors, by index: the offsets, and the shape of the whole.
     """
 
     names: list[str]
@@ -70,13 +70,13 @@ class VersionLayout(NamedTuple):
 
     @classmethod
     def of(cls, pieces: Pieces, dtype: torch.dtype | None = None) -> VersionLayout:
-        """The layout of these tensors; those of floating point are published as `dtype`, if one is given."""
+        """Returns the layout of these tensors; floating-point tensors are published as `dtype`, if given."""
         if dtype is not None and not dtype.is_floating_point:
             raise ConfigError(
-                f"dtype={dtype}: tensors are published with their own dtype, or with a floating-point dtype"
+                f"dtype={dtype}: pass a floating-point dtype, or leave it out to publish tensors with their own dtype"
             )
         if not pieces.names:
-            raise ConfigError("there is no tensor to publish: the module or dictionary is empty")
+            raise ConfigError("the module or dictionary has no tensor to publish")
         values = pieces.tensors
         dtypes = [value.dtype if dtype is None or not value.is_floating_point() else dtype for value in values]
         for name, value, to in zip(pieces.names, values, dtypes, strict=True):
@@ -86,10 +86,10 @@ class VersionLayout(NamedTuple):
 
     @classmethod
     def from_plain(cls, plain: PlainLayout) -> VersionLayout:
-        """The inverse of `plain`, for a layout that a peer has sent.
+        """The inverse of `plain`, for a layout from a peer.
 
         Raises:
-            TransportError: it is no layout.
+            TransportError: the value is not a layout.
         """
         try:
             names, dtypes, shapes, parts = plain
@@ -111,7 +111,7 @@ class VersionLayout(NamedTuple):
         return layout
 
     def plain(self) -> PlainLayout:
-        """The same as plain values."""
+        """Returns it as plain values."""
         return (
             self.names,
             [str(dtype).removeprefix("torch.") for dtype in self.dtypes],
@@ -120,11 +120,11 @@ class VersionLayout(NamedTuple):
         )
 
     def size_bytes(self) -> int:
-        """The bytes of a version in memory."""
+        """The size of a version in memory."""
         return self.offsets()[1]
 
     def offsets(self) -> tuple[list[int], int]:
-        """Where each tensor begins, and how many bytes all of them take up."""
+        """The offset of each tensor, and the size of all tensors."""
         starts, end = [], 0
         for dtype, shape in zip(self.dtypes, self.shapes, strict=True):
             start = -(-end // _ALIGNMENT) * _ALIGNMENT
@@ -133,7 +133,7 @@ class VersionLayout(NamedTuple):
         return starts, end
 
     def views(self, memory: Tensor) -> list[Tensor]:
-        """The tensors on the memory of a version, which is given as bytes."""
+        """Returns the tensors in the memory of a version, which is a tensor of bytes."""
         views = []
         for start, dtype, shape in zip(self.offsets()[0], self.dtypes, self.shapes, strict=True):
             num_bytes = math.prod(shape) * dtype.itemsize
@@ -141,16 +141,16 @@ class VersionLayout(NamedTuple):
         return views
 
     def in_order(self, pieces: Pieces, name: str) -> list[Tensor]:
-        """The tensors of a further version, in the order of the first one.
+        """Returns the tensors of a further version, in the order of the first version.
 
         Raises:
-            ConfigError: they are not those of the first version.
+            ConfigError: the tensors differ from those of the first version.
         """
         tensors = pieces.tensors
         if pieces.names != self.names:
             if further := sorted(set(pieces.names) - set(self.names)):
                 raise ConfigError(
-                    f"{name!r} was published first without {listed(further)}; publish them under another name"
+                    f"the first version of {name!r} did not have {listed(further)}; publish them under another name"
                 )
             numbers = {tensor_name: number for number, tensor_name in enumerate(pieces.names)}
             for tensor_name in self.names:
@@ -168,7 +168,7 @@ class VersionLayout(NamedTuple):
             for tensor_name, tensor, shape in zip(self.names, tensors, self.shapes, strict=True):
                 if tuple(tensor.shape) != shape:
                     raise ConfigError(
-                        f"tensor {tensor_name!r} of {name!r} has shape {tuple(tensor.shape)} in this version, and "
+                        f"tensor {tensor_name!r} of {name!r} has shape {tuple(tensor.shape)} in this version, but "
                         f"{shape} in the first; publish it under another name"
                     )
             raise ConfigError(f"{name!r} has other parts of its tensors in this version than in the first")
@@ -183,30 +183,30 @@ class VersionLayout(NamedTuple):
         return tensors
 
     def box(self, index: int) -> Box:
-        """The indices of a tensor in the whole that it is a part of."""
+        """Returns the indices of a tensor in the larger tensor."""
         part = self.parts.get(index)
         shape = self.shapes[index]
         return Box((0,) * len(shape) if part is None else part[0], shape)
 
     def whole(self, index: int) -> tuple[int, ...]:
-        """The shape of the whole that a tensor is a part of."""
+        """Returns the shape of the larger tensor of which a tensor is a part."""
         part = self.parts.get(index)
         return self.shapes[index] if part is None else part[1]
 
 
 class Selection(NamedTuple):
-    """The values of a shard that a consumer wants, where that is not all of them as they are.
+    """The values of a shard that a consumer wants, unless it wants all of them unchanged.
 
     Attributes:
-        dtype: to which tensors of floating point are converted; "" for their own.
-        boxes: parts of published tensors, by their index; empty for all.
+        dtype: the dtype to which floating-point tensors are converted; "" for their own.
+        boxes: parts of published tensors, by index; empty for all.
     """
 
     dtype: str
     boxes: tuple[tuple[int, Box], ...]
 
     def layout_of(self, layout: VersionLayout) -> VersionLayout:
-        """The layout of the selected values."""
+        """Returns the layout of the selected values."""
         dtypes = [self._dtype_of(dtype) for dtype in layout.dtypes]
         if not self.boxes:
             return layout._replace(dtypes=dtypes)
@@ -220,7 +220,7 @@ class Selection(NamedTuple):
         return selected
 
     def taken_from(self, layout: VersionLayout, tensors: list[Tensor]) -> list[Tensor]:
-        """The selected parts of the tensors of a version."""
+        """Returns the selected parts of a version's tensors."""
         if not self.boxes:
             return tensors
         return [tensors[index][box.slices_in(layout.box(index))] for index, box in self.boxes]
@@ -229,7 +229,7 @@ class Selection(NamedTuple):
         return _DTYPES[self.dtype] if self.dtype and dtype.is_floating_point else dtype
 
     def check_dtypes(self, layout: VersionLayout, purpose: str) -> None:
-        """Raises `ConfigError`, which begins with `purpose`, for a tensor that torch cannot convert."""
+        """Raises `ConfigError`, which starts with `purpose`, for a tensor that torch cannot convert."""
         for dtype in dict.fromkeys(layout.dtypes):
             if not can_convert(dtype, self._dtype_of(dtype)):
                 name = layout.names[layout.dtypes.index(dtype)]
@@ -238,15 +238,15 @@ class Selection(NamedTuple):
                 )
 
     def plain(self) -> PlainSelection:
-        """The same as plain values."""
+        """Returns it as plain values."""
         return self.dtype, [[[index], list(box.offsets), list(box.sizes)] for index, box in self.boxes]
 
     @classmethod
     def from_plain(cls, plain: PlainSelection, layout: VersionLayout) -> Selection:
-        """The inverse of `plain`, for a selection from `layout` that a peer has sent.
+        """The inverse of `plain`, for a peer's selection from `layout`.
 
         Raises:
-            TransportError: it is none.
+            TransportError: the value is not a selection.
         """
         try:
             dtype, boxes = plain
@@ -265,7 +265,7 @@ class Selection(NamedTuple):
 
 
 def needed_boxes(layout: VersionLayout, earlier: Sequence[VersionLayout], wanted: Pieces) -> list[tuple[int, Box]]:
-    """The parts of a shard that are copied into targets, each index once: not those that earlier shards have."""
+    """Returns the parts of a shard to copy into targets, without indices that earlier shards have."""
     of_name: dict[str, list[tuple[bool, int, Box]]] = {}
     for each in (*earlier, layout):
         for index, name in enumerate(each.names):
@@ -292,8 +292,8 @@ class ShardCopies(NamedTuple):
     """The copies from a shard when a version is pulled.
 
     Attributes:
-        sources: indices of published tensors, and the slices of them, None for all.
-        is_whole: whether they are all published tensors, in their order and with their dtypes.
+        sources: indices of published tensors with the slices of them, None for all.
+        is_whole: whether the targets are all published tensors, in order and with the same dtypes.
     """
 
     sources: list[tuple[int, tuple[slice, ...] | None]]
@@ -302,7 +302,7 @@ class ShardCopies(NamedTuple):
 
 
 def whole_copies(layout: VersionLayout, wanted: Pieces) -> ShardCopies | None:
-    """The copies where the targets are exactly what is published, as with equal models; else None."""
+    """Returns the copies if the targets are exactly the published tensors, as with equal models; otherwise None."""
     tensors = wanted.tensors
     if (
         wanted.names == layout.names
@@ -318,18 +318,18 @@ def whole_copies(layout: VersionLayout, wanted: Pieces) -> ShardCopies | None:
 def copies_for(
     layouts: Sequence[VersionLayout], wanted: Pieces, is_whole: bool, name: str, publishers: Sequence[str], me: str
 ) -> list[ShardCopies]:
-    """The copies from each shard into the targets, each index once.
+    """Returns the copies from each shard into the targets, each index once.
 
     Args:
-        layouts: of the shards.
-        wanted: where the values will be copied to.
-        is_whole: whether every published tensor has to have a target.
-        name: under which they are published, for errors.
+        layouts: the layouts of the shards.
+        wanted: the targets.
+        is_whole: whether every published tensor must have a target.
+        name: the name of the published tensors, for errors.
         publishers: the workers that publish the shards, for errors.
 
     Raises:
-        ConfigError: a target has no published tensor, another shape, a part that nobody publishes, or a dtype that its
-            values do not fit into.
+        ConfigError: a target is not published, has another shape, contains a part that no worker publishes, or has a
+            dtype to which the values cannot be converted.
     """
     found: dict[str, list[tuple[int, int]]] = {}
     for shard, layout in enumerate(layouts):
@@ -343,7 +343,7 @@ def copies_for(
         )
     if is_whole and (missing := [tensor_name for tensor_name in found if tensor_name not in set(wanted.names)]):
         raise ConfigError(
-            f"{by} publishes {listed(map(repr, missing))} in {name!r}, which the module of {me!r} does not have; give "
+            f"{by} publishes {listed(map(repr, missing))} in {name!r}, which the module of {me!r} does not have; pass "
             "a dictionary of the tensors that it wants"
         )
     copies = [ShardCopies([], []) for _ in layouts]
@@ -356,7 +356,7 @@ def copies_for(
             if layout.whole(index) != whole:
                 raise ConfigError(
                     f"tensor {tensor_name!r} of {name!r} has shape {layout.whole(index)} at its publisher "
-                    f"{publisher!r}, and {whole} at {me!r}; both need the same model"
+                    f"{publisher!r}, but {whole} at {me!r}; both need the same model"
                 )
             dtype = layout.dtypes[index]
             if target.dtype is not dtype and not can_convert(dtype, target.dtype):
@@ -377,7 +377,7 @@ def copies_for(
             left = rest
         if left:
             raise ConfigError(
-                f"nobody publishes {', '.join(map(shown, left))} of tensor {tensor_name!r} of {name!r}, which {me!r} "
+                f"no worker has {', '.join(map(shown, left))} of tensor {tensor_name!r} of {name!r}, which {me!r} "
                 f"wants; {by} published {listed(shown(layouts[s].box(i)) for s, i in found[tensor_name])}"
             )
     return copies
@@ -392,7 +392,7 @@ def _numbers(values: Sequence[Any]) -> tuple[int, ...]:
 
 def _text(value: object) -> str:
     if type(value) is not str:
-        raise TypeError(f"{abridged(value)} is no name")
+        raise TypeError(f"{abridged(value)} is not a name")
     return value
 
 

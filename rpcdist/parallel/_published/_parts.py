@@ -1,4 +1,4 @@
-"""Tensors by name, and parts of larger tensors: which bytes of which published part a consumer needs."""
+"""Tensors by name, parts of larger tensors, and the words that a source and its readers share."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ Value = Any
 
 
 class TensorPart(NamedTuple):
-    """A tensor that is a part of a larger one: a range of indices of each dimension.
+    """A tensor that is a part of a larger tensor: a range of indices in each dimension.
 
     A publisher that has rows 512 to 1023 of a weight of 1024 rows publishes
     `{"w": TensorPart(rows, offsets=(512, 0), whole=(1024, 256))}`; a consumer pulls its columns into
-    `{"w": TensorPart(columns, offsets=(0, 64), whole=(1024, 256))}`. A list of parts stands for several ranges. A
-    `DTensor` says all of this itself.
+    `{"w": TensorPart(columns, offsets=(0, 64), whole=(1024, 256))}`. Several ranges are a list of parts. A `DTensor`
+    contains all of this.
 
     Attributes:
-        tensor: the values of the part; its shape is the size of the part.
-        offsets: where the part begins in the larger tensor, in each dimension.
+        tensor: the values of the part.
+        offsets: the start of the part in the larger tensor, in each dimension.
         whole: the shape of the larger tensor.
     """
 
@@ -42,14 +42,14 @@ class Box(NamedTuple):
 
     Attributes:
         offsets: the first index in each dimension.
-        sizes: how many indices in each dimension.
+        sizes: the number of indices in each dimension.
     """
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
     def slices_in(self, outer: Box) -> tuple[slice, ...]:
-        """The indices of this box in a tensor that has those of `outer`."""
+        """Returns the indices of this box in a tensor with the indices of `outer`."""
         return tuple(
             slice(start - begin, start - begin + size)
             for start, size, begin in zip(self.offsets, self.sizes, outer.offsets, strict=True)
@@ -57,7 +57,7 @@ class Box(NamedTuple):
 
 
 def common(one: Box, other: Box) -> Box | None:
-    """The indices that two boxes share, or None."""
+    """Returns the common indices of two boxes, or None."""
     offsets, sizes = [], []
     for a, num_a, b, num_b in zip(*one, *other, strict=True):
         start, end = max(a, b), min(a + num_a, b + num_b)
@@ -69,7 +69,7 @@ def common(one: Box, other: Box) -> Box | None:
 
 
 def without(box: Box, hole: Box) -> Iterator[Box]:
-    """The rest of a box, without a box that lies inside it."""
+    """Yields the parts of a box outside a smaller box inside it."""
     offsets, sizes = list(box.offsets), list(box.sizes)
     for dim, (start, size) in enumerate(zip(*hole, strict=True)):
         before, after = start - offsets[dim], offsets[dim] + sizes[dim] - start - size
@@ -80,18 +80,18 @@ def without(box: Box, hole: Box) -> Iterator[Box]:
 
 
 def shown(box: Box) -> str:
-    """A box as users write it: "[0:2, 5:8]"."""
+    """Returns a box as users write it: "[0:2, 5:8]"."""
     return "[" + ", ".join(f"{start}:{start + size}" for start, size in zip(*box, strict=True)) + "]"
 
 
 class Pieces(NamedTuple):
-    """Tensors by name, parts taken apart.
+    """Tensors by name, with lists of parts flattened.
 
     Attributes:
-        names: of the tensors; several parts of one tensor have the same name.
-        parts: for those that are parts of larger tensors, by their index: the offsets, and the shape of the whole.
-        seen: the same object for tensors of the same names, kinds, dtypes, shapes and strides, which may have other
-            memory; None if nothing is known of earlier ones.
+        names: the names of the tensors; several parts of one tensor have the same name.
+        parts: for parts of larger tensors, by index: the offsets, and the shape of the whole.
+        seen: the same object for tensors with the same names, kinds, dtypes, shapes and strides, whose memory may
+            differ; None if earlier tensors are unknown.
     """
 
     names: list[str]
@@ -101,8 +101,8 @@ class Pieces(NamedTuple):
 
 
 SeenTensors = list[tuple[list[str], TensorGuards]]
-"""The names of the last call's plain tensors, and how torch's compiler knows tensors again, all in one call. Empty
-where they are few: a look at each takes longer than copying 4 KiB."""
+"""The names of the last call's plain tensors, and guards of torch's compiler, which recognise all of them in one call.
+Empty if they are few."""
 
 MANY_TENSORS: Final = 64
 
@@ -112,19 +112,19 @@ _is_meta, _is_quantized, _is_nested = map(operator.attrgetter, ("is_meta", "is_q
 
 
 def pieces_of(what: nn.Module | Mapping[str, Value], purpose: str, seen: SeenTensors) -> Pieces:
-    """The tensors of a module, or of a dictionary.
+    """Returns the tensors of a module or a dictionary.
 
     Args:
-        what: a module, whose `state_dict` counts, or tensors and parts of tensors by name.
-        seen: what is known of those of the last call, which is replaced.
+        what: a module, whose `state_dict` is used, or tensors and parts of tensors by name.
+        seen: the tensors of the last call; updated.
 
     Raises:
-        ConfigError: it is something else, or has a value that is no dense tensor.
+        ConfigError: `what` is another object, or has a value that is not a dense tensor.
     """
     if isinstance(what, nn.Module):
         what = what.state_dict()
     if not isinstance(what, Mapping):
-        raise ConfigError(f"{purpose} are a {type(what).__name__}: give a module, or a dictionary of tensors by name")
+        raise ConfigError(f"{purpose} are a {type(what).__name__}: pass a module, or a dictionary of tensors by name")
     names, tensors = list(what), list(what.values())
     if seen and seen[0][0] == names and seen[0][1].check(*tensors):
         return Pieces(names, tensors, {}, seen[0][1])
@@ -163,7 +163,7 @@ def _unusual_pieces(what: Mapping[str, Value], purpose: str) -> Pieces:
 def _taken_apart(
     name: str, value: Value, purpose: str
 ) -> tuple[Tensor, tuple[tuple[int, ...], tuple[int, ...]] | None]:
-    """The tensor of a value, and what it is a part of."""
+    """Returns the tensor of a value, with its offsets and the shape of the whole."""
     if isinstance(value, TensorPart):
         offsets, whole = tuple(value.offsets), tuple(value.whole)
         if not isinstance(value.tensor, Tensor):
@@ -178,11 +178,11 @@ def _taken_apart(
             or any(o < 0 or o + s > w for o, s, w in zip(offsets, sizes, whole, strict=True))
         ):
             raise ConfigError(
-                f"{name!r} of {purpose} is a part of shape {sizes} at {offsets}, which does not lie in a tensor of "
+                f"{name!r} of {purpose} is a part of shape {sizes} at {offsets}, which is not inside a tensor of "
                 f"shape {whole}"
             )
         return value.tensor, (offsets, whole)
-    module = sys.modules.get("torch.distributed.tensor")  # what has none of them imports nothing
+    module = sys.modules.get("torch.distributed.tensor")  # without DTensors, this module need not be imported
     if module is not None and isinstance(value, module.DTensor):
         return _of_dtensor(name, value, purpose)
     if not isinstance(value, Tensor):
@@ -201,13 +201,13 @@ def _of_dtensor(name: str, value: Any, purpose: str) -> tuple[Tensor, tuple[tupl
     with torch.no_grad():
         local = value.to_local()
     _, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
-    if not local.numel():  # torch's offset of an empty shard may lie outside
+    if not local.numel():  # torch's offset of an empty shard may be outside
         offsets = (0,) * value.dim()
     return local, (tuple(offsets), tuple(value.shape))
 
 
 def _problem_of(tensor: Tensor) -> str:
-    """The reason why a tensor cannot be copied, as the rest of a sentence; empty if it can be."""
+    """Returns why a tensor cannot be copied, as the rest of a sentence; empty if it can."""
     if is_lazy(tensor):
         return "gets its shape in the first forward pass, which has not run"
     if tensor.is_quantized:
@@ -220,13 +220,13 @@ def _problem_of(tensor: Tensor) -> str:
         return "is sparse"
     try:
         has_memory = not tensor.numel() or tensor.data_ptr() != 0
-    except RuntimeError:  # of fake tensors, and of subclasses that consist of other tensors
+    except RuntimeError:  # raised for fake tensors, and subclasses that consist of other tensors
         has_memory = False
     return "" if has_memory else f"has no memory of its own (it is a {type(tensor).__name__})"
 
 
 def check_targets(targets: Pieces, purpose: str) -> None:
-    """Raises `ConfigError` for a tensor that torch refuses to write, which it does after it has written others."""
+    """Raises `ConfigError` for a tensor that torch refuses to write, before any tensor is written."""
     tensors = targets.tensors
     if (
         all(map(Tensor.is_contiguous, tensors))
@@ -237,50 +237,50 @@ def check_targets(targets: Pieces, purpose: str) -> None:
     for name, tensor in zip(targets.names, tensors, strict=True):
         kind = "expanded" if torch._debug_has_internal_overlap(tensor) == 1 else "a conjugate or negative view"
         if kind == "expanded" or tensor.is_neg() or tensor.is_conj():
-            raise ConfigError(f"{name!r} of {purpose} is {kind}, and cannot be written; give a clone of it")
+            raise ConfigError(f"{name!r} of {purpose} is {kind}, which cannot be written; pass a clone of it")
 
 
 # ---------------------------------------------------------------- words that a source and its readers share
 #
 # A source and its readers communicate through words of 8 bytes, without messages. The source has a page that its
-# readers may only read; each reader shares one page with the source, with three words of its own. A version and its
-# segment are one word, so both change at once.
+# readers can only read; each reader shares one page, with three words, with the source. A version and its segment
+# are one word, so both change at once.
 #
 # [Note: hazards] The source has one word for each segment: the version in it, or 0 while it is written. A reader
 # writes the version and the segment that it wants into its own page, and then checks that the segment still has that
 # version. A source that wants to overwrite a segment sets the segment's word to 0, and then checks the words of its
 # readers. If no load moves before the store, one of the two sees the other. A source that finds a reader restores the
-# word and takes another segment; a reader that finds another version starts over. Only a locked instruction keeps a
-# processor from moving the load, and taking a lock contains one. The same holds for the words by which one side asks
-# the other for a byte that wakes it.
+# word and takes another segment; a reader that finds another version starts again. Only a locked instruction prevents
+# a processor from moving the load, and taking a lock contains one. The same applies to the words with which one side
+# asks the other for a byte that wakes it.
 #
-# All of this relies on the store order of x86-64 ([Note: store order] in `collectives/_transports/shm/signals.py`).
-# On other processors each process keeps its own versions, and only threads share words.
+# This relies on the store order of x86-64 ([Note: store order] in `collectives/_transports/shm/signals.py`). On other
+# processors each process keeps its own versions, and only threads share words.
 
 PAGE_BYTES: Final = 4096
 
 NEWEST: Final = 0
-"""Of the source: the newest version and its segment; 0 for none."""
+"""A word of the source: the newest version and its segment; 0 for none."""
 ASKED: Final = 1
-"""Of the source: not 0 while it wants readers that finish to send it a byte."""
+"""A word of the source: not 0 while readers that finish should send it a byte."""
 VERSION_IN: Final = 8
-"""Of the source: from here on, the version that each segment holds; 0 while it is written."""
+"""The first of the source's words for segments: the version in each segment; 0 while it is written."""
 
 READING: Final = 0
-"""Of a reader: the version that it reads now, and its segment; 0 for none."""
+"""A word of a reader: the version that it reads now, and its segment; 0 for none."""
 HAVE: Final = 1
-"""Of a reader: the number of the version that it has read last."""
+"""A word of a reader: the number of the version that it last read."""
 WAITING: Final = 2
-"""Of a reader: not 0 while it wants the source to send it a byte for a new version."""
+"""A word of a reader: not 0 while the source should send it a byte for a new version."""
 
 MAX_SEGMENTS: Final = 8
 
 
 def packed(version: int, segment: int) -> int:
-    """One word for both."""
+    """Returns the word of a version and its segment."""
     return version * MAX_SEGMENTS + segment
 
 
 def unpacked(word: int) -> tuple[int, int]:
-    """Version and segment of a word that is not 0."""
+    """Returns version and segment of a word that is not 0."""
     return divmod(word, MAX_SEGMENTS)

@@ -1,6 +1,7 @@
-"""A consumer's side of the versions that a process of its host holds.
+"""Reads the versions that a process of this host holds, for a consumer.
 
-`SmallTensors` copies many small tensors at once, on both sides: a call of torch for each takes longer than the copy.
+`SmallTensors` copies many small tensors at once, for source and reader: a call of torch for each takes longer than the
+copy.
 """
 
 from __future__ import annotations
@@ -44,40 +45,40 @@ MAX_RECEIVES: Final = 64
 """Receives of 4 KiB, more than a socket usually holds, before a thread goes on that reads what wakes it up."""
 
 HELLO: Final = struct.Struct("<8sQQ")
-"""The bytes beside the descriptors of a source's page, the reader's page and the segments: their size and number."""
+"""The bytes in the message with the descriptors of a source's page, the reader's page and the segments."""
 HELLO_MAGIC: Final = b"rpcdpub1"
 
 
 def memory_of_segment(mapped: MappedSegment) -> Tensor:
-    """The bytes of a mapped segment, which stays mapped as long as something refers to them."""
+    """Returns the bytes of a mapped segment, which stays mapped while they are referenced."""
     memory = (ctypes.c_char * mapped.size_bytes).from_address(mapped.address)
     memory.mapped = mapped  # type: ignore[attr-defined]
-    with torch.inference_mode(False):  # or only a thread in inference mode could write to it
+    with torch.inference_mode(False):  # otherwise only threads in inference mode could write to it
         return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def words_of(page: Segment, is_writable: bool) -> memoryview:
-    """The words of a page."""
+    """Returns the words of a page."""
     return memoryview(page.map(is_writable)).cast("q")
 
 
-_MAX_LOOKS: Final = 1000  # another version is published between two of them
+_MAX_LOOKS: Final = 1000  # attempts that each find another version
 
 
 class VersionReader:
-    """Reads the versions of one source; one thread at a time.
+    """Reads the versions of one source. Used by one thread at a time.
 
     Args:
-        layout: of the versions.
+        layout: the layout of the versions.
         source_page: words of the source.
         own_page: words of this reader.
         segments: memory of the versions.
-        connection: a socket whose other end the source has. It ends when the source does.
+        connection: a socket to the source, which ends when the source does.
 
     Attributes:
-        beginning: the number of the version that `begin` gave last.
+        beginning: the number of the version that `begin` last returned.
         small: the indices of tensors that are copied without a call of torch for each.
-        large: those of the others.
+        large: the indices of the others.
     """
 
     def __init__(
@@ -106,10 +107,10 @@ class VersionReader:
 
     @classmethod
     def received(cls, layout: VersionLayout, connection: socket.socket) -> VersionReader:
-        """The reader of the source at the other end of a Unix socket, which sends its descriptors at once.
+        """Makes a reader of the source at the other end of a Unix socket, which sends its descriptors at once.
 
         Raises:
-            TransportError: they did not come, or they are something else.
+            TransportError: the descriptors did not come, or are invalid.
         """
         connection.settimeout(SLOW_ANSWER_LIMIT_S)
         message, descriptors, _, _ = socket.recv_fds(connection, HELLO.size, MAX_SEGMENTS + 2, socket.MSG_CMSG_CLOEXEC)
@@ -136,17 +137,17 @@ class VersionReader:
 
     @property
     def newest(self) -> int:
-        """The newest whole version; 0 for none."""
+        """The newest complete version; 0 for none."""
         return unpacked(self._source[NEWEST])[0]
 
     @property
     def has_ended(self) -> bool:
-        """Whether the source has ended; its versions can still be read here."""
+        """Whether the source has ended; its versions can still be read."""
         if not self._has_ended:
             with suppress(BlockingIOError, InterruptedError):
                 try:
                     for _ in range(MAX_RECEIVES):
-                        if not self._connection.recv(4096):  # else bytes that woke this reader up
+                        if not self._connection.recv(4096):  # otherwise bytes that woke this reader
                             self._has_ended = True
                             break
                 except (ConnectionError, ValueError):
@@ -154,17 +155,17 @@ class VersionReader:
         return self._has_ended
 
     def versions(self) -> set[int]:
-        """The versions that can be read now; the source may overwrite all but the newest before `begin`."""
+        """The versions that can be read now; the source may overwrite all except the newest before `begin`."""
         return {version for version in self._source[VERSION_IN : VERSION_IN + len(self._segments)] if version}
 
     def begin(self, version: int = 0) -> list[Tensor] | None:
-        """The tensors of a version, which nobody overwrites before `end`; None if the version is not there any more.
+        """Returns the tensors of a version, which stay valid until `end`; None if the version does not exist any more.
 
         Args:
-            version: its number; 0 for the newest, of which there has to be one. `beginning` has the number then.
+            version: its number; 0 for the newest, which must exist. `beginning` then has the number.
 
         Raises:
-            TransportError: what the source says of its versions cannot be.
+            TransportError: the source's words are invalid.
         """
         source, own = self._source, self._own
         for _ in range(_MAX_LOOKS):
@@ -191,7 +192,7 @@ class VersionReader:
         return views
 
     def small_tensors(self) -> SmallTensors:
-        """The memory of the small tensors of the version that `begin` gave last."""
+        """Returns the memory of the small tensors of the version that `begin` last returned."""
         segment = unpacked(self._own[READING])[1]
         found = self._small_in.get(segment)
         if found is None:
@@ -201,31 +202,31 @@ class VersionReader:
         return found
 
     def small_of(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Those of the tensors of a version, or of targets for all of them, that are copied without torch."""
+        """Selects, from the tensors of a version or targets for all of them, those that are copied without torch."""
         return [tensors[index] for index in self.small] if self.large else tensors
 
     def end(self, version: int) -> None:
-        """The tensors of `begin` are not used any more; `version` has been taken, or 0."""
+        """Ends the use of the tensors of `begin`; `version` is the version that was taken, or 0."""
         self._own[READING] = 0
         self.note(version or self._own[HAVE])
 
     def note(self, version: int) -> None:
-        """Says that this consumer has a version, which `begin` gave it and which it may keep reading."""
+        """Reports that this consumer has a version of `begin`, which it may continue to read."""
         self._own[HAVE] = version
         with self._fence:
             pass
         if self._source[ASKED]:
-            with suppress(OSError):  # it has ended, or has not read the bytes of earlier reads
+            with suppress(OSError):  # the source has ended, or has not read earlier bytes
                 self._connection.send(b"r", NO_SIGPIPE)
 
     def wait_for_newer(self, version: int, deadline: Deadline) -> bool:
-        """Waits until there is a newer version, or the source has ended; whether there is. It looks again by itself."""
+        """Waits for a newer version, or the end of the source; returns whether a newer version exists."""
         poller = select.poll()
         poller.register(self._connection, select.POLLIN)
         self._own[WAITING] = 1
         try:
             while True:
-                has_ended = self.has_ended  # before the look: it takes the bytes of the versions that are seen then
+                has_ended = self.has_ended  # first: it reads the bytes for versions that are seen below
                 with self._fence:
                     pass
                 if self.newest > version:
@@ -237,20 +238,20 @@ class VersionReader:
             self._own[WAITING] = 0
 
     def close(self) -> None:
-        """Ends the connection. Tensors of `begin` stay mapped while they are referenced, and may be overwritten."""
+        """Ends the connection. Tensors of `begin` stay mapped while referenced, but may be overwritten."""
         self._has_ended = True
         self._connection.close()
 
 
 _MAX_BYTES: Final = 16 << 10
-_AT_ONCE: Final = 256  # other threads get the interpreter's lock between two steps of this many
+_AT_ONCE: Final = 256  # other threads may take the interpreter's lock between steps of this many
 _ALL: Final = slice(None)
 _set_bytes: Final[Any] = operator.setitem
 _is_on_cpu: Final[Callable[[Tensor], bool]] = operator.attrgetter("is_cpu")
 
 
 def small_ones(layout: VersionLayout) -> list[int]:
-    """The indices of a layout's small tensors, if it has many."""
+    """Returns the indices of a layout's small tensors, if it has many."""
     starts, end = layout.offsets()
     found = [
         index
@@ -261,11 +262,11 @@ def small_ones(layout: VersionLayout) -> list[int]:
 
 
 class SmallTensors:
-    """Where tensors lie in this process's memory.
+    """The places of tensors in this process's memory.
 
     Args:
-        tensors: their memory has to stay as long as this object is used.
-        addresses: of the tensors.
+        tensors: the tensors, whose memory must stay while this object is used.
+        addresses: their addresses.
         seen: see `Pieces`.
     """
 
@@ -281,17 +282,17 @@ class SmallTensors:
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], last: SmallTensors | None, seen: object = None) -> SmallTensors | None:
-        """The memory of tensors; None if one is strided, on another device, has none, or was made in inference mode.
+        """Returns the memory of tensors; None if one is strided, on a device, without memory, or an inference tensor.
 
         Args:
-            tensors: of the sizes of a layout.
-            last: the memory of tensors of the same sizes; mostly they are the same again.
+            tensors: tensors with the sizes of a layout.
+            last: the memory of tensors with the same sizes, which usually are the same tensors.
             seen: see `Pieces`.
         """
         if (last is None or seen is None or last.seen is not seen) and not (
             all(map(Tensor.is_contiguous, tensors))
             and not any(map(Tensor.is_neg, tensors))
-            and not any(map(Tensor.is_inference, tensors))  # torch does not count writes to those
+            and not any(map(Tensor.is_inference, tensors))  # torch does not count writes to inference tensors
         ):
             return None
         if last is not None and all(map(operator.eq, map(Tensor.data_ptr, tensors), last.addresses)):
@@ -301,7 +302,7 @@ class SmallTensors:
         return cls(tensors, addresses, seen) if all(addresses) and all(map(_is_on_cpu, tensors)) else None
 
     def copy_to(self, targets: SmallTensors) -> None:
-        """Copies all bytes into tensors of the same sizes."""
+        """Copies all bytes to tensors of the same sizes."""
         for begin in range(0, len(self.memory), _AT_ONCE):
             end = begin + _AT_ONCE
             steps = map(_set_bytes, targets.memory[begin:end], repeat(_ALL), self.memory[begin:end])
@@ -309,10 +310,10 @@ class SmallTensors:
 
 
 def copy_tensors(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copies tensors by torch, which converts them where that is needed.
+    """Copies tensors with torch, which converts them if necessary.
 
     Raises:
-        ConfigError: one has no memory, where torch would end the process; nothing was copied.
+        ConfigError: a tensor has no memory, with which torch would end the process; nothing was copied.
     """
     for tensor in (*targets, *sources) if not all(map(Tensor.data_ptr, (*targets, *sources))) else ():
         if tensor.numel() and not tensor.data_ptr():
@@ -321,5 +322,5 @@ def copy_tensors(targets: list[Tensor], sources: list[Tensor]) -> None:
                 f"has the size {tensor.untyped_storage().size()}. Give it memory again, or leave it out"
             )
     if targets:
-        with torch.inference_mode():  # which may write to targets that were made in it, as to all others
+        with torch.inference_mode():  # allows writes to inference tensors and all others
             torch._foreach_copy_(targets, sources)

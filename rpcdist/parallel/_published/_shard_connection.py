@@ -1,4 +1,4 @@
-"""The state of a name at a worker, and the connections by which the worker reads published tensors."""
+"""The state of a name at a worker, and the connections through which the worker reads published tensors."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ if TYPE_CHECKING:
 
 
 _MOST_SELECTED: Final = 0.75
-"""A host that needs more of a shard than this takes all of it: what it has then serves all consumers."""
+"""A host that needs more than this part of a shard takes all of it, which then serves all its consumers."""
 
 
 def actor_name(name: str, shard: int) -> str:
-    """The name of the actor that publishes a shard."""
+    """Returns the name of the actor that publishes a shard."""
     return f"rpcdist published: {shard}: {name}"
 
 
 class Known:
     """The state of a name at a worker.
 
-    [Note: numbers go on] A publisher that takes the place of another one asks each worker which versions it has seen,
-    and begins with a higher number. So a worker that has answered must not take a higher version of the publisher
-    before: a read notes its version before it copies, in one step with the look whether another publisher has asked
-    since the connection was made. A worker that is lost, and comes back, says what it has seen when it connects.
+    [Note: numbers go on] A publisher that replaces another one asks each worker which versions it has seen, and starts
+    with a higher number. So a worker that has answered must not take a higher version of the old publisher: a read
+    notes its version before it copies, and atomically checks whether another publisher has asked since the connection
+    was made. A worker that was lost and comes back reports what it has seen when it connects.
 
     Attributes:
         copies: the sources that this worker holds for its host.
@@ -51,25 +51,25 @@ class Known:
 
     def __init__(self) -> None:
         self.copies: weakref.WeakSet[HostCopy] = weakref.WeakSet()
-        self._newest: dict[int, int] = {}  # by shard: the newest version that was published or read here
-        self._publishers: dict[int, tuple[int, int]] = {}  # by shard: how many have asked, and what the last was told
+        self._newest: dict[int, int] = {}  # the newest version that was published or read here, by shard
+        self._publishers: dict[int, tuple[int, int]] = {}  # by shard: how many have asked, and the last answer
         self._came = threading.Condition()
 
     def newest(self, shard: int) -> int:
-        """The newest version of a shard that was published or read here."""
+        """Returns the newest version of a shard that was published or read here."""
         return self._newest.get(shard, 0)
 
     def saw(self, version: int, shard: int) -> None:
-        """A version of a shard has been published or pulled here."""
+        """Notes that a version of a shard was published or pulled here."""
         with self._came:
             self._newest[shard] = max(self.newest(shard), version)
 
     def num_publishers(self, shard: int) -> int:
-        """How many publishers of a shard have begun since this worker is here."""
+        """Returns how many publishers of a shard have begun since this worker joined."""
         return self._publishers.get(shard, (0, 0))[0]
 
     def may_take(self, version: int, connections: Sequence[ShardConnection]) -> bool:
-        """Notes that a version will be taken, unless its publisher has been replaced. [Note: numbers go on]"""
+        """Notes that a version will be taken, unless its publisher was replaced. [Note: numbers go on]"""
         with self._came:
             for connection in connections:
                 num, told = self._publishers.get(connection.shard, (0, 0))
@@ -80,12 +80,12 @@ class Known:
         return True
 
     def wait_for_publisher(self, deadline: Deadline) -> None:
-        """Waits a while, or until a publisher says that it begins; one that did before is found by its name."""
+        """Waits briefly, or until a publisher announces itself; an earlier publisher is found by its name."""
         with self._came:
             self._came.wait(min(CHECK_INTERVAL_S, deadline.remaining_s()))
 
     def publisher_came(self, shard: int, description: Description) -> int:
-        """A publisher of a shard begins, which is described; the newest version that it has to go beyond."""
+        """Notes a new publisher of a shard; returns the newest version, which it must exceed."""
         check_description(description)
         for copy in list(self.copies):
             if copy.shard == shard and not copy.is_extract:
@@ -102,40 +102,40 @@ _names: Final[weakref.WeakKeyDictionary[Agent, dict[str, Known]]] = weakref.Weak
 
 
 def known(name: str) -> Known:
-    """The state of a name at the current worker."""
+    """Returns the state of a name at the current worker."""
     return _names.setdefault(current_agent(), {}).setdefault(name, Known())
 
 
 def follow(name: str, shard: int, description: Description) -> int:
-    """At every worker: another publisher begins; the newest version that was seen here."""
+    """Runs at every worker when another publisher begins; returns the newest version that was seen here."""
     state = _names.get(current_agent(), {}).get(name)
-    if state is None:  # nothing is kept for a name of which nobody here knows
+    if state is None:  # this worker does not use the name
         return 0
     check_description(description)
     if any(copy.shard == shard for copy in list(state.copies)):
         publisher = worker_of(description[0])
         owner = rpc.get_actor(actor_name(name, shard), ATTEMPT_LIMIT_S).owner_name()
-        if owner != publisher:  # else any worker could have the copies here fetch from it
+        if owner != publisher:  # otherwise any worker could make the copies here fetch from it
             raise CallRefused(f"{publisher!r} does not publish {name!r}: {owner!r} does")
     return state.publisher_came(shard, description)
 
 
 class ShardConnection:
-    """A consumer's way to one shard: it reads the memory of a process of its host, or fetches for its host.
+    """A consumer's connection to one shard: reads the memory of a process of its host, or fetches for its host.
 
     Args:
         shard: the number of the shard.
-        dtype: to which tensors of floating point are converted, once for this host; None for their own.
+        dtype: the dtype to which floating-point tensors are converted, once for this host; None for their own.
 
     Attributes:
-        agent: to which it belongs, as for a source.
-        published: the layout of what the publisher has; None before the first connection.
-        reader: of a source that lives, or else of one that has ended; None if there has been none yet.
-        copy: the source itself, if this consumer has it.
+        agent: the agent to which it belongs.
+        published: the publisher's layout; None before the first connection.
+        reader: the reader of the current or last source; None before the first connection.
+        copy: the source of this host, if this consumer owns it.
         publisher: the worker that publishes the shard.
-        num_shards: how many there are.
-        num_publishers: see `Known`; when the connection was made.
-        problem: why the last attempt to connect to the publisher has failed; empty if it has not.
+        num_shards: the number of shards.
+        num_publishers: see `Known`; its value when the connection was made.
+        problem: why the last attempt to connect to the publisher failed; empty if it succeeded.
     """
 
     def __init__(self, name: str, shard: int, dtype: torch.dtype | None = None) -> None:
@@ -143,7 +143,7 @@ class ShardConnection:
         self.shard = shard
         self.agent = current_agent()
         self._dtype = "" if dtype is None else str(dtype).removeprefix("torch.")
-        self._boxes: list[tuple[int, Box]] = []  # the selected parts of what is published; all if it is empty
+        self._boxes: list[tuple[int, Box]] = []  # the selected parts of the published tensors; empty for all
         self._wants_all = False
         self.published: VersionLayout | None = None
         self.reader: VersionReader | None = None
@@ -160,16 +160,16 @@ class ShardConnection:
         return 0 if self.reader is None else self.reader.newest
 
     def refresh(self, wanted: Pieces | None, earlier: Sequence[ShardConnection], timeout: float) -> None:
-        """Connects again if the source has ended, or its publisher has been replaced; now and then.
+        """Connects again if the source has ended or its publisher was replaced, not too often.
 
         Args:
-            wanted: the targets of a pull, of which another host needs no more; None for all tensors.
-            earlier: the connections to earlier shards, which have some of them.
-            timeout: limit of each question to another worker, as users write it; no more than `ATTEMPT_LIMIT_S`.
+            wanted: the targets of a pull, the only values that another host needs; None for all tensors.
+            earlier: the connections to earlier shards, which have some of the values.
+            timeout: limit of each question to another worker, as the user passed it; at most `ATTEMPT_LIMIT_S`.
         """
         reader, copy = self.reader, self.copy
         is_short = bool(self._boxes) and not self._has(wanted, earlier)
-        if is_short:  # all from now on: consumers that pull one thing and then another come back to the first
+        if is_short:  # take all values from now on, as consumers that alternate between targets need them again
             if not self._wants_all:
                 self._retry_at = 0.0
             self._wants_all = True
@@ -187,7 +187,7 @@ class ShardConnection:
             except (UnknownActor, TransportError, DeadlineExceeded) as exc:
                 self.problem = "" if isinstance(exc, UnknownActor) else str(exc)
                 self._retry_at = time.monotonic() + CHECK_INTERVAL_S
-                if is_short and reader is not None:  # it has too little for this pull, which waits
+                if is_short and reader is not None:  # its values are not enough for this pull, which waits
                     reader.close()
                     self.reader = None
 
@@ -197,7 +197,7 @@ class ShardConnection:
         return needed_boxes(layout, [each.published for each in earlier if each.published is not None], wanted)
 
     def _has(self, wanted: Pieces | None, earlier: Sequence[ShardConnection]) -> bool:
-        """Whether the selected parts contain those that are wanted."""
+        """Whether the selected parts contain the wanted ones."""
         if wanted is None or self.published is None:
             return False
         return set(self._needed(self.published, wanted, earlier)) <= set(self._boxes)
@@ -205,11 +205,11 @@ class ShardConnection:
     def _selection(
         self, layout: VersionLayout, wanted: Pieces | None, earlier: Sequence[ShardConnection]
     ) -> Selection | None:
-        """The values that another host needs of a layout; None for all as they are."""
+        """Returns the values of a layout that another host needs; None for all, unchanged."""
         boxes: list[tuple[int, Box]] = []
         if wanted is not None and not self._wants_all:
             boxes = self._needed(layout, wanted, earlier)
-            if not boxes:  # one index, for the numbers of the versions
+            if not boxes:  # one index, to get the numbers of the versions
                 sizes = [math.prod(shape) for shape in layout.shapes]
                 index = min(range(len(sizes)), key=lambda at: sizes[at] or math.inf)
                 box = layout.box(index)
@@ -223,7 +223,7 @@ class ShardConnection:
         return None if found is everything and selected == layout else found
 
     def _connect(self, wanted: Pieces | None, earlier: Sequence[ShardConnection], limit_s: float) -> None:
-        """Finds the source of this host, or becomes it."""
+        """Finds the source of this host, or makes it."""
         state = known(self.name)
         num_publishers = state.num_publishers(self.shard)
         origin: rpc.RRef[Publisher] = rpc.get_actor(actor_name(self.name, self.shard), limit_s)
@@ -249,7 +249,7 @@ class ShardConnection:
             selection = self._selection(layout, wanted, earlier)
             reader = None
             if selection is not None:
-                # The parts of a tensor that lie in the memory of this host are not made once more.
+                # Parts of a tensor that are in the memory of this host are not made again.
                 reader = None if self._dtype else self._reader_of_host(layout, description[4], limit_s)
                 if reader is None:
                     described = self._described(origin, seen, selection, limit_s)
@@ -260,7 +260,7 @@ class ShardConnection:
             source_name, _, keep, num_changes, addresses, _ = description
             self._boxes = list(selection.boxes) if selection is not None and reader is None else []
             copy = self.copy
-            if copy is not None and reader is None and copy.layout == layout:  # only its publisher has died
+            if copy is not None and reader is None and copy.layout == layout:  # only its publisher died
                 copy.join(source_name, None)
                 self.num_publishers = num_publishers
                 return
@@ -273,7 +273,7 @@ class ShardConnection:
                 return
             is_extract = selection is not None
             copy = HostCopy(self.name, layout, keep, source_name, self.shard, self.num_shards, is_extract)
-            reader = copy.reader()  # before it joins: a process may have no descriptor left for it
+            reader = copy.reader()  # before it joins, since this process may have no free descriptor
             if copy.join(source_name, num_changes):
                 self.copy = copy
                 self._use(reader, num_publishers)
@@ -285,7 +285,7 @@ class ShardConnection:
     def _described(
         self, origin: rpc.RRef[Publisher], seen: int, selection: Selection, limit_s: float
     ) -> Description | None:
-        """The description of the source of a selection; None if this consumer has to take all tensors."""
+        """Returns the description of the source of a selection; None if this consumer must take all tensors."""
         describing = origin.rpc_sync(timeout=limit_s)
         try:
             description: Description = describing.describe(seen, selection.plain())
@@ -299,7 +299,7 @@ class ShardConnection:
         return description
 
     def _no_other_dtype(self, exc: CallRefused) -> ConfigError:
-        return ConfigError(f"{self.publisher!r} gives {self.name!r} in no other dtype: {exc}")
+        return ConfigError(f"{self.publisher!r} does not convert {self.name!r} to another dtype: {exc}")
 
     def _use(self, reader: VersionReader, num_publishers: int) -> None:
         before, self.reader = self.reader, reader
@@ -308,7 +308,7 @@ class ShardConnection:
             before.close()
 
     def _reader_of_host(self, layout: VersionLayout, addresses: list[str], limit_s: float) -> VersionReader | None:
-        """A reader of the first source that this process can share memory with, among those that answer in time."""
+        """Returns a reader of the first source that answers in time and with which this process can share memory."""
         deadline = Deadline.after(limit_s)
         agent = current_agent()
         network = agent.network
@@ -331,7 +331,7 @@ class ShardConnection:
         return None
 
     def close(self) -> None:
-        """Ends it. Idempotent."""
+        """Ends the connection. Idempotent."""
         reader, self.reader = self.reader, None
         copy, self.copy = self.copy, None
         if reader is not None:

@@ -1,4 +1,4 @@
-"""A process that holds versions of published tensors for its host: the publisher, or the first consumer of a host."""
+"""The source of published versions on a host, at the publisher or at the first consumer of another host."""
 
 from __future__ import annotations
 
@@ -55,27 +55,27 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES: Final = 2 << 20
-"""The size of one message between hosts; a host passes a chunk on when it has it."""
+"""The size of one message between hosts; a host passes on a chunk as soon as it has it."""
 
 _CALLED_BY_PEERS: Final = frozenset(
     ("begin_fetch", "behind", "chunk", "describe", "end_fetch", "fetch", "forget", "join", "upstream_of")
 )
-"""The methods of a source that another worker may call."""
+"""The methods of a source that other workers may call."""
 
 MAX_SOURCES_OF_WORKER: Final = 16
-"""Of one name: a worker needs one, and another while that one is closed."""
+"""The limit of a worker's sources for one name: it needs one, and another while the first is closed."""
 
 _PURPOSE: Final = "read/"
-_SEPARATOR: Final = "/"  # no worker has it in its name
+_SEPARATOR: Final = "/"  # names of workers do not contain it
 
 
 def purpose_of(worker: str) -> str:
-    """The first message of a worker of this host that connects to read."""
+    """Returns the first message of a worker of this host that connects as a reader."""
     return _PURPOSE + worker
 
 
 def worker_of(source_name: str) -> str:
-    """The worker that has a source."""
+    """Returns the worker that has a source."""
     return source_name.partition(_SEPARATOR)[0]
 
 
@@ -83,8 +83,8 @@ def check_fetcher(source_name: str, known: Collection[str]) -> None:
     """Raises `CallRefused` for an invalid name of a source, or if the worker has too many sources.
 
     Args:
-        source_name: said by a peer. Things that are kept under it hold up the publisher, or take memory.
-        known: the names under which something is kept.
+        source_name: a name from a peer. State that is kept for it can delay the publisher, and takes memory.
+        known: the names with kept state.
     """
     worker = worker_of(source_name)
     if source_name in known:
@@ -96,15 +96,15 @@ def check_fetcher(source_name: str, known: Collection[str]) -> None:
 
 
 def ask(source_name: str, method: str, *args: object, timeout: float) -> rpc.Future[Any]:
-    """Calls a method of a source, on whichever worker it is."""
+    """Calls a method of a source, on its worker."""
     return rpc.rpc_async(worker_of(source_name), _answer, (source_name, method, args), timeout=timeout)
 
 
 def _answer(source_name: str, method: str, args: tuple[object, ...]) -> object:
-    """At the worker of a source."""
+    """Runs a method at the worker of a source."""
     source = sources_of(current_agent()).get(source_name)
     if source is None:
-        if method == "fetch":  # the publisher forgets it
+        if method == "fetch":  # this error makes the publisher forget the source
             return None
         raise TransportError(f"the source {abridged(source_name)} of published tensors has been closed")
     if method not in _CALLED_BY_PEERS:
@@ -118,7 +118,7 @@ functions_that_ask.add(f"{__name__}:{_answer.__name__}")
 
 
 class _AdmittedReader:
-    """A reader, as its source sees it."""
+    """A source's record of a reader."""
 
     __slots__ = ("name", "socket", "words")
 
@@ -128,23 +128,23 @@ class _AdmittedReader:
         self.socket = connection
 
     def has_ended(self) -> bool:
-        """Whether the reader has closed its end, or its process is gone."""
+        """Whether the reader has closed its end, or its process has ended."""
         with suppress(BlockingIOError, InterruptedError):
             try:
                 for _ in range(MAX_RECEIVES):
-                    if not self.socket.recv(4096):  # else bytes by which readers say that they have finished
+                    if not self.socket.recv(4096):  # otherwise bytes that tell that a reader has finished
                         return True
             except (ConnectionError, ValueError):
                 return True
         return False  # not now, or it sends as fast as this thread reads
 
     def wake(self) -> None:
-        with suppress(OSError):  # it has ended, or has enough to wake up by
+        with suppress(OSError):  # the reader has ended, or has unread bytes that wake it
             self.socket.send(b"n", NO_SIGPIPE)
 
 
 class _Memory:
-    """The words of a source and its segments, shared with other processes where that is possible."""
+    """The words of a source and its segments, shared with other processes if possible."""
 
     def __init__(self, size_bytes: int, num_segments: int, is_shared: bool) -> None:
         self.size_bytes = size_bytes
@@ -168,25 +168,25 @@ class _Memory:
         self.is_filled = [not is_shared] * num_segments
 
     def fill(self, segment: int) -> None:
-        """Before a segment is written for the first time: one system call in place of a fault for each page."""
+        """Prepares the first write of a segment: one system call instead of a page fault for each page."""
         if not self.is_filled[segment]:
             self.is_filled[segment] = True
             self._mapped[segment].fill()
 
 
 class VersionSource:
-    """Versions of published tensors, for the readers of a host, and for the next host; any thread may use it.
+    """Versions of published tensors, for the readers of a host and for the next host. Any thread may use it.
 
-    Of its `keep` + 1 segments, one has the newest version, up to `keep` - 1 have older ones that are being read, and
-    one takes the next version.
+    Of its `keep` + 1 segments, one has the newest version, up to `keep` - 1 have older versions that are being read,
+    and one takes the next version.
 
     Args:
-        keep: how many whole versions there may be at once.
-        num_shards: where there are several, older versions stay as long as possible: others may not have newer ones.
+        keep: how many complete versions may exist at once.
+        num_shards: with several shards, older versions stay as long as possible: other shards may not have newer ones.
 
     Attributes:
-        address: where the readers of this host connect; empty where memory cannot be shared.
-        source_name: tells it apart from all others; `worker_of` has the worker.
+        address: the address for readers of this host; empty if memory cannot be shared.
+        source_name: a unique name; `worker_of` returns its worker.
     """
 
     def __init__(self, name: str, layout: VersionLayout, keep: int, num_shards: int = 1) -> None:
@@ -195,18 +195,18 @@ class VersionSource:
         self.layout = layout
         self._keep = keep
         self.num_shards = num_shards
-        # Weak: torch's future of an actor has the source, and Python's collector sees no circle through it.
+        # Weak: the future of an actor in torch holds the source, and Python's collector cannot see that cycle.
         self._agent = weakref.ref(agent)
         self._me = agent.worker_name
         self.source_name = f"{self._me}{_SEPARATOR}{secrets.token_hex(4)}"
         self._connections: list[_AdmittedReader] = []
-        self._pins: dict[str, tuple[int, int]] = {}  # version and segment that other hosts' sources fetch, by name
+        self._pins: dict[str, tuple[int, int]] = {}  # what each source of another host fetches
         sources_of(agent)[self.source_name] = self
-        self._changed = threading.Condition()  # guards the two above, and what subclasses say
+        self._changed = threading.Condition()  # guards the two attributes above, and some of subclasses
         self._fence = threading.Lock()
-        # The version whose bytes each segment has, also while readers are not given it any more; 0 if none is whole.
+        # The version in each segment, also when readers cannot get it any more; 0 if it is incomplete.
         self._contents = [0] * (keep + 1)
-        # In which version each chunk of a segment changed last; None if all changed in this one.
+        # The version in which each chunk of a segment last changed; None if all changed in this version.
         self._changes: list[list[int] | None] = [None] * (keep + 1)
         self._hub: SocketHub | None = None
         self.address = ""
@@ -227,18 +227,18 @@ class VersionSource:
 
     @property
     def agent(self) -> Agent | None:
-        """The agent to which it belongs, which a process leaves with its job; None if that is gone."""
+        """The agent to which it belongs; None after the process has left the job."""
         return self._agent()
 
     @property
     def newest(self) -> int:
-        """The number of the newest whole version; 0 for none."""
+        """The number of the newest complete version; 0 for none."""
         return unpacked(self._memory.words[NEWEST])[0]
 
     # ------------------------------------------------------------ readers of this host
 
     def reader(self) -> VersionReader:
-        """A reader in this process."""
+        """Makes a reader in this process."""
         ours, theirs = socket.socketpair()
         for end in (ours, theirs):
             end.setblocking(False)
@@ -251,9 +251,9 @@ class VersionSource:
         return VersionReader(self.layout, self._memory.words, own, self._memory.tensors, theirs)
 
     def _on_connection(self, purpose: str, connection: StreamSocket) -> None:
-        """A process of this host wants to read; on the I/O loop."""
+        """Admits a reader of this host; runs on the I/O loop."""
         if not isinstance(connection, socket.socket) or connection.family != socket.AF_UNIX:
-            connection.close()  # of another host: memory cannot be shared
+            connection.close()  # it is on another host, with which memory cannot be shared
             return
         try:
             self._admit(purpose.removeprefix(_PURPOSE), connection)
@@ -264,8 +264,8 @@ class VersionSource:
     def _admit(self, name: str, connection: socket.socket) -> None:
         page = Segment.create(PAGE_BYTES)
         words = words_of(page, True)
-        with self._changed:  # before it reads
-            self._forget_readers()  # a publisher may publish once, and never look at them again
+        with self._changed:  # before the reader starts
+            self._forget_readers()  # a publisher that publishes once never does so otherwise
             self._connections.append(_AdmittedReader(name, words, connection))
         descriptors = self._memory.descriptors
         hello = HELLO.pack(HELLO_MAGIC, self._memory.size_bytes, len(descriptors) - 1)
@@ -274,13 +274,13 @@ class VersionSource:
             socket.send_fds(connection, [hello], files)
 
     def _forget_readers(self) -> None:
-        """Lets go of readers that are gone; needs the lock."""
+        """Removes readers that have ended; the lock is held."""
         for connection in [connection for connection in self._connections if connection.has_ended()]:
             self._connections.remove(connection)
             connection.socket.close()
 
     def _forget_ended(self) -> None:
-        """Lets go of readers that are gone, and of other hosts' workers that are; needs the lock."""
+        """Removes readers and other hosts' workers that have ended; the lock is held."""
         self._forget_readers()
         if self._pins:
             living = {worker.name for worker in rpc.workers()}
@@ -289,7 +289,7 @@ class VersionSource:
     # ------------------------------------------------------------ writing a version
 
     def _free_segment(self) -> int | None:
-        """A segment without readers for the next version, which one thread may write; None if there is none."""
+        """Returns a segment without readers for the next version, for one writing thread; None if none is free."""
         words = self._memory.words
         with self._changed:
             self._forget_ended()
@@ -308,11 +308,11 @@ class VersionSource:
         return None
 
     def _worth(self, segment: int) -> tuple[bool, int]:
-        """Segments with smaller values are overwritten first: those that are warm, and the oldest of them."""
+        """Returns a sort key: segments with smaller keys are overwritten first, warm ones, then the oldest."""
         return self.num_shards == 1 and not self._contents[segment], self._contents[segment]
 
     def _wait_for_segment(self, deadline: Deadline) -> int | None:
-        """Waits until `_free_segment` finds one; None if the time is over."""
+        """Waits until `_free_segment` finds a segment; returns None after the deadline."""
         found: list[int | None] = []
 
         def is_found() -> bool:
@@ -323,7 +323,7 @@ class VersionSource:
         return found[-1]
 
     def _views_of(self, segment: int) -> list[Tensor]:
-        """The tensors in a segment that is about to be written."""
+        """Returns the tensors in a segment that is about to be written."""
         self._memory.fill(segment)
         views = self._views.get(segment)
         if views is None:
@@ -331,19 +331,19 @@ class VersionSource:
         return views
 
     def _release(self, version: int, segment: int) -> None:
-        """Makes the version that was written the newest."""
+        """Makes the written version the newest."""
         with self._changed:
             self._contents[segment] = version
             self._memory.words[VERSION_IN + segment] = version
             self._memory.words[NEWEST] = packed(version, segment)
             connections = list(self._connections)
-            self._changed.notify_all()  # taking the lock again, or giving it back, is the fence of [Note: hazards]
+            self._changed.notify_all()  # taking or releasing the lock is the fence of [Note: hazards]
         for connection in connections:
             if connection.words[WAITING]:
                 connection.wake()
 
     def _holders(self) -> list[str]:
-        """The workers that keep older versions from being overwritten."""
+        """Returns the workers that prevent older versions from being overwritten."""
         with self._changed:
             newest = self._memory.words[NEWEST]
             readers = {c.name for c in self._connections if c.words[READING] not in (0, newest)}
@@ -352,7 +352,7 @@ class VersionSource:
     # ------------------------------------------------------------ what readers have
 
     def behind(self, version: int, timeout: float) -> dict[str, int]:
-        """Waits until all readers of this host have a version, or a newer one; those that do not, and what they have.
+        """Waits until all readers of this host have a version or a newer one; returns the others, with their version.
 
         Args:
             timeout: limit in seconds.
@@ -369,9 +369,9 @@ class VersionSource:
         return found
 
     def _wait_for_readers(self, is_done: Callable[[], bool], deadline: Deadline) -> bool:
-        """Waits until something holds that changes when a reader finishes or ends; whether it does.
+        """Waits for a condition that changes when a reader finishes or ends; returns whether it holds.
 
-        Several threads may wait, and one may take the byte that was meant for the other, so each looks again by itself.
+        Several threads may wait, and one may read the byte meant for another, so each also checks regularly.
         """
         while True:
             self._memory.words[ASKED] = 1
@@ -396,15 +396,15 @@ class VersionSource:
 
         Args:
             fetcher: the name of the source there, which fetches one version at a time.
-            at_least: the version has to be this one or a newer one; waits until there is one, or it begins to come.
+            at_least: the lowest acceptable version; waits until such a version is here or arriving.
             timeout: limit in seconds.
 
         Returns:
-            Its number, and in which version each chunk changed last; None if all may have in this one.
+            Its number, and the version in which each chunk last changed; None if all may have changed in this version.
 
         Raises:
             CallRefused: no living worker has that source.
-            DeadlineExceeded: there is none in time.
+            DeadlineExceeded: no such version came in time.
         """
         deadline = Deadline.after(min(SLOW_ANSWER_LIMIT_S, timeout))
         with self._changed:
@@ -417,15 +417,15 @@ class VersionSource:
             return found[0], self._changes[found[1]]
 
     def _fetchable(self, at_least: int) -> tuple[int, int] | None:
-        """The newest version that is here or coming, and its segment, unless it is older; needs the lock."""
+        """Returns the newest version that is here or arriving, and its segment, unless it is older. Holds the lock."""
         newest = self._memory.words[NEWEST]
         return unpacked(newest) if newest and unpacked(newest)[0] >= at_least else None
 
     def chunk(self, fetcher: str, version: int, index: int, timeout: float) -> Tensor:
-        """Some of the bytes of a version.
+        """Returns one chunk of a version.
 
         Args:
-            fetcher: the name that `begin_fetch` was given.
+            fetcher: the name that was passed to `begin_fetch`.
             timeout: limit of the wait for a chunk that this process does not have yet, in seconds.
 
         Raises:
@@ -434,7 +434,7 @@ class VersionSource:
         """
         deadline = Deadline.after(min(SLOW_ANSWER_LIMIT_S, timeout))
         if not 0 <= index < self._num_chunks:
-            raise TransportError(f"{self.name!r} has the chunks 0 to {self._num_chunks - 1}, and no chunk {index}")
+            raise TransportError(f"{self.name!r} has the chunks 0 to {self._num_chunks - 1}, but no chunk {index}")
         with self._changed:
             while True:
                 found, segment = self._pins.get(fetcher, (0, 0))
@@ -447,22 +447,22 @@ class VersionSource:
                 self._changed.wait(deadline.wait_s())
 
     def _num_chunks_of(self, version: int) -> int:
-        """The number of present chunks of a version that is kept for a reader; needs the lock."""
+        """Returns the number of present chunks of a version that is kept for a fetcher; the lock is held."""
         return self._num_chunks
 
     def end_fetch(self, fetcher: str) -> None:
-        """Another host has fetched its version, or has given up."""
+        """Ends the fetch of another host, which has the version or has given up."""
         with self._changed:
             self._pins.pop(fetcher, None)
 
     # ------------------------------------------------------------ the end
 
     def __del__(self) -> None:
-        if hasattr(self, "_memory"):  # else there was none
+        if hasattr(self, "_memory"):  # otherwise the constructor failed
             self.close()
 
     def close(self) -> None:
-        """Ends all connections; readers keep what they have mapped. Idempotent."""
+        """Ends all connections; readers keep the memory that they have mapped. Idempotent."""
         agent = self.agent
         if agent is not None:
             sources_of(agent).pop(self.source_name, None)
@@ -483,5 +483,5 @@ _sources: Final[weakref.WeakKeyDictionary[Agent, weakref.WeakValueDictionary[str
 
 
 def sources_of(agent: Agent) -> weakref.WeakValueDictionary[str, VersionSource]:
-    """The sources that a worker has, by their names."""
+    """Returns the sources of a worker, by name."""
     return _sources.setdefault(agent, weakref.WeakValueDictionary())

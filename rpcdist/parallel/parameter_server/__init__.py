@@ -1,4 +1,4 @@
-"""Parameters that live on servers, for trainers which push gradients and take new values (docs/parameter_server.md)."""
+"""Parameters on servers, for trainers that push gradients and get new values (docs/parameter_server.md)."""
 
 from __future__ import annotations
 

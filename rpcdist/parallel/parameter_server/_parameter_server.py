@@ -16,7 +16,7 @@ from rpcdist.rpc._executors.blocking import async_form, off_loop
 
 
 class ParameterServer(ShardedParameters):
-    """The parameters of a model, on one or several workers, for trainers which push gradients and take new values.
+    """The parameters of a model on one or several workers, for trainers that push gradients and get new values.
 
         server = ParameterServer(Net(), ["server0", "server1"], torch.optim.SGD, lr=0.1, trainers=["trainer0", ...])
 
@@ -25,36 +25,36 @@ class ParameterServer(ShardedParameters):
             server.load_into(model)
             for images, labels in batches:
                 cross_entropy(model(images), labels).backward()
-                server.step(model)                          # pushes the gradients, and takes the new values
+                server.step(model)                          # pushes the gradients, and gets the new values
             server.leave()
 
-    The rows of each parameter are divided among the servers, where the optimizer takes its steps. With `mode="async"`
+    The rows of each parameter are divided among the servers, whose optimizers step them. With `mode="async"`
     each gradient is applied at once; with a `staleness` of k, a trainer that is more than k steps ahead of the slowest
     one waits for it. With `mode="sync"` the servers wait for all trainers, and take one step with the mean of their
-    gradients (added in the order of the trainers' names): with one trainer, the numbers are those of one process to the
-    bit.
+    gradients (summed in the order of the trainers' names): with one trainer, the results are bitwise those of one
+    process.
 
-    A trainer is a worker, known by its name. One that dies or leaves the job holds nobody; its replacement, and any
-    other worker, takes part from its first step on. A server that dies takes its part with it: its loss is an error on
-    all trainers, and a new `ParameterServer` begins with the last `state_dict`.
+    A trainer is a worker with a name. If it dies or leaves the job, others do not wait for it; its replacement, and any
+    other worker, takes part from its first step on. If a server dies, its rows are lost: all trainers get an error, and
+    a new `ParameterServer` starts from the last `state_dict`.
 
     Args:
-        parameters: a module, or tensors by name, which are copied. The optimizer has those that require gradients.
+        parameters: a module, or tensors by name, which are copied. The optimizer gets those that require gradients.
         servers: names of workers.
-        optimizer_class: makes the optimizer at each server, for its rows. One that works on whole matrices (LARS, Muon)
+        optimizer_class: makes the optimizer at each server, for its rows. An optimizer of whole matrices (LARS, Muon)
             would work on parts of them.
         mode: "async" or "sync".
         staleness: steps that a trainer may be ahead; None for any number.
-        trainers: names of the workers that take part from the beginning; needed where trainers wait for each other.
-        device: of the servers' tensors. Gradients travel on the CPU; values go from GPU to GPU where a trainer has one
-            of this index.
-        timeout: limit in seconds of each call, the wait for other trainers included; 0 for none, by default that of
+        trainers: names of the workers that take part from the start; required if trainers wait for each other.
+        device: the device of the servers' tensors. Gradients travel on the CPU; values go from GPU to GPU if a trainer
+            has a GPU with this index.
+        timeout: limit in seconds of each call, with the wait for other trainers; 0 for none, by default that of
             `init_rpc`.
         **defaults: options of `optimizer_class`.
 
     Raises:
         ConfigError: the arguments do not fit together.
-        Exception: a server could not make its part.
+        Exception: a server could not make its rows.
     """
 
     @off_loop("await asyncio.to_thread(ParameterServer, ...)")
@@ -95,10 +95,10 @@ class ParameterServer(ShardedParameters):
 
     @off_loop("await server.pull_async(...)")
     def pull(self, requires_grad: bool = False) -> dict[str, Tensor]:
-        """The values by name, on the CPU; it does not wait for other trainers.
+        """Returns the values by name, on the CPU; does not wait for other trainers.
 
         Args:
-            requires_grad: inside `autograd.context()`, gradients flow back to the servers, where a
+            requires_grad: whether gradients flow back to the servers, within `autograd.context()`; a
                 `DistributedOptimizer` over `parameter_rrefs()` steps with them.
         """
         return self._merged(self._ask("pull", requires_grad))
@@ -113,7 +113,7 @@ class ParameterServer(ShardedParameters):
     load_into_async = async_form(load_into)
 
     def parameter_rrefs(self) -> list[rpc.RRef[Tensor]]:
-        """References to the parts of all trained parameters, for `DistributedOptimizer`."""
+        """Returns references to the parts of all trained parameters, for `DistributedOptimizer`."""
         numbers = [number for number, name in enumerate(self._layouts) if name in self._trained]
         return [shard.remote(self._timeout).parameter(number) for shard in self._shards for number in numbers]
 
@@ -121,14 +121,15 @@ class ParameterServer(ShardedParameters):
 
     @off_loop("await server.push_async(...)")
     def push(self, gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-        """Pushes gradients, by name; parameters that are missing have none.
+        """Pushes gradients by name; missing parameters have no gradient.
 
         Returns:
             The new values, when this trainer may take its next step.
 
         Raises:
             ConfigError: a gradient does not fit its parameter.
-            DeadlineExceeded: the time is over; the text says for whom the servers waited. The gradients count.
+            DeadlineExceeded: the limit passed; the text names the trainers for which the servers waited. The gradients
+                count.
             OwnerLost, WorkerLost: a server died.
         """
         return self._merged(self._push(self._divided(gradients), wants_values=True))
@@ -139,7 +140,7 @@ class ParameterServer(ShardedParameters):
     def step(self, module: nn.Module) -> None:
         """Pushes the `.grad` of a module's parameters, copies the new values into them, and clears the gradients.
 
-        Raises as `push`; the gradients are kept then.
+        Raises like `push`, and then keeps the gradients.
         """
         gradients = {name: parameter.grad for name, parameter in values_of(module).items()}
         self._write(self._push(self._divided(gradients), wants_values=True), module)
@@ -149,7 +150,7 @@ class ParameterServer(ShardedParameters):
 
     @off_loop("await server.tick_async(...)")
     def tick(self) -> None:
-        """Counts a step whose gradients took another way (a `DistributedOptimizer`), and waits as `push` does."""
+        """Counts a step whose gradients were applied by a `DistributedOptimizer`, and waits like `push`."""
         self._push([[]] * len(self._shards), wants_values=False)
 
     tick_async = async_form(tick)
@@ -157,9 +158,9 @@ class ParameterServer(ShardedParameters):
     # ------------------------------------------------------------ inside
 
     def _divided(self, gradients: Mapping[str, Tensor | None]) -> list[list[Tensor | None]]:
-        """The gradients for each server, in the order of the parameters."""
+        """Returns the gradients for each server, in the order of the parameters."""
         if not isinstance(gradients, Mapping):
-            raise ConfigError(f"gradients are a {type(gradients).__name__}: give a dictionary of tensors by name")
+            raise ConfigError(f"gradients are a {type(gradients).__name__}: pass a dictionary of tensors by name")
         if unknown := gradients.keys() - self._layouts.keys():
             raise ConfigError(f"the servers have no parameters {sorted(unknown)}; they have {list(self._layouts)}")
         parts: list[list[Tensor | None]] = [[] for _ in self._shards]
@@ -193,10 +194,10 @@ class ParameterServer(ShardedParameters):
 def _check_gradient(name: str, layout: RowLayout, dtype: torch.dtype, gradient: Tensor) -> None:
     if not isinstance(gradient, Tensor) or gradient.dtype is not dtype:
         found = gradient.dtype if isinstance(gradient, Tensor) else f"a {type(gradient).__name__}"
-        raise ConfigError(f"the gradient of {name!r} is {found}: give a tensor of its parameter's dtype, {dtype}")
+        raise ConfigError(f"the gradient of {name!r} is {found}: pass a tensor of its parameter's dtype, {dtype}")
     if gradient.layout is not torch.strided:
         raise ConfigError(f"the gradient of {name!r} is sparse; a ShardedEmbedding pushes sparse gradients")
     if tuple(gradient.shape) != layout.shape:
         raise ConfigError(
-            f"the gradient of {name!r} is of shape {tuple(gradient.shape)}, its parameter of {layout.shape}"
+            f"the gradient of {name!r} has shape {tuple(gradient.shape)}, but its parameter has {layout.shape}"
         )

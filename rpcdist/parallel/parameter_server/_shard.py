@@ -1,4 +1,4 @@
-"""The contents of one server: its rows of the parameters, their optimizer, and the trainers that wait in it."""
+"""The contents of one server: its rows of the parameters, their optimizer, and the waiting trainers."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ SparseGradient = tuple[Tensor, Tensor]
 """The numbers of rows (n,) int64, in which a row may occur twice, and their gradients (n, ...)."""
 
 Gradient = Tensor | SparseGradient | None
-"""Of one parameter; None if the loss did not depend on it."""
+"""The gradient of one parameter; None if the loss did not depend on it."""
 
 
 def check_gradients(parameters: Sequence[Tensor], gradients: Sequence[Gradient]) -> None:
-    """Whether one trainer's gradients fit: what does not would fail the step of all, or be written beside the rows.
+    """Checks that one trainer's gradients fit; others would fail the step of all, or be written outside the rows.
 
     Raises:
-        ConfigError: one does not fit.
+        ConfigError: a gradient does not fit.
     """
     if gradients and len(gradients) != len(parameters):
         raise ConfigError(f"{len(gradients)} gradients were pushed, for {len(parameters)} parameters")
@@ -44,22 +44,22 @@ def check_gradients(parameters: Sequence[Tensor], gradients: Sequence[Gradient])
                     f"rows must be numbers (n,) of int64, but {rows.dtype} of {tuple(rows.shape)} was pushed"
                 )
             if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < len(parameter):
-                raise ConfigError(f"gradients were pushed for rows outside of the {len(parameter)} rows of this server")
+                raise ConfigError(f"gradients were pushed for rows outside the {len(parameter)} rows of this server")
         if values.shape != shape or values.dtype != parameter.dtype:
             raise ConfigError(
-                f"a gradient of {values.dtype} {tuple(values.shape)} was pushed, where {parameter.dtype} "
-                f"{tuple(shape)} is needed"
+                f"a gradient of {values.dtype} {tuple(values.shape)} was pushed, but {parameter.dtype} "
+                f"{tuple(shape)} is required"
             )
 
 
 def mean_gradient(parameter: Tensor, gradients: Sequence[Gradient]) -> Tensor | None:
-    """The gradient of one process with all inputs: the mean over the trainers, in the order given.
+    """Returns the gradient of one process with all inputs: the mean over the trainers, in the given order.
 
-    Where some trainers have a gradient and others have none, the latter count as zeros.
+    If some trainers have no gradient, theirs count as zeros.
 
     Args:
-        parameter: gives shape and device.
-        gradients: of each trainer, all dense or all sparse.
+        parameter: has the shape and device of the result.
+        gradients: the gradient of each trainer, all dense or all sparse.
 
     Returns:
         A dense tensor, or a sparse one (COO); None if no trainer has a gradient.
@@ -89,20 +89,20 @@ class StepClock(Generic[T]):
 
     Pure: no lock, no thread, no clock of the machine. Each server has one, and they must not wait for each other:
 
-     1. Steps have numbers, which a trainer gives them. One that begins gets `floor` of the first server, and counts
-        from there. So a step has one number on all servers, wherever it arrives first.
-     2. `floor` is the lowest step of those that take part, and never falls. A step is answered once it is at most
-        `floor + staleness`: it waits for lower numbers only, so of all trainers the slowest one is answered everywhere.
-     3. With a staleness of 0 there are rounds: those that take part arrive with one number, then all go on.
-     4. A trainer that leaves or dies no longer holds any other. The same number may arrive again, of a call that was
-        given up or of a process that was replaced.
+     1. A trainer numbers its steps. When it begins it gets `floor` of the first server, and counts from there. So a
+        step has the same number on all servers, even if it arrives at them in different orders.
+     2. `floor` is the lowest step of the trainers that take part, and never falls. A step is answered when it is at
+        most `floor + staleness`: it waits only for lower numbers, so all servers answer the slowest trainer.
+     3. A staleness of 0 makes rounds: all trainers arrive with the same number, then all continue.
+     4. Others do not wait for a trainer that leaves or dies. The same number may arrive again, from a call that was
+        given up or a process that was replaced.
 
     Args:
-        trainers: those that take part from the beginning, by name.
+        trainers: the trainers that take part from the start, by name.
         staleness: steps that a trainer may be ahead of the slowest one.
 
     Attributes:
-        floor: all that take part have taken so many steps.
+        floor: the number of steps that all trainers have taken.
     """
 
     def __init__(self, trainers: Iterable[str], staleness: int) -> None:
@@ -115,14 +115,14 @@ class StepClock(Generic[T]):
         return trainer in self._steps
 
     def arrive(self, trainer: str, step: int, ticket: T, takes_part: bool = True) -> list[T]:
-        """A trainer has taken a step, and may take the next one when its ticket is returned, now or later.
+        """Notes a trainer's step; the trainer may take the next one when its ticket is returned, now or later.
 
         Args:
-            ticket: anything that stands for its call.
+            ticket: any object that represents its call.
             takes_part: whether the others wait for the trainer from now on.
 
         Returns:
-            The tickets of those that may go on.
+            The tickets of the trainers that may continue.
         """
         if takes_part:
             self._steps[trainer] = step
@@ -130,18 +130,18 @@ class StepClock(Generic[T]):
         return self._released()
 
     def remove(self, trainer: str) -> list[T]:
-        """A trainer left or died. Returns the tickets of those that may go on without it."""
+        """Removes a trainer that left or died. Returns the tickets of the trainers that may continue without it."""
         self._steps.pop(trainer, None)
         return self._released()
 
     def slowest(self) -> dict[str, int]:
-        """The trainers for which others wait, with their steps; empty if no trainer waits."""
+        """Returns the trainers for which others wait, with their steps; empty if no trainer waits."""
         if not self._waiting:
             return {}
         return {trainer: step for trainer, step in self._steps.items() if step == self.floor}
 
     def _released(self) -> list[T]:
-        newest = max((step for step, _ in self._waiting), default=self.floor)  # where nobody takes part
+        newest = max((step for step, _ in self._waiting), default=self.floor)  # if no trainer takes part
         self.floor = max(self.floor, min(self._steps.values(), default=newest))
         limit = self.floor + self._staleness
         free = [ticket for step, ticket in self._waiting if step <= limit]
@@ -155,7 +155,7 @@ Reply = Future[tuple[bool, Values | None]]
 """Whether the trainer takes part, and the new values if it wanted them."""
 
 Ticket = tuple[Reply, bool, bool]
-"""Of a call that waits: its reply, whether the trainer takes part, and whether it wants the new values."""
+"""A waiting call: its reply, whether the trainer takes part, and whether it wants the new values."""
 
 ShardState = dict[str, Any]
 """`values`, the tensors by number, and `optimizer`, the state of the optimizer of `torch.optim`; on the CPU."""
@@ -163,7 +163,7 @@ ShardState = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ShardConfig:
-    """The same for all servers; `ParameterServer` explains the parts."""
+    """The configuration of all servers; see `ParameterServer`."""
 
     optimizer_class: Callable[..., torch.optim.Optimizer]
     defaults: Mapping[str, Any]
@@ -181,7 +181,7 @@ class ShardConfig:
 class ParameterShard:
     """Rows of parameters on this server. Calls of several trainers run on several threads.
 
-    One lock guards the values: a gradient is applied as a whole, and what trainers get is of one moment.
+    One lock guards the values, so gradients are applied atomically, and trainers get consistent values.
     """
 
     def __init__(self, config: ShardConfig, values: Sequence[Tensor], is_trained: Sequence[bool]) -> None:
@@ -194,7 +194,7 @@ class ParameterShard:
         self._optimizer = config.optimizer_class(trained_ones, **config.defaults)
         self._lock = threading.Lock()
         self._clock: StepClock[Ticket] | None = None
-        self._rounds: dict[int, dict[str, Sequence[Gradient]]] = {}  # by step and trainer; they wait for the others'
+        self._rounds: dict[int, dict[str, Sequence[Gradient]]] = {}  # by step and trainer, until all have come
         self._gone: set[str] = set()  # workers that were lost or have left
         if config.steps_apart is not None:
             self._clock = StepClock(config.trainers, config.steps_apart)
@@ -203,7 +203,7 @@ class ParameterShard:
     # ------------------------------------------------------------ values
 
     def pull(self, requires_grad: bool = False) -> Values:
-        """The values; with `requires_grad`, in a context of distributed autograd, gradients come back to them."""
+        """Returns the values; with `requires_grad`, gradients flow back to them in an autograd context."""
         with self._lock:
             return self._copies(requires_grad)
 
@@ -211,18 +211,18 @@ class ParameterShard:
         return [each.clone() if requires_grad else each.detach().clone() for each in self._parameters]
 
     def pull_rows(self, rows: Tensor) -> Tensor:
-        """Rows (n, ...) of the first parameter, by their numbers (n,) on this server."""
+        """Returns rows (n, ...) of the first parameter, by their numbers (n,) on this server."""
         with self._lock:
             return self._parameters[0].detach()[rows.to(self._config.device)]
 
     def parameter(self, number: int) -> Tensor:
-        """The parameter itself; for `rref.remote()`."""
+        """Returns the parameter itself, for `rref.remote()`."""
         return self._parameters[number]
 
     # ------------------------------------------------------------ steps
 
     def floor(self) -> int:
-        """The step after which a trainer that begins now counts its own."""
+        """Returns the step from which a trainer that begins now counts."""
         if self._clock is None:
             return 0
         with self._lock:
@@ -230,15 +230,16 @@ class ParameterShard:
 
     @rpc.functions.async_execution
     def push(self, trainer: str, step: int, begins: bool, gradients: Sequence[Gradient], wants_values: bool) -> Reply:
-        """A step of a trainer. The call ends when it may take the next one; no thread waits for that.
+        """Takes a step of a trainer. The call ends when the trainer may take the next step; no thread waits for that.
 
         Args:
-            begins: whether it is the first one after `floor`.
-            gradients: of each parameter; none at all for a step whose gradients take another way.
+            begins: whether this is the trainer's first step after `floor`.
+            gradients: the gradient of each parameter; empty for a step whose gradients are applied elsewhere.
             wants_values: whether the result has the new values.
 
         Raises:
-            ConfigError: a gradient does not fit its parameter. It does not count, and the other trainers do not see it.
+            ConfigError: a gradient does not fit its parameter. The step does not count, and does not affect other
+                trainers.
         """
         check_gradients(self._parameters, gradients)
         reply: Reply = Future()
@@ -250,7 +251,7 @@ class ParameterShard:
             else:
                 takes_part = trainer in self._clock or (begins and self._lives(trainer))
                 step = step if takes_part else self._clock.floor + 1
-                if self._config.mode == "sync" and step > self._clock.floor:  # else the round is over: a newcomer's
+                if self._config.mode == "sync" and step > self._clock.floor:  # otherwise a new trainer's round is over
                     self._rounds.setdefault(step, {})[trainer] = gradients
                 free = self._clock.arrive(trainer, step, (reply, takes_part, wants_values), takes_part)
             answer = self._go_on(free)
@@ -258,7 +259,7 @@ class ParameterShard:
         return reply
 
     def leave(self, trainer: str) -> None:
-        """A trainer takes no more steps: the others go on without it."""
+        """Removes a trainer that takes no more steps, so that the others continue without it."""
         if self._clock is None:
             return
         with self._lock:
@@ -266,14 +267,14 @@ class ParameterShard:
         answer()
 
     def slowest(self) -> dict[str, int]:
-        """The trainers for which others wait, with the number of their steps."""
+        """Returns the trainers for which others wait, with the number of their steps."""
         if self._clock is None:
             return {}
         with self._lock:
             return self._clock.slowest()
 
     def _lives(self, trainer: str) -> bool:
-        """False for a trainer whose call arrived after its death: others must not wait for it."""
+        """Returns False for a trainer whose call arrived after its death, for which others must not wait."""
         return trainer not in self._gone or any(worker.name == trainer for worker in rpc.workers())
 
     def on_change(self, change: rpc.MembershipChange) -> None:

@@ -96,7 +96,7 @@ class ShardedEmbedding(ShardedParameters):
 
     @off_loop("await table.look_up_async(...)")
     def __call__(self, ids: Tensor) -> Tensor:
-        """Looks rows up.
+        """Looks up rows.
 
         Args:
             ids: numbers of rows, int64 or int32, of any shape and on any device.
@@ -106,17 +106,17 @@ class ShardedEmbedding(ShardedParameters):
             gradients here, and `step` sends them.
 
         Raises:
-            TypeError: it is no tensor of whole numbers.
-            IndexError: there is no such row.
+            TypeError: `ids` is not a tensor of whole numbers.
+            IndexError: a row does not exist.
             DeadlineExceeded, OwnerLost, WorkerLost: a server did not answer, or died.
         """
         if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
             found = ids.dtype if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
-            raise TypeError(f"ids are {found}: give a tensor of int64 or int32, such as torch.tensor([3, 5])")
+            raise TypeError(f"ids are {found}: pass a tensor of int64 or int32, such as torch.tensor([3, 5])")
         needed, positions = torch.unique(ids.detach().cpu(), return_inverse=True)
         if len(needed) and not 0 <= int(needed[0]) <= int(needed[-1]) < self.num_embeddings:
             wrong = int(needed[0] if needed[0] < 0 else needed[-1])
-            raise IndexError(f"there is no row {wrong}: this table has the rows 0 to {self.num_embeddings - 1}")
+            raise IndexError(f"row {wrong} does not exist: this table has the rows 0 to {self.num_embeddings - 1}")
         needed = needed.long()
         device = ids.device
         rows = torch.empty(len(needed), self.embedding_dim, dtype=self._dtype, device=device)
@@ -127,7 +127,7 @@ class ShardedEmbedding(ShardedParameters):
                 local = needed[chosen] // len(self._shards)
                 asked.append((chosen, shard.rpc_async(self._timeout).pull_rows(local)))
         for (chosen, _), found in zip(asked, rpc.wait_all([call for _, call in asked]), strict=True):
-            rows[chosen.to(device)] = found.to(device)  # it may come on the servers' device
+            rows[chosen.to(device)] = found.to(device)  # it may be on the servers' device
         if torch.is_grad_enabled():
             self._collect_gradient(needed, rows)
         return embedding(positions.to(device), rows)
@@ -137,12 +137,12 @@ class ShardedEmbedding(ShardedParameters):
         return await _look_up_async(self, ids)
 
     def _collect_gradient(self, needed: Tensor, rows: Tensor) -> None:
-        """Has a backward pass leave the gradient of these rows here; rows whose graph is dropped leave nothing."""
+        """Makes a backward pass store the gradient of these rows here; rows whose graph is dropped store nothing."""
 
         def arrived(rows: Tensor) -> None:
             if rows.grad is not None:
                 self._arrived.append((needed, rows.grad.cpu()))
-                rows.grad = None  # of the next pass over the same graph, only what it adds
+                rows.grad = None  # so that the next pass over the same graph adds only its own gradient
 
         rows.requires_grad_().register_post_accumulate_grad_hook(arrived)
 
@@ -150,7 +150,7 @@ class ShardedEmbedding(ShardedParameters):
     def step(self) -> None:
         """Pushes the gradients of all lookups since the last step, and waits until the next step may be taken.
 
-        Raises as `ParameterServer.push`; the gradients are pushed then, and gone.
+        Raises like `ParameterServer.push`; then the gradients have been pushed and are forgotten.
         """
         arrived, self._arrived = self._arrived, []
         if arrived:
@@ -162,12 +162,12 @@ class ShardedEmbedding(ShardedParameters):
         for index in range(len(self._shards)):
             chosen = needed % len(self._shards) == index
             parts.append([(needed[chosen] // len(self._shards), gradients[chosen])])
-        self._push(parts, wants_values=False)  # to all: each of them counts the steps
+        self._push(parts, wants_values=False)  # to all servers, since each of them counts the steps
 
     step_async = async_form(step)
 
     def zero_grad(self) -> None:
-        """Forgets the gradients that backward passes have left here."""
+        """Forgets the gradients of backward passes."""
         self._arrived.clear()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -178,10 +178,10 @@ _look_up_async = async_form(ShardedEmbedding.__call__)
 
 
 def _check_takes_sparse(optimizer_class: Callable[..., torch.optim.Optimizer], defaults: dict[str, Any]) -> None:
-    """Before anything is made: one step of such an optimizer with a sparse gradient.
+    """Tries one step of such an optimizer with a sparse gradient, before the servers make theirs.
 
     Raises:
-        ConfigError: it takes dense gradients only.
+        ConfigError: the optimizer takes only dense gradients.
     """
     probe = torch.zeros(2, 1, requires_grad=True)
     probe.grad = torch.sparse_coo_tensor(torch.tensor([[0]]), torch.ones(1, 1), (2, 1), check_invariants=False)
@@ -190,5 +190,5 @@ def _check_takes_sparse(optimizer_class: Callable[..., torch.optim.Optimizer], d
         take_step(optimizer)
     except RuntimeError as exc:
         raise ConfigError(
-            f"the gradients of a table are sparse: give torch.optim.SGD, SparseAdam or Adagrad ({exc})"
+            f"the gradients of a table are sparse: pass torch.optim.SGD, SparseAdam or Adagrad ({exc})"
         ) from exc

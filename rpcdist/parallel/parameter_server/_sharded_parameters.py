@@ -1,6 +1,6 @@
-"""The common part of `ParameterServer` and `ShardedEmbedding`: calls to all servers, and the whole state.
+"""The common part of `ParameterServer` and `ShardedEmbedding`: calls to all servers, and their complete state.
 
-The states of all servers become one dictionary, in the form of `torch.optim`, and go back to any number of servers.
+The states of all servers are joined to one dictionary, in the form of `torch.optim`, and split for any number of them.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class RowLayout:
     """The rows of each server. A tensor without dimensions counts as one row.
 
     Attributes:
-        shape: of the whole parameter.
-        rows: of each server, as a slice of the first dimension.
+        shape: the shape of the whole parameter.
+        rows: the rows of each server, as a slice of the first dimension.
     """
 
     shape: tuple[int, ...]
@@ -34,23 +34,23 @@ class RowLayout:
 
     @classmethod
     def in_blocks(cls, shape: Sequence[int], num_servers: int) -> RowLayout:
-        """Each server has a block of neighbouring rows."""
+        """Gives each server a block of consecutive rows."""
         num_rows = shape[0] if shape else 1
         ends = [num_rows * index // num_servers for index in range(num_servers + 1)]
         return cls(tuple(shape), tuple(map(slice, ends, ends[1:])))
 
     @classmethod
     def in_turns(cls, shape: Sequence[int], num_servers: int) -> RowLayout:
-        """Row `i` is on server `i % num_servers`, so that neighbours, which are often used alike, are divided."""
+        """Puts row `i` on server `i % num_servers`, to spread consecutive rows, which are often used equally much."""
         return cls(tuple(shape), tuple(slice(index, None, num_servers) for index in range(num_servers)))
 
     def split(self, whole: Tensor) -> list[Tensor]:
-        """The part of each server; views."""
+        """Returns the part of each server, as views."""
         matrix = whole if self.shape else whole.reshape(1)
         return [matrix[rows] for rows in self.rows]
 
     def merge(self, parts: Sequence[Tensor]) -> Tensor:
-        """The whole parameter from the parts of all servers. Gradients flow through it where rows are in blocks."""
+        """Returns the whole parameter from the parts of all servers. Gradients flow through if rows are in blocks."""
         if self.rows[0].step is None:
             return torch.cat(list(parts)).view(self.shape)
         whole = parts[0].new_empty(self.shape)
@@ -63,7 +63,7 @@ class RowLayout:
             target.copy_(part)
 
     def part_shape(self, index: int) -> tuple[int, ...]:
-        """The shape of one server's part."""
+        """Returns the shape of one server's part."""
         num_rows = len(range(*self.rows[index].indices(self.shape[0] if self.shape else 1)))
         return (num_rows, *self.shape[1:])
 
@@ -73,7 +73,7 @@ class RowLayout:
 
 
 def join_states(layouts: Mapping[str, RowLayout], trained: Sequence[str], states: Sequence[ShardState]) -> ShardState:
-    """The state of the whole parameters, as one process would have it.
+    """Returns the state of the whole parameters, as in one process.
 
     Returns:
         `parameters`, the tensors by name, and `optimizer`.
@@ -95,17 +95,17 @@ def join_states(layouts: Mapping[str, RowLayout], trained: Sequence[str], states
 
 
 def split_state(layouts: Mapping[str, RowLayout], trained: Sequence[str], state: Mapping[str, Any]) -> list[ShardState]:
-    """The part of each server.
+    """Returns the part of each server.
 
     Raises:
-        ConfigError: the state is of other parameters.
+        ConfigError: the state belongs to other parameters.
     """
     if not isinstance(state, Mapping) or not {"parameters", "optimizer"} <= state.keys():
         raise ConfigError("this is not a state of parameter servers: load the result of their state_dict()")
     found = {name: tuple(value.shape) for name, value in state["parameters"].items()}
     expected = {name: layout.shape for name, layout in layouts.items()}
     if found != expected:
-        raise ConfigError(f"the state is of other parameters: it has {found}, but these servers have {expected}")
+        raise ConfigError(f"the state belongs to other parameters: it has {found}, but these servers have {expected}")
     num_servers = len(next(iter(layouts.values())).rows)
     values = [layouts[name].split(state["parameters"][name]) for name in layouts]
     optimizer = state["optimizer"]
@@ -125,13 +125,13 @@ def split_state(layouts: Mapping[str, RowLayout], trained: Sequence[str], state:
 
 
 def _join(layout: RowLayout, key: str, parts: Sequence[Any]) -> Any:
-    """One entry of an optimizer's state: divided like the parameter, or the same on all servers."""
+    """Joins one entry of an optimizer's state, which is divided like the parameter or equal on all servers."""
     if not isinstance(parts[0], Tensor) or parts[0].dim() == 0:
         return parts[0]
     if [tuple(part.shape) for part in parts] != [layout.part_shape(index) for index in range(len(parts))]:
         raise ConfigError(
-            f"the optimizer keeps {key!r} in another shape than the parameter, so the parts of several servers "
-            "cannot be joined; use one server, or an element-wise optimizer"
+            f"the shape of {key!r} in the optimizer's state differs from the parameter's, so the parts of several "
+            "servers cannot be joined; use one server, or an element-wise optimizer"
         )
     return layout.merge(parts)
 
@@ -143,10 +143,10 @@ def _part(layout: RowLayout, whole: Any, server: int) -> Any:
 
 
 class ShardedParameters:
-    """Parameters whose rows live on several servers. It may be sent to other workers, as an argument of a call.
+    """Parameters whose rows are on several servers. It can be sent to other workers, as an argument of a call.
 
-    The parameters live as long as one such object on any worker. Its methods may be called on any thread, those that
-    take a step one at a time.
+    The parameters live as long as such an object exists on any worker. Its methods may be called on any thread; methods
+    that take a step, one at a time.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class ShardedParameters:
         self._trained = tuple(trained)
         self._waits = waits
         self._timeout = timeout
-        self._step: int | None = None  # the last one of this trainer; None before it takes part
+        self._step: int | None = None  # this trainer's last step; None before it takes part
         self._ask("slowest")  # waits until all shards exist, and raises the error if one cannot be made
 
     def __repr__(self) -> str:
@@ -171,12 +171,12 @@ class ShardedParameters:
 
     @property
     def servers(self) -> tuple[str, ...]:
-        """Names of the workers that have the parameters."""
+        """The names of the workers that have the parameters."""
         return tuple(shard.owner_name() for shard in self._shards)
 
     @off_loop("await server.leave_async(...)")
     def leave(self) -> None:
-        """This trainer takes no more steps, so the others do not wait for it. Its next step lets it take part again."""
+        """Ends the part of this trainer, so that others do not wait for it. With its next step it takes part again."""
         self._step = None
         self._ask("leave", _my_name())
 
@@ -187,7 +187,7 @@ class ShardedParameters:
         """Changes options of the optimizer on all servers, for example `lr=0.01`.
 
         Raises:
-            ConfigError: the optimizer has no such option, or it is a number and gets something else.
+            ConfigError: the optimizer has no such option, or a number is replaced by another type.
         """
         self._ask("set_options", options)
 
@@ -195,10 +195,10 @@ class ShardedParameters:
 
     @off_loop("await server.state_dict_async(...)")
     def state_dict(self) -> dict[str, Any]:
-        """All parameters and the state of their optimizer on the CPU, in the form of one process.
+        """Returns all parameters and the state of their optimizer on the CPU, in the form of one process.
 
-        `parameters` has the tensors by name, `optimizer` what an optimizer of `torch.optim` over all of them has.
-        Each server's part is of one moment; where trainers push meanwhile, those of different servers may differ by a
+        `parameters` has the tensors by name, `optimizer` the state of one optimizer of `torch.optim` over all of them.
+        Each server's part is consistent; if trainers push meanwhile, the parts of different servers may differ by a
         step.
         """
         return join_states(self._layouts, self._trained, self._ask("state"))
@@ -207,10 +207,10 @@ class ShardedParameters:
 
     @off_loop("await server.load_state_dict_async(...)")
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads what `state_dict` returned, also from another number of servers.
+        """Loads a state from `state_dict`, also from another number of servers.
 
         Raises:
-            ConfigError: it is of other parameters.
+            ConfigError: the state belongs to other parameters.
         """
         parts = split_state(self._layouts, self._trained, state)
         self._ask_each("load_state", [(part,) for part in parts])
@@ -218,7 +218,7 @@ class ShardedParameters:
     load_state_dict_async = async_form(load_state_dict)
 
     def _push(self, parts: Sequence[Sequence[Gradient]], wants_values: bool) -> list[Any]:
-        """Pushes the gradients for each server; returns the servers' answers when this trainer may go on."""
+        """Pushes the gradients for each server; returns the servers' answers when this trainer may continue."""
         me, begins = _my_name(), self._step is None
         last = self._step
         if last is None:
@@ -228,22 +228,22 @@ class ShardedParameters:
         except DeadlineExceeded as exc:
             if slowest := self._slowest():
                 raise DeadlineExceeded(
-                    f"{me!r} waited for other trainers until the time was over: {slowest}. A trainer must call "
+                    f"{me!r} waited for other trainers until the timeout: {slowest}. A trainer must call "
                     "leave() before it ends; if one is only slow, set a longer timeout, or allow more staleness"
                 ) from exc
             raise
         except Exception:
-            self._step = None  # some servers may count this step, and others not: the next one is new on all of them
+            self._step = None  # some servers may count this step, and others not: begin again
             raise
-        # A server that took this worker for dead does not count it any more: it begins again.
+        # A server that took this worker for dead does not count it any more, so the next step begins again.
         self._step = last + 1 if all(takes_part for takes_part, _ in answers) else None
         return [values for _, values in answers]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_step": None}  # the process that gets it is another trainer
+        return {**self.__dict__, "_step": None}  # the receiving process is another trainer
 
     def _slowest(self) -> str:
-        """For whom the servers wait, as far as they can be asked in a moment."""
+        """Names the trainers for which the servers wait, from servers that answer quickly."""
         found: dict[str, int] = {}
         for call in [shard.rpc_async(ANSWER_LIMIT_S).slowest() for shard in self._shards]:
             if call.exception(timeout=None) is None:
@@ -271,27 +271,27 @@ def make_config(
     trainers: Sequence[str],
     device: str | torch.device,
 ) -> ShardConfig:
-    """The rules of the servers.
+    """Makes the configuration of the servers.
 
     Raises:
         ConfigError: the arguments do not fit together.
     """
     if isinstance(servers, str) or not servers or len(set(servers)) < len(servers):
-        raise ConfigError(f"servers are the names of different workers, such as ['server0'], but got {servers!r}")
+        raise ConfigError(f"servers must be the names of different workers, such as ['server0'], not {servers!r}")
     if isinstance(optimizer_class, torch.optim.Optimizer) or not callable(optimizer_class):
         raise ConfigError(
-            f"optimizer_class is {_what(optimizer_class)}: give the class and its options, such as torch.optim.SGD, "
+            f"optimizer_class is {_what(optimizer_class)}: pass the class and its options, such as torch.optim.SGD, "
             "lr=0.1; each server makes an optimizer of its rows"
         )
     if mode not in ("async", "sync"):
-        raise ConfigError(f"mode {mode!r}: write 'async' or 'sync'")
+        raise ConfigError(f"mode {mode!r}: pass 'async' or 'sync'")
     if staleness is not None and (mode == "sync" or not isinstance(staleness, int) or staleness < 0):
         raise ConfigError(
-            f"staleness {staleness} must be a number of steps, at least 0, and needs mode='async'; with 'sync', no "
+            f"staleness {staleness} must be a number of steps, at least 0, and requires mode='async'; with 'sync', no "
             "trainer is ahead"
         )
     if isinstance(trainers, str) or len(set(trainers)) < len(trainers):
-        raise ConfigError(f"trainers are the names of different workers, such as ['trainer0'], but got {trainers!r}")
+        raise ConfigError(f"trainers must be the names of different workers, such as ['trainer0'], not {trainers!r}")
     if not trainers and (mode == "sync" or staleness is not None):
         raise ConfigError("name the trainers that wait for each other: trainers=['trainer0', 'trainer1']")
     return ShardConfig(optimizer_class, dict(defaults), mode, staleness, tuple(trainers), str(device))
@@ -302,15 +302,15 @@ def _my_name() -> str:
 
 
 def values_of(parameters: Mapping[str, Tensor] | torch.nn.Module) -> dict[str, Tensor]:
-    """The parameters by name.
+    """Returns the parameters by name.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: the argument is another object.
     """
     if isinstance(parameters, torch.nn.Module):
         return dict(parameters.named_parameters())
     if not isinstance(parameters, Mapping) or not all(isinstance(value, Tensor) for value in parameters.values()):
-        raise ConfigError(f"got {_what(parameters)}: give a module, or a dictionary of its tensors by name")
+        raise ConfigError(f"got {_what(parameters)}: pass a module, or a dictionary of its tensors by name")
     return dict(parameters)
 
 

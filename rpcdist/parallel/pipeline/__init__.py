@@ -1,4 +1,4 @@
-"""Pipeline parallelism: a sequential model cut into stages on several workers, which work on micro-batches in turn.
+"""Pipeline parallelism: a sequential model split into stages on several workers, which process micro-batches in turn.
 
 `Pipeline` executes schedules that are data: GPipe, 1F1B, interleaved 1F1B, or one that you write. `docs/pipeline.md` is
 the guide.

@@ -48,7 +48,7 @@ class StepResult:
     Attributes:
         loss: the loss of the batch, as the unsplit model would compute it.
         losses: the loss of each micro-batch, float, shape (micro-batches,).
-        outputs: the outputs of the last stage, merged over the micro-batches; None if they were not asked for.
+        outputs: the outputs of the last stage, merged over the micro-batches; None if they were not requested.
     """
 
     loss: float
@@ -57,7 +57,7 @@ class StepResult:
 
 
 class Pipeline:
-    """A sequential model, cut into stages that live on several workers.
+    """A sequential model, split into stages on several workers.
 
         pipe = Pipeline([embed, blocks, head], ["worker0", "worker1", "worker2"], num_microbatches=8, loss_fn=loss)
         optimizer = pipe.make_optimizer(torch.optim.Adam, lr=1e-3)
@@ -70,7 +70,7 @@ class Pipeline:
     Tensors among them carry gradients back if they require them. After `step` each parameter's `.grad`, at its worker,
     is the gradient of the unsplit model (batch normalisation and dropout see micro-batches, not batches).
 
-    Any process of the job may drive a pipeline, also one of its workers. The stages live as long as this object.
+    Any process of the job may drive a pipeline, even one of its workers. The stages live as long as this object.
     Its methods may be called on any thread, one at a time.
 
     Args:
@@ -147,19 +147,19 @@ class Pipeline:
 
     @off_loop("await pipe.step_async(...)")
     def step(self, inputs: object, targets: object, *, with_outputs: bool = False) -> StepResult:
-        """Forward and backward of one batch: adds its gradients to those of the parameters.
+        """Runs forward and backward of one batch, and adds its gradients to those of the parameters.
 
         Args:
-            inputs: a tensor or a tuple of arguments for the first stage; tensors are cut along their first dimension.
+            inputs: a tensor or a tuple of arguments for the first stage; tensors are split along their first dimension.
                 Do not change them meanwhile. They get no gradients.
-            targets: a tensor or a tuple of arguments for `loss_fn`, cut in the same way.
-            with_outputs: return the outputs of the last stage, too.
+            targets: a tensor or a tuple of arguments for `loss_fn`, split in the same way.
+            with_outputs: whether to return the outputs of the last stage, too.
 
         Raises:
-            PipelineError: an action failed; the text names stage, micro-batch and worker. All gradients are None
-                then, so nothing of a step that failed half-way is left, and the next step may be tried.
+            PipelineError: an action failed; the text names stage, micro-batch and worker. Then all gradients are None,
+                so the failed step has no effect, and the next step may be tried.
             PipelineTimeout: a worker waited too long for another.
-            ConfigError: the batch cannot be cut.
+            ConfigError: the batch cannot be split.
         """
         self._check_loss()
         return self._run(inputs, targets, with_backward=True, with_outputs=with_outputs)
@@ -168,7 +168,7 @@ class Pipeline:
 
     @off_loop("await pipe.evaluate_async(...)")
     def evaluate(self, inputs: object, targets: object, *, with_outputs: bool = False) -> StepResult:
-        """The loss of one batch, without gradients; see `step`. Call `eval()` before for modules that care."""
+        """Computes the loss of one batch, without gradients; see `step`. Call `eval()` first if the mode matters."""
         self._check_loss()
         return self._run(inputs, targets, with_backward=False, with_outputs=with_outputs)
 
@@ -176,7 +176,7 @@ class Pipeline:
 
     @off_loop("await pipe.forward_async(...)")
     def forward(self, inputs: object) -> Any:
-        """The outputs of the last stage for one batch, without gradients."""
+        """Returns the outputs of the last stage for one batch, without gradients."""
         return self._run(inputs, None, with_backward=False, with_outputs=True).outputs
 
     forward_async = async_form(forward)
@@ -185,7 +185,7 @@ class Pipeline:
 
     def _check_loss(self) -> None:
         if self._config.loss_fn is None:
-            raise ConfigError("this pipeline has no loss: give loss_fn to Pipeline(...), or call forward()")
+            raise ConfigError("this pipeline has no loss: pass loss_fn to Pipeline(...), or call forward()")
 
     def _run(self, inputs: object, targets: object, *, with_backward: bool, with_outputs: bool) -> StepResult:
         batch = make_batch(inputs, targets, self.num_microbatches, self.loss_reduction)
@@ -212,7 +212,7 @@ class Pipeline:
 
     @off_loop("await pipe.make_optimizer_async(...)")
     def make_optimizer(self, kind: type[torch.optim.Optimizer], **options: Any) -> PipelineOptimizer:
-        """One optimizer for each stage, at its worker: `pipe.make_optimizer(torch.optim.SGD, lr=0.1)`."""
+        """Makes an optimizer for each stage, at its worker: `pipe.make_optimizer(torch.optim.SGD, lr=0.1)`."""
         self._num_optimizers += 1
         self._runners.ask("make_optimizer", self._num_optimizers, kind, options)
         return PipelineOptimizer(self._runners, self._num_optimizers)
@@ -228,7 +228,7 @@ class Pipeline:
 
     @off_loop("await pipe.clip_grad_norm_async(...)")
     def clip_grad_norm(self, max_norm: float) -> float:
-        """Scales all gradients so that their norm, over all stages, is at most `max_norm`; returns it as it was."""
+        """Scales all gradients so that their norm, over all stages, is at most `max_norm`; returns the old norm."""
         norm = math.sqrt(sum(self._runners.ask("squared_grad_norm")))
         if norm > max_norm:
             self._runners.ask("scale_grads", max_norm / (norm + 1e-6))
@@ -238,7 +238,7 @@ class Pipeline:
 
     @off_loop("await pipe.train_async(...)")
     def train(self, mode: bool = True) -> None:
-        """Training or evaluation mode, as of `torch.nn.Module`."""
+        """Sets training or evaluation mode, like `torch.nn.Module.train`."""
         self._runners.ask("train", mode)
 
     train_async = async_form(train)
@@ -252,14 +252,14 @@ class Pipeline:
 
     @off_loop("await pipe.state_dict_async(...)")
     def state_dict(self) -> dict[str, Tensor]:
-        """All parameters and buffers, named as in `torch.nn.Sequential(*stages)`, on the CPU."""
+        """Returns all parameters and buffers, named as in `torch.nn.Sequential(*stages)`, on the CPU."""
         return self._flat("state_dict")
 
     state_dict_async = async_form(state_dict)
 
     @off_loop("await pipe.gradients_async(...)")
     def gradients(self) -> dict[str, Tensor | None]:
-        """The gradient of each parameter by its name in `state_dict`, on the CPU."""
+        """Returns the gradient of each parameter by its name in `state_dict`, on the CPU."""
         return self._flat("gradients")
 
     gradients_async = async_form(gradients)
@@ -301,7 +301,7 @@ class Pipeline:
 
 
 def _with_index(device: str | torch.device) -> torch.device:
-    """The device as it is named in a device map."""
+    """Returns the device with its index, as in a device map."""
     place = torch.device(device)
     return torch.device("cuda", 0) if place.type == "cuda" and place.index is None else place
 
@@ -314,11 +314,11 @@ def _check(workers: Sequence[str], loss_reduction: str, devices: Sequence[object
     if loss_reduction not in ("mean", "sum"):
         raise ConfigError(f"loss_reduction={loss_reduction!r}: must be 'mean' or 'sum'")
     if devices is not None and len(devices) != len(workers):
-        raise ConfigError(f"{len(devices)} devices for {len(workers)} workers; give one for each")
+        raise ConfigError(f"{len(devices)} devices for {len(workers)} workers; pass one for each")
 
 
 def _result(last: StepReport, weights: Sequence[float]) -> StepResult:
-    """The result of a step, from the report of the last stage's worker."""
+    """Returns the result of a step, from the report of the last stage's worker."""
     numbers = range(len(weights))
     losses = torch.stack([last.losses[number].reshape(()) for number in numbers]) if last.losses else torch.empty(0)
     outputs = merge([last.outputs[number] for number in numbers]) if last.outputs else None
@@ -327,7 +327,7 @@ def _result(last: StepReport, weights: Sequence[float]) -> StepResult:
 
 
 def _clock_offset_s(worker: str) -> float:
-    """By how many seconds the worker's clock is ahead of this one; the fastest of several calls is the most exact."""
+    """Returns the seconds by which the worker's clock is ahead of this one, from the fastest of several calls."""
     readings = []
     for _ in range(NUM_CLOCK_READINGS):
         asked_s = clock_s()
@@ -346,7 +346,7 @@ class PipelineOptimizer:
 
     @off_loop("await optimizer.step_async(...)")
     def step(self) -> None:
-        """One step of every stage's optimizer, all at the same time."""
+        """Takes one step of every stage's optimizer, all at the same time."""
         self._runners.ask("optimizer_step", self._number)
 
     step_async = async_form(step)
@@ -367,7 +367,7 @@ class PipelineOptimizer:
 
     @off_loop("await optimizer.state_dict_async(...)")
     def state_dict(self) -> dict[int, dict[str, Any]]:
-        """The state of each stage's optimizer, by stage."""
+        """Returns the state of each stage's optimizer, by stage."""
         found: dict[int, dict[str, Any]] = {}
         for of_worker in self._runners.ask("optimizer_state_dict", self._number):
             found.update(of_worker)

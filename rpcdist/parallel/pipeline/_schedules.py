@@ -1,11 +1,11 @@
 """Schedules as data: the order in which each worker runs the forwards and backwards of its stages.
 
 A schedule is a list of actions per worker. A worker executes its list in order, and each action waits only for the
-tensors that it needs. Stage `s` lives on worker `s % num_workers`, so the stages of a worker lie `num_workers` apart.
+tensors that it needs. Stage `s` is on worker `s % num_workers`, so the stages of a worker are `num_workers` apart.
 
-Everything here is a pure function: no tensors, no clock, no network. Every schedule satisfies:
- 1. For every stage and micro-batch there is exactly one forward and one backward, on the worker of the stage.
- 2. The lists can be executed without deadlock (`rpcdist.parallel.pipeline._simulation` does it).
+All functions are pure: no tensors, no clock, no network. Every schedule satisfies:
+ 1. Every stage and micro-batch has exactly one forward and one backward, on the worker of the stage.
+ 2. The lists can be executed without deadlock (`rpcdist.parallel.pipeline._simulation` checks it).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Action:
 
     @property
     def words(self) -> str:
-        """For messages: "backward of micro-batch 0"."""
+        """Returns the text for messages: "backward of micro-batch 0"."""
         return f"{'forward' if self.kind == 'F' else 'backward'} of micro-batch {self.microbatch}"
 
 
@@ -44,7 +44,7 @@ Schedule = list[list[Action]]
 
 
 def parse_action(text: str) -> Action:
-    """The action that prints as `text`. Raises `ConfigError`."""
+    """Returns the action that prints as `text`. Raises `ConfigError`."""
     found = re.fullmatch(r"\s*(\d+)([FB])(\d+)\s*", text)
     if found is None:
         raise ConfigError(f"{text!r} is not an action: write the stage, F or B, and the micro-batch, as in '2F0'")
@@ -52,19 +52,19 @@ def parse_action(text: str) -> Action:
 
 
 def schedule(name: str, num_workers: int, num_microbatches: int, stages_per_worker: int = 1) -> Schedule:
-    """The actions of every worker, in order.
+    """Returns the actions of every worker, in order.
 
     Args:
-        name: "gpipe" (all forwards, then all backwards: Huang et al., 2019), "1f1b" (one forward, one backward: keeps
-            no more micro-batches alive than there are stages from here to the end: Narayanan et al., 2019), or
-            "interleaved" (1F1B with several stages per worker, whose bubble is smaller by that factor: Narayanan et
+        name: "gpipe" (all forwards, then all backwards: Huang et al., 2019), "1f1b" (one forward, one backward: a
+            stage keeps at most as many micro-batches as there are stages from it to the end: Narayanan et al., 2019),
+            or "interleaved" (1F1B with several stages per worker, whose bubble is smaller by that factor: Narayanan et
             al., 2021).
         num_microbatches: number of micro-batches in a batch.
-        stages_per_worker: number of stages on each worker. "1f1b" allows one only; "gpipe" runs all micro-batches
+        stages_per_worker: number of stages on each worker. "1f1b" allows only one; "gpipe" runs all micro-batches
             through one stage before the next stage.
 
     Raises:
-        ConfigError: there is no such schedule, or none for these numbers.
+        ConfigError: the schedule does not exist, or does not support these numbers.
     """
     for what, number in (
         ("num_workers", num_workers),
@@ -75,7 +75,7 @@ def schedule(name: str, num_workers: int, num_microbatches: int, stages_per_work
             raise ConfigError(f"{what}={number}: must be at least 1")
     make = SCHEDULES.get(name.lower())
     if make is None:
-        raise ConfigError(f"there is no schedule {name!r}; choose one of {', '.join(SCHEDULES)}")
+        raise ConfigError(f"unknown schedule {name!r}; choose one of {', '.join(SCHEDULES)}")
     return [make(worker, num_workers, num_microbatches, stages_per_worker) for worker in range(num_workers)]
 
 
@@ -117,14 +117,14 @@ def _interleaved(worker: int, num_workers: int, num_microbatches: int, stages_pe
     forwards = [Action(worker + local * num_workers, "F", part) for local, part in order]
     last = stages_per_worker - 1
     backwards = [Action(worker + (last - local) * num_workers, "B", part) for local, part in order]
-    # The first backward comes after the first round has gone through all stages; each worker before the last one is
-    # one forward and one backward further away from it.
+    # The first backward comes after the first round has passed all stages; for each worker before the last, one more
+    # forward and one more backward come in between.
     num_warmup = (stages_per_worker - 1) * round_size + 2 * (num_workers - 1 - worker)
     return _alternate(forwards, backwards, num_warmup)
 
 
 def _alternate(forwards: list[Action], backwards: list[Action], num_warmup: int) -> list[Action]:
-    """Warm-up forwards, then one forward and one backward in turn, then the remaining backwards."""
+    """Returns warm-up forwards, then alternating forwards and backwards, then the remaining backwards."""
     num_warmup = min(num_warmup, len(forwards))
     actions = forwards[:num_warmup]
     for forward, backward in zip(forwards[num_warmup:], backwards, strict=False):
@@ -137,16 +137,16 @@ SCHEDULES: Final[dict[str, Callable[[int, int, int, int], list[Action]]]] = {
     "1f1b": _one_forward_one_backward,
     "interleaved": _interleaved,
 }
-"""The schedules by name: each makes the actions of one worker."""
+"""The schedules by name; each function makes the actions of one worker."""
 
 
 def forward_only(actions: Sequence[Sequence[Action]]) -> Schedule:
-    """The forwards of a schedule. They can be executed if the schedule can: a forward waits for forwards only."""
+    """Returns the forwards of a schedule, which can be executed if the schedule can, as they wait only for forwards."""
     return [[action for action in row if action.kind == "F"] for row in actions]
 
 
 def check_complete(actions: Sequence[Sequence[Action]], num_stages: int, num_microbatches: int) -> list[str]:
-    """The violations of rule 1 in words; empty for a schedule that satisfies it."""
+    """Describes the violations of rule 1; empty for a schedule that satisfies it."""
     problems = []
     wanted = {
         Action(stage, kind, part) for stage in range(num_stages) for part in range(num_microbatches) for kind in KINDS
@@ -157,9 +157,7 @@ def check_complete(actions: Sequence[Sequence[Action]], num_stages: int, num_mic
             if action not in wanted:
                 problems.append(f"{action} is not among {num_stages} stages and {num_microbatches} micro-batches")
             elif action.stage % len(actions) != worker:
-                problems.append(
-                    f"{action} is given to worker {worker}, but its stage lives on {action.stage % len(actions)}"
-                )
+                problems.append(f"{action} is on worker {worker}, but its stage is on {action.stage % len(actions)}")
             elif action in seen:
                 problems.append(f"{action} occurs twice")
             seen.add(action)

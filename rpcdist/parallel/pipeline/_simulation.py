@@ -1,8 +1,6 @@
-"""Simulates a schedule: when each action runs, how large the bubble is, how many micro-batches are alive.
+"""Simulates a schedule: the times of its actions, the size of the bubble, the number of live micro-batches.
 
-Everything here is a pure function of the schedule and the durations of its actions.
-
-`Timeline` has the measured times of a step's actions.
+All functions are pure. `Timeline` has the measured times of a step's actions.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ class Slot:
 
 
 def dependencies(action: Action, num_stages: int) -> list[Action]:
-    """The actions that must end before an action can run."""
+    """Returns the actions that must end before an action can run."""
     stage, part = action.stage, action.microbatch
     if action.kind == "F":
         return [Action(stage - 1, "F", part)] if stage > 0 else []
@@ -45,7 +43,7 @@ def simulate(
     backward_s: float | Sequence[float] = 1.0,
     transfer_s: float = 0.0,
 ) -> list[Slot]:
-    """When each action runs if every worker starts the next one of its list as soon as it can.
+    """Returns when each action runs if every worker starts the next action of its list as soon as possible.
 
     Args:
         actions: one list per worker.
@@ -96,7 +94,7 @@ def _describe_deadlock(
     done: Mapping[Action, Slot],
     num_stages: int,
 ) -> str:
-    lines = ["the schedule cannot be executed, its workers wait for one another:"]
+    lines = ["the schedule cannot be executed, because its workers wait for each other:"]
     for worker, action in stuck:
         missing = [str(other) for other in dependencies(action, num_stages) if other not in done]
         lines.append(f"  worker {worker} stops before {action}, which needs {' and '.join(missing)}")
@@ -112,7 +110,7 @@ def validate(actions: Sequence[Sequence[Action]], num_stages: int, num_microbatc
 
 
 def bubble(slots: Sequence[Slot], num_workers: int) -> float:
-    """The idle share of the workers' time, from 0 to 1, between the first start and the last end."""
+    """Returns the idle share of the workers' time, from 0 to 1, between the first start and the last end."""
     if not slots:
         return 0.0
     length_s = max(slot.end_s for slot in slots) - min(slot.start_s for slot in slots)
@@ -121,7 +119,7 @@ def bubble(slots: Sequence[Slot], num_workers: int) -> float:
 
 
 def max_live_microbatches(actions: Sequence[Sequence[Action]]) -> list[int]:
-    """The greatest number of micro-batches between forward and backward at the same time on each worker's stages."""
+    """Returns, for each worker, the largest number of micro-batches that are between forward and backward at a time."""
     peaks = []
     for row in actions:
         live = peak = 0
@@ -133,7 +131,7 @@ def max_live_microbatches(actions: Sequence[Sequence[Action]]) -> list[int]:
 
 
 def format_grid(actions: Sequence[Sequence[Action]]) -> str:
-    """The schedule as a table: a row per worker, a column per unit of time if every action takes one."""
+    """Formats a schedule as a table: a row per worker, a column per unit of time if every action takes one."""
     slots = simulate(actions)
     length = int(max((slot.end_s for slot in slots), default=0))
     cells = [[""] * length for _ in actions]
@@ -143,7 +141,7 @@ def format_grid(actions: Sequence[Sequence[Action]]) -> str:
 
 
 def format_rows(actions: Sequence[Sequence[Action]]) -> str:
-    """The lists of a schedule as rows; works for a schedule that cannot be executed, too."""
+    """Formats the lists of a schedule as rows, also if the schedule cannot be executed."""
     length = max((len(row) for row in actions), default=0)
     return _align([[str(action) for action in row] + [""] * (length - len(row)) for row in actions])
 
@@ -172,7 +170,7 @@ class Timeline:
 
     @property
     def length_s(self) -> float:
-        """Time from the first start to the last end."""
+        """The time from the first start to the last end."""
         return max((slot.end_s for slot in self.slots), default=0.0)
 
     @property
@@ -182,15 +180,15 @@ class Timeline:
 
     @property
     def theoretical_bubble(self) -> float:
-        """The bubble if transfers took no time, for the mean times of the stages' actions."""
+        """The bubble without transfer times, for the mean times of the stages' actions."""
         return bubble(self.theoretical_slots(), len(self.workers))
 
     def theoretical_slots(self) -> list[Slot]:
-        """The schedule without time for transfers and for the runner's own work."""
+        """Returns the schedule without time for transfers and for the runner's own work."""
         return simulate(self.actions, self.mean_times_s("F"), self.mean_times_s("B"))
 
     def mean_times_s(self, kind: Kind) -> list[float]:
-        """The mean time of a forward or backward of each stage; 0 if there was none."""
+        """Returns the mean time of a forward or backward of each stage; 0 if none ran."""
         num_stages = 1 + max((slot.action.stage for slot in self.slots), default=-1)
         times: list[list[float]] = [[] for _ in range(num_stages)]
         for slot in self.slots:
@@ -199,7 +197,7 @@ class Timeline:
         return [fmean(of_stage) if of_stage else 0.0 for of_stage in times]
 
     def draw(self, path: str | Path, title: str = "") -> None:
-        """Writes a Gantt picture (.png, .svg or .pdf): what was measured, and below it what the schedule allows.
+        """Writes a Gantt chart (.png, .svg or .pdf) of the measured times, with the ideal times below.
 
         Raises:
             ConfigError: the name has another ending.
@@ -214,7 +212,7 @@ class Timeline:
         except ImportError as exc:
             raise RpcdistError("drawing needs the package matplotlib: pip install 'rpcdist[examples]'") from exc
         figure = Figure(figsize=(12, 2.2 + 1.1 * len(self.workers)), layout="constrained")
-        FigureCanvasAgg(figure)  # a file needs no display
+        FigureCanvasAgg(figure)  # draws without a display
         top, bottom = figure.subplots(2, 1, sharex=True)
         self._draw_rows(top, self.slots, f"measured: {100 * self.bubble:.0f} % idle")
         allowed = f"without any time for communication: {100 * self.theoretical_bubble:.0f} % idle"
@@ -238,7 +236,7 @@ class Timeline:
                 linewidth=0.7,
                 height=0.8,
             )
-            if width_s > 0.012 * length_s:  # there is room for a number
+            if width_s > 0.012 * length_s:  # wide enough for a number
                 middle_s = (slot.start_s + slot.end_s) / 2
                 text = str(slot.action.microbatch)
                 axes.text(1000 * middle_s, slot.worker, text, ha="center", va="center", fontsize=8, color="white")
@@ -249,7 +247,7 @@ class Timeline:
 
 
 def _color(action: Action, num_stages: int) -> tuple[float, float, float]:
-    """Blue for forward, orange for backward; the later stages of a worker are lighter."""
+    """Returns blue for forward, orange for backward; the later stages of a worker are lighter."""
     base = (0.12, 0.38, 0.64) if action.kind == "F" else (0.85, 0.42, 0.08)
     lightness = 0.45 * action.stage / num_stages
     red, green, blue = (channel + (1 - channel) * lightness for channel in base)

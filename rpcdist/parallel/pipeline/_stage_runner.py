@@ -2,9 +2,9 @@
 
 `Runners` is the driver's connection to the runners of its pipeline.
 
-GPipe through distributed autograd stands beside it: the stages are remote references, and `autograd.backward` runs the
+`RemoteStages` is GPipe through distributed autograd: the stages are remote references, and `autograd.backward` runs the
 backward. It follows torch's tutorial on pipelines over RPC: `remote` and `rpc_async` carry references from stage to
-stage, and `to_here` moves the tensors. There is no schedule: a worker computes micro-batches as they arrive, and all
+stage, and `to_here` moves the tensors. It has no schedule: a worker computes micro-batches as they arrive, and all
 backwards come after all forwards. `Pipeline` is faster, and has schedules that need less memory.
 """
 
@@ -41,7 +41,7 @@ from rpcdist.torch_optimizers import take_step
 
 
 class StageRunner:
-    """All stages of a pipeline that live on this worker. The driver calls its methods by RPC.
+    """All stages of a pipeline on this worker. The driver calls its methods by RPC.
 
     Args:
         sources: the modules of this worker's stages, or functions that make them, by stage.
@@ -95,7 +95,7 @@ class StageRunner:
         return self._mailboxes.setdefault(step, Mailbox(self._sources, self._device.type == "cuda"))
 
     def abort(self, step: int, reason: str) -> None:
-        """Ends a step and drops its gradients, whether it runs now, has run, or has not begun."""
+        """Ends a step and drops its gradients, even if it has run or has not begun."""
         failure = PipelineAborted(*self._whole_step(step), reason)
         with self._lock:
             if step <= self._ended_step:
@@ -105,7 +105,7 @@ class StageRunner:
                 is_running = self._running.locked()
         if not is_running:
             with self._running:
-                if step >= self._ended_step:  # else a later step has run meanwhile, and its gradients are good
+                if step >= self._ended_step:  # otherwise a later step has run, whose gradients are valid
                     self._clear(step)
 
     def _clear(self, step: int) -> None:
@@ -137,7 +137,7 @@ class StageRunner:
         """
         deadline = Deadline.after(order.timeout_s).earlier(current_deadline.get())
         with self._lock:
-            if order.step <= self._ended_step:  # `abort` came first
+            if order.step <= self._ended_step:  # `abort` came before
                 raise PipelineAborted(*self._whole_step(order.step), "it failed elsewhere")
             mailbox = self._mailbox(order.step)
         if not self._running.acquire(timeout=deadline.remaining_s() if deadline.is_finite else -1):
@@ -145,12 +145,12 @@ class StageRunner:
         streams: HandlerStreams | None = None
         try:
             if self._device.type == "cuda":
-                # The default stream waits for all tensors that have arrived, also for those that another GPU has not
+                # The default stream waits for all tensors that have arrived, even for those that another GPU has not
                 # computed yet and only a later action needs.
                 streams = HandlerStreams([self._device.index])
             report = StepExecution(self._config, self._name, self.stages, order, mailbox, deadline).run()
             with self._lock:
-                mailbox.check()  # an `abort` that comes later finds the step ended, and clears the gradients itself
+                mailbox.check()  # a later `abort` finds that the step has ended, and clears the gradients itself
                 self._forget(order.step)
             return report
         except BaseException:
@@ -172,7 +172,7 @@ class StageRunner:
             stage.zero_grad()
 
     def state_dict(self) -> dict[int, dict[str, Tensor]]:
-        """The state of each stage's module, on the CPU."""
+        """Returns the state of each stage's module, on the CPU."""
         return {
             index: {name: value.cpu() if isinstance(value, Tensor) else value for name, value in state.items()}
             for index, stage in self.stages.items()
@@ -180,7 +180,7 @@ class StageRunner:
         }
 
     def gradients(self) -> dict[int, dict[str, Tensor | None]]:
-        """The gradient of every parameter, by stage and name, on the CPU."""
+        """Returns the gradient of every parameter, by stage and name, on the CPU."""
         return {
             index: {
                 name: None if parameter.grad is None else parameter.grad.cpu()
@@ -194,7 +194,7 @@ class StageRunner:
             stage.module.load_state_dict(state[index])
 
     def make_optimizer(self, number: int, kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:
-        """Makes an optimizer for each stage that has parameters to train, under a number of the driver's choice."""
+        """Makes an optimizer for each stage that has parameters to train, with a number that the driver chooses."""
         made = {}
         for index, stage in self.stages.items():
             parameters = [parameter for parameter in stage.module.parameters() if parameter.requires_grad]
@@ -207,7 +207,7 @@ class StageRunner:
             take_step(optimizer)
 
     def optimizer_change(self, number: int, options: dict[str, Any]) -> None:
-        """Sets options of all parameter groups, the learning rate for example."""
+        """Sets options of all parameter groups, such as the learning rate."""
         for optimizer in self._optimizers[number].values():
             for group in optimizer.param_groups:
                 if unknown := options.keys() - group.keys():
@@ -222,7 +222,7 @@ class StageRunner:
             optimizer.load_state_dict(state[index])
 
     def squared_grad_norm(self) -> float:
-        """The sum of the squares of all gradients on this worker."""
+        """Returns the sum of the squares of all gradients on this worker."""
         norms = [
             parameter.grad.detach().double().pow(2).sum()
             for stage in self.stages.values()
@@ -265,7 +265,7 @@ class Runners:
 
 
 class RemoteStages:
-    """A sequential model, cut into stages that live on several workers. Call it inside of an autograd context.
+    """A sequential model, split into stages on several workers. Call it within an autograd context.
 
         stages = RemoteStages([embed, blocks, head], ["worker1", "worker2", "worker3"], num_microbatches=4)
         optimizer = DistributedOptimizer(torch.optim.SGD, stages.parameter_rrefs(), lr=0.1)
@@ -295,7 +295,7 @@ class RemoteStages:
         rpc.wait_all([stage.rpc_async().is_ready() for stage in self._stages])
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """The output of the last stage for one batch, shape as if the model were not cut; computed in micro-batches."""
+        """Returns the output of the last stage for one batch, computed in micro-batches, as of the unsplit model."""
         sizes = split_sizes(batch_size((inputs,)), self.num_microbatches)
         outputs = [self._start(part) for (part,) in split((inputs,), sizes) if isinstance(part, Tensor)]
         return torch.cat(rpc.wait_all(outputs))
@@ -311,7 +311,7 @@ class RemoteStages:
         return future
 
     def parameter_rrefs(self) -> list[rpc.RRef[nn.Parameter]]:
-        """References to the parameters of all stages, for a distributed optimizer."""
+        """Returns references to the parameters of all stages, for a distributed optimizer."""
         found = rpc.wait_all([stage.rpc_async().parameter_rrefs() for stage in self._stages])
         return [rref for of_stage in found for rref in of_stage]
 
@@ -328,7 +328,7 @@ class _RemoteStage:
 
     def forward(self, at: rpc.RRef[Tensor]) -> Tensor:
         values = at.to_here()
-        with self._computing:  # one after the other: in parallel they would compete for the cores
+        with self._computing:  # one at a time, since in parallel they would compete for the cores
             output: Tensor = self._module(values)
             return output
 

@@ -1,6 +1,6 @@
-"""One step as the driver sees it: all runners execute their orders, and a failure anywhere ends the step everywhere.
+"""The driver's part of a step: makes all runners execute their orders, and ends the step everywhere after a failure.
 
-A plan comes first, and is pure: the schedule, the batch cut into micro-batches, and the order of each worker.
+Pure functions plan it: the schedule, the batch split into micro-batches, and the order of each worker.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ Reduction = Literal["mean", "sum"]
 def make_schedule(
     wanted: str | Sequence[Sequence[Action | str]], num_workers: int, num_stages: int, num_microbatches: int
 ) -> Schedule:
-    """The schedule that the user named or wrote, checked. Raises `ConfigError`."""
+    """Returns the user's schedule, checked. Raises `ConfigError`."""
     if num_workers < 1 or num_stages < 1:
         raise ConfigError("a pipeline needs at least one stage and one worker")
     if num_stages % num_workers:
         raise ConfigError(
-            f"{num_stages} stages cannot be spread evenly over {num_workers} workers: stage s lives on worker "
-            f"s % {num_workers}, and all have equally many"
+            f"{num_stages} stages cannot be spread evenly over {num_workers} workers: stage s is on worker "
+            f"s % {num_workers}, and all workers need equally many"
         )
     if isinstance(wanted, str):
         return schedule(wanted, num_workers, num_microbatches, num_stages // num_workers)
@@ -55,9 +55,9 @@ def make_schedule(
 
 
 def restrict(actions: Schedule, num_microbatches: int, *, with_backward: bool) -> Schedule:
-    """The part of a schedule that a small batch needs: the actions of the first micro-batches.
+    """Returns the part of a schedule for a small batch: the actions of the first micro-batches.
 
-    The part can be executed if the whole schedule can: an action waits for actions of the same micro-batch only.
+    It can be executed if the whole schedule can, because an action waits only for actions of the same micro-batch.
     """
     kept = actions if with_backward else forward_only(actions)
     return [[action for action in row if action.microbatch < num_microbatches] for row in kept]
@@ -65,11 +65,11 @@ def restrict(actions: Schedule, num_microbatches: int, *, with_backward: bool) -
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A batch, cut into micro-batches.
+    """A batch, split into micro-batches.
 
     Attributes:
         inputs: the arguments of the first stage, for each micro-batch.
-        targets: the arguments of the loss function, for each micro-batch; empty if there is no loss.
+        targets: the arguments of the loss function, for each micro-batch; empty without a loss.
         weights: weight of each micro-batch in the loss of the batch.
     """
 
@@ -79,7 +79,7 @@ class Batch:
 
 
 def make_batch(inputs: object, targets: object, num_microbatches: int, reduction: Reduction) -> Batch:
-    """Cuts a batch into micro-batches; `targets` is None where there is no loss. Raises `ConfigError`."""
+    """Splits a batch into micro-batches; `targets` is None without a loss. Raises `ConfigError`."""
     input_values = as_tuple(inputs)
     target_values = () if targets is None else as_tuple(targets)
     size = batch_size((*input_values, *target_values))
@@ -91,7 +91,7 @@ def make_batch(inputs: object, targets: object, num_microbatches: int, reduction
 def make_orders(
     step: int, actions: Schedule, config: PipelineConfig, batch: Batch, *, with_outputs: bool, timeout_s: float
 ) -> list[StepOrder]:
-    """The order of each worker: that of the first stage gets the inputs, that of the last stage the targets."""
+    """Makes the order of each worker; the first stage's has the inputs, the last stage's the targets."""
     last = config.worker_index(config.num_stages - 1)
     return [
         StepOrder(
@@ -107,11 +107,11 @@ def make_orders(
     ]
 
 
-# A runner ends the step at its timeout and says which tensor it waits for. The driver waits longer, to get this error.
+# A runner ends the step at its timeout with an error that names the missing tensor. The driver waits longer to get it.
 
 
 def execute_step(config: PipelineConfig, runners: Runners, orders: Sequence[StepOrder]) -> list[StepReport]:
-    """Has all runners execute their orders; returns their reports in the order of the workers.
+    """Makes all runners execute their orders; returns their reports in the order of the workers.
 
     Raises:
         PipelineError: an action failed, or a worker.
@@ -135,7 +135,7 @@ class _Step:
         try:
             for runner, order in zip(self._runners, orders, strict=True):
                 calls.append(runner.rpc_async(limit_s).run(order))
-                calls[-1].is_quiet = True  # the driver reports one error only, perhaps that of another call
+                calls[-1].is_quiet = True  # the driver reports only one error, perhaps that of another call
             for done in rpc.as_completed(calls):
                 done.value()
             return [call.value() for call in calls]
@@ -147,7 +147,7 @@ class _Step:
         raise error  # not in the `except` block: `from` would replace its `__cause__`, the remote traceback
 
     def _end_failed(self, exc: Exception) -> Exception:
-        """Ends the step on all workers; returns the error that explains the others."""
+        """Ends the step on all workers; returns the error that caused the others."""
         aborts = [runner.rpc_async(CONNECTION_CLOSE_LIMIT_S).abort(self._step, str(exc)) for runner in self._runners]
         for abort in aborts:
             abort.is_quiet = True
@@ -159,7 +159,7 @@ class _Step:
         return min([*map(self._located, errors), *stuck], key=_rank)
 
     def _located(self, error: BaseException) -> Exception:
-        """The error itself if it names the place of the failure, else an error that does."""
+        """Returns the error if it names the place of the failure, otherwise an error that does."""
         if isinstance(error, PipelineError):
             return error
         worker = next((at for at, call in enumerate(self._calls) if call.done() and call.exception() is error), None)
@@ -172,13 +172,13 @@ class _Step:
         return located
 
     def _stuck(self, worker: int) -> PipelineTimeout:
-        """The error for a worker that does not even notice that the step has ended."""
+        """Makes the error for a worker that does not notice the end of the step."""
         reason = "it is still busy with a forward or backward that takes too long"
         return PipelineTimeout(*self._config.whole_step(worker, self._step), reason)
 
 
 def _rank(error: Exception) -> int:
-    """Orders errors: one with a small rank explains those with greater ranks."""
+    """Orders errors: one with a small rank causes those with larger ranks."""
     if isinstance(error, PipelineAborted):
         return 4
     if isinstance(error, PipelineTimeout):
@@ -189,6 +189,6 @@ def _rank(error: Exception) -> int:
 
 
 def _settle(call: rpc.Future[Any], deadline: Deadline) -> None:
-    """Waits until a call has ended in any way, or the deadline is over."""
+    """Waits until a call has succeeded or failed, up to the deadline."""
     with contextlib.suppress(Exception):
         call.wait(deadline.wait_s())

@@ -1,13 +1,13 @@
 """Executes the actions of one worker in one step, in order, and pushes their tensors to the neighbours.
 
-    thread of the call `StageRunner.run`    executes the actions, and sends what they make; where the next one has to
-                                            wait for its tensors, it reads the neighbour's channel itself
-    I/O loop                                reads while that thread computes, and puts what arrives into the mailbox,
-                                            also before `run` was called
+thread of the call `StageRunner.run`    executes the actions, and sends their results; if the next action must wait
+                                        for its tensors, it reads the neighbour's channel itself
+I/O loop                                reads while that thread computes, and puts messages into the mailbox, also
+                                        before `run` was called
 
 The worker that made a tensor pushes it to the next one, so the transfer overlaps with computation on both. A tensor on
-a GPU is lent to the other worker as those of all calls are, and copied from there to the GPU of the next stage; neither
-thread waits for a GPU, until losses and outputs are copied for the driver at the end.
+a GPU is lent to the other worker, like those of all calls, and copied from there to the GPU of the next stage. No
+thread waits for a GPU until losses and outputs are copied for the driver at the end.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ _engine: Final[Any] = Variable._execution_engine  # torch's stubs lack its metho
 
 @dataclass(slots=True)
 class _Graph:
-    """The ends of one micro-batch's graph; both lists have None for values without gradient."""
+    """The ends of one micro-batch's graph; both lists have None for values without a gradient."""
 
     inputs: list[Tensor | None]
     outputs: list[GradientEdge | None]
 
 
 class Stage:
-    """Runs forwards and backwards of one module, on the thread that calls.
+    """Runs forwards and backwards of one module, on the calling thread.
 
     The graph of a micro-batch ends at the stage's inputs, which are leaves, and starts at the edges of its outputs. The
     edges are kept, but not the outputs, so that their memory is free when the next stage has them.
@@ -67,7 +67,7 @@ class Stage:
         self._graphs: dict[int, _Graph] = {}
 
     def forward(self, microbatch: int, values: Sequence[object], *, with_grad: bool) -> object:
-        """The module's output for one micro-batch. Call `keep` with the values from which its backward starts."""
+        """Returns the module's output for one micro-batch. Pass the values from which its backward starts to `keep`."""
         arguments = [self._own(value) for value in values]
         if with_grad:
             inputs = [value if isinstance(value, Tensor) and value.requires_grad else None for value in arguments]
@@ -75,7 +75,7 @@ class Stage:
         return self.module(*arguments)
 
     def _own(self, value: object) -> object:
-        """A leaf on the device of this stage: the graph of the sender ends here, also when it is on this worker."""
+        """Returns a leaf on the device of this stage, so that the sender's graph ends here, even on the same worker."""
         if not isinstance(value, Tensor):
             return value
         return value.detach().to(self.device, non_blocking=True).requires_grad_(value.requires_grad)
@@ -91,7 +91,7 @@ class Stage:
 
         Args:
             microbatch: its graph is dropped.
-            gradients: one for each output that was kept; None for an output without gradient.
+            gradients: one for each kept output; None for an output without a gradient.
         """
         graph = self._graphs.pop(microbatch)
         if len(gradients) != len(graph.outputs):
@@ -103,12 +103,12 @@ class Stage:
         ]
         if roots:
             edges, values = zip(*roots, strict=True)
-            # As `torch.autograd.backward`, whose check of the shapes imports sympy; the engine checks them, too.
+            # Like `torch.autograd.backward`, whose check of the shapes imports sympy; the engine checks them as well.
             _engine.run_backward(edges, values, False, False, (), allow_unreachable=True, accumulate_grad=True)
         return [None if value is None else value.grad for value in graph.inputs]
 
     def drop_graphs(self) -> None:
-        """Drops the graphs that a failed step has left."""
+        """Drops the graphs of a failed step."""
         self._graphs.clear()
 
     def zero_grad(self) -> None:
@@ -167,7 +167,7 @@ class StepExecution:
 
     @contextmanager
     def _blaming(self, action: Action, doing: str = "") -> Iterator[None]:
-        """Turns any exception into a `PipelineError` that says what failed."""
+        """Turns any exception into a `PipelineError` that names the failed action."""
         try:
             yield
         except PipelineError:
@@ -213,7 +213,7 @@ class StepExecution:
     # ------------------------------------------------------------ moving tensors
 
     def _needed(self, action: Action) -> Sequence[object]:
-        """The values that an action starts from: of the batch, of the loss, or those that a neighbour has sent."""
+        """Returns the values from which an action starts: from the batch, from the loss, or from a neighbour."""
         if action.kind == "F" and action.stage == 0:
             return self._order.inputs[action.microbatch]
         if action.kind == "B" and action.stage + 1 == self._config.num_stages:
@@ -228,7 +228,7 @@ class StepExecution:
             return
         worker = self._config.worker_index(receiver.stage)
         values = [_converted(value, _without_graph) for value in results]
-        # No map of options counts: the tensors belong where the next stage is.
+        # The device maps of the options do not apply: the tensors go to the device of the next stage.
         device_map = {device: self._config.devices[worker] for device in _devices_of(values)} or None
         arguments = (
             self._config.key,
@@ -240,19 +240,19 @@ class StepExecution:
             values,
         )
         timeout_s = self._deadline.remaining_s() if self._deadline.is_finite else 0
-        # Not a future, whose completion is a job for the pool: this thread waits for it, unless the step fails anyway.
+        # Not a future, which the pool would complete: this thread waits for the call, unless the step fails.
         receiver_id = self._agent.directory.resolve(self._config.workers[worker])
         self._sent.append((action, self._agent.caller.begin(receiver_id, push, arguments, timeout_s, device_map)))
 
     def _wait_for_copies(self) -> None:
-        """Until the copies of losses and outputs are on the CPU."""
+        """Waits until the copies of losses and outputs are on the CPU."""
         device = self._stages[self._config.num_stages - 1].device
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
 
 
 def _converted(value: object, convert: Callable[[Tensor], Tensor]) -> object:
-    """The value with each of its tensors converted; they require gradients where the originals do."""
+    """Returns the value with each of its tensors converted; they require gradients if the originals do."""
     if isinstance(value, tuple | list):
         return tuple(_converted(item, convert) for item in value)
     return convert(value).requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
@@ -263,12 +263,12 @@ def _without_graph(tensor: Tensor) -> Tensor:
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    """A copy on the CPU, without its graph; of a tensor on a GPU, it is there when the current stream has made it."""
+    """Returns a copy on the CPU, without its graph; from a GPU, it is complete when the current stream is done."""
     return tensor.detach().to("cpu", non_blocking=True)
 
 
 def _devices_of(values: Sequence[object]) -> set[torch.device]:
-    """The devices of tensors that are not on the CPU."""
+    """Returns the devices of tensors that are not on the CPU."""
     found: set[torch.device] = set()
     for value in values:
         if isinstance(value, tuple | list):

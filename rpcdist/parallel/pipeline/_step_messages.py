@@ -2,9 +2,9 @@
 
 A `Mailbox` holds the tensors that arrive for a step until its actions need them.
 
-[Note: receivers] Neighbours address a runner by the pipeline's key and the worker's index, not by a remote reference:
-references from worker to worker and back would keep each other alive. The runner lives as long as the driver's
-reference to it.
+[Note: receivers] Neighbours address a runner by the pipeline's key and the worker's index, not by a remote reference,
+because references between workers in both directions would keep each other alive. The runner lives as long as the
+driver's reference to it.
 
 RpcdistError
 └── PipelineError                           a step failed; names stage, micro-batch and worker
@@ -39,16 +39,16 @@ class PipelineError(RpcdistError):
     """A step of a pipeline failed. The gradients of its stages are None now; the next step may be tried.
 
     Attributes:
-        worker: where it failed.
-        stages: the stage, or all stages of the worker if none of them is to blame.
-        microbatch: the micro-batch; None if none is to blame.
+        worker: the worker on which it failed.
+        stages: the stage, or all stages of the worker if no single stage failed.
+        microbatch: the micro-batch; None if no single micro-batch failed.
         what: the action, e.g. "forward of micro-batch 2".
-        reason: the type and the text of the original exception, which is the `__cause__` where it happened.
+        reason: the type and text of the original exception, which is the `__cause__` on that worker.
     """
 
     def __init__(self, worker: str, stages: Sequence[int], microbatch: int | None, what: str, reason: str) -> None:
         super().__init__(worker, stages, microbatch, what, reason)
-        self.args = (worker, tuple(stages), microbatch, what, reason)  # an OSError among the bases keeps two of them
+        self.args = (worker, tuple(stages), microbatch, what, reason)  # OSError, a base class, keeps only two
         self.worker = worker
         self.stages = tuple(stages)
         self.microbatch = microbatch
@@ -61,11 +61,11 @@ class PipelineError(RpcdistError):
 
 
 class PipelineTimeout(PipelineError, DeadlineExceeded):
-    """A worker waited for its neighbour until the time given to the step was over."""
+    """A worker waited for its neighbour until the step's limit."""
 
 
 class PipelineAborted(PipelineError):
-    """The step was ended here because it failed on another worker, or because its driver gave up."""
+    """The step was ended on this worker because it failed on another worker, or because its driver gave up."""
 
 
 LossFunction = Callable[..., Tensor]
@@ -75,13 +75,13 @@ StageSource = nn.Module | Callable[[], nn.Module]
 
 @dataclass(frozen=True, slots=True)
 class PipelineConfig:
-    """The facts about a pipeline that every runner knows from its construction on.
+    """The configuration of a pipeline, which every runner gets at construction.
 
     Attributes:
-        key: names the pipeline; the same on all its workers.
-        workers: names of the workers; stage `s` lives on `workers[s % len(workers)]`.
+        key: identifies the pipeline; the same on all its workers.
+        workers: names of the workers; stage `s` is on `workers[s % len(workers)]`.
         loss_fn: called with the output of the last stage, and with the targets.
-        devices: of the stages of each worker.
+        devices: the devices of each worker's stages.
     """
 
     key: str
@@ -91,15 +91,15 @@ class PipelineConfig:
     devices: tuple[torch.device, ...]
 
     def worker_index(self, stage: int) -> int:
-        """Index of the worker on which a stage lives."""
+        """Returns the index of a stage's worker."""
         return stage % len(self.workers)
 
     def stages_of(self, worker: int) -> range:
-        """The stages that live on a worker."""
+        """Returns the stages of a worker."""
         return range(worker, self.num_stages, len(self.workers))
 
     def whole_step(self, worker: int, step: int) -> tuple[str, tuple[int, ...], None, str]:
-        """The first arguments of a `PipelineError` that blames a worker, but none of its actions."""
+        """Returns the first arguments of a `PipelineError` that names a worker, but none of its actions."""
         return self.workers[worker], tuple(self.stages_of(worker)), None, f"step {step}"
 
 
@@ -108,12 +108,12 @@ class StepOrder:
     """The work of one runner in one step.
 
     Attributes:
-        step: counts up; tensors of earlier steps that arrive late are dropped.
-        actions: of this worker, in order.
+        step: the number of the step; late tensors of earlier steps are dropped.
+        actions: the actions of this worker, in order.
         inputs: one tuple per micro-batch; empty unless the worker has the first stage.
         targets: one tuple per micro-batch; empty unless the worker has the last stage.
         weights: weight of each micro-batch in the loss of the batch; empty unless the worker has the last stage.
-        with_outputs: whether the report shall have the outputs of the last stage.
+        with_outputs: whether the report should have the outputs of the last stage.
     """
 
     step: int
@@ -131,7 +131,7 @@ class StepReport:
 
     Attributes:
         losses: by micro-batch, from the worker of the last stage.
-        outputs: by micro-batch, from the worker of the last stage, if they were asked for.
+        outputs: by micro-batch, from the worker of the last stage, if they were requested.
         times: start and end of each action, in seconds on the monotonic clock of the worker.
     """
 
@@ -141,17 +141,17 @@ class StepReport:
 
 
 def clock_s() -> float:
-    """The clock of this worker that measures the times of actions."""
+    """Returns the time of the clock that measures this worker's actions."""
     return time.monotonic()
 
 
 def as_tuple(values: object) -> tuple[object, ...]:
-    """The input or output of a stage as a tuple: that of a tuple or list, or of one value."""
+    """Returns the input or output of a stage, a tuple, a list or one value, as a tuple."""
     return tuple(values) if isinstance(values, tuple | list) else (values,)
 
 
 def batch_size(values: Sequence[object]) -> int:
-    """The length of the first dimension of all tensors. Raises `ConfigError` if they differ or there are none."""
+    """Returns the length of the first dimension of all tensors. Raises `ConfigError` if they differ or are missing."""
     sizes = {value.size(0) for value in values if isinstance(value, Tensor) and value.dim() > 0}
     if len(sizes) != 1:
         raise ConfigError(
@@ -166,13 +166,13 @@ def batch_size(values: Sequence[object]) -> int:
 
 
 def split_sizes(size: int, num_parts: int) -> list[int]:
-    """`size` in at most `num_parts` positive parts that differ by at most one, larger ones first."""
+    """Splits `size` into at most `num_parts` positive parts that differ by at most one, larger ones first."""
     num_parts = min(size, num_parts)
     return [size // num_parts + (part < size % num_parts) for part in range(num_parts)]
 
 
 def split(values: tuple[object, ...], sizes: Sequence[int]) -> list[tuple[object, ...]]:
-    """One tuple per micro-batch: tensors are cut along their first dimension (views), other values are repeated."""
+    """Returns one tuple per micro-batch: splits tensors along their first dimension (views), repeats other values."""
     columns = [
         value.split(list(sizes)) if isinstance(value, Tensor) and value.dim() > 0 else [value] * len(sizes)
         for value in values
@@ -181,10 +181,10 @@ def split(values: tuple[object, ...], sizes: Sequence[int]) -> list[tuple[object
 
 
 def merge(parts: Sequence[object]) -> object:
-    """The outputs of all micro-batches as those of the batch: tensors are joined along their first dimension.
+    """Merges the outputs of all micro-batches: tensors are joined along their first dimension.
 
-    Tensors without dimensions become one with a first dimension over the micro-batches; tuples are merged place by
-    place; other values become a list.
+    Tensors without dimensions are stacked over the micro-batches; tuples are merged element by element; other values
+    become a list.
     """
     first = parts[0]
     if isinstance(first, tuple | list):
@@ -197,13 +197,13 @@ def merge(parts: Sequence[object]) -> object:
 
 
 class Mailbox:
-    """The tensors of one worker and one step. Any thread may put, one thread takes.
+    """The tensors of one worker and one step. Any thread may call `put`; one thread calls `take`.
 
-    `sources` are the sessions on which tensors for a stage and kind of action came last; it is filled as they arrive.
+    `sources` has the session of the last tensors for each stage and kind of action.
 
     Args:
-        on_gpu: tensors may be on a GPU, and not computed yet: the current streams of the thread that takes them wait
-            for them.
+        on_gpu: whether tensors may be on a GPU and not computed yet; then the current streams of the taking thread
+            wait for them.
     """
 
     def __init__(self, sources: Mapping[tuple[int, Kind], AnySession], on_gpu: bool = False) -> None:
@@ -213,7 +213,7 @@ class Mailbox:
         self._condition = threading.Condition()
         self._arrived: dict[Action, Sequence[object]] = {}
         self._failure: BaseException | None = None
-        self._reading: tuple[int, AnySession] | None = None  # the thread that takes, and where it reads
+        self._reading: tuple[int, AnySession] | None = None  # the taking thread, and the session that it reads
 
     def put(self, action: Action, values: Sequence[object]) -> None:
         """Stores the tensors that `action` needs; those on GPUs are in the current streams of this thread."""
@@ -234,7 +234,7 @@ class Mailbox:
         self._ring()
 
     def _ring(self) -> None:
-        """After what the thread that takes waits for was stored: it looks for that after `_reading` is set."""
+        """Wakes the taking thread, after its tensors were stored; it checks for them after it has set `_reading`."""
         if (reading := self._reading) is not None and reading[0] != get_ident():
             reading[1].ring()
 
@@ -244,16 +244,16 @@ class Mailbox:
             raise self._failure
 
     def take(self, action: Action, deadline: Deadline) -> Sequence[object]:
-        """Removes and returns the tensors that `action` needs; waits for them.
+        """Waits for the tensors that `action` needs, removes and returns them.
 
-        A thread that waits reads where they will arrive, so that nobody has to wake it.
+        The waiting thread reads the session on which they will arrive, so that no thread has to wake it.
 
         Raises:
-            DeadlineExceeded: they did not come in time.
-            BaseException: the failure that `fail` got.
+            DeadlineExceeded: the tensors did not come in time.
+            BaseException: the failure that was passed to `fail`.
         """
         if not self._is_over(action):
-            with blocking():  # what comes may need a thread of the pool
+            with blocking():  # an arriving message may need a thread of the pool
                 if not self._read(action, deadline):
                     with self._condition:
                         self._condition.wait_for(lambda: self._is_over(action), deadline.wait_s())
@@ -270,7 +270,7 @@ class Mailbox:
         return action in self._arrived or self._failure is not None
 
     def _read(self, action: Action, deadline: Deadline) -> bool:
-        """Reads until the wait for an action is over; False if this thread may not, or the time is over."""
+        """Reads until the tensors for an action are here; returns False if it may not read, or at the deadline."""
         source = self._sources.get((action.stage, action.kind))
         if source is None:
             return False
@@ -285,11 +285,11 @@ class Receiver(Protocol):
     """Takes the tensors that a neighbour pushes: a `StageRunner`."""
 
     def arrived(self, step: int, action: Action, values: Sequence[object], source: AnySession | None) -> None:
-        """Takes the tensors for an action of this or a later step, and where they came from; on any thread."""
+        """Takes the tensors for an action of this or a later step, and their session, on any thread."""
 
 
 receivers: AgentLocal[WeakValueDictionary[tuple[str, int], Receiver]] = AgentLocal(WeakValueDictionary)
-"""By the key of the pipeline and the index of the worker."""
+"""The receivers by the key of the pipeline and the index of the worker."""
 
 
 @runs_on_reader
