@@ -70,7 +70,7 @@ def init_rpc(
         raise TypeError("Argument backend must be a member of BackendType")
     if rpc_backend_options is not None and not isinstance(rpc_backend_options, RpcBackendOptions):
         raise TypeError(
-            "Argument rpc_backend_options must be an instance of rpcdist.rpc.RpcBackendOptions, not of "
+            "Argument rpc_backend_options must be an instance of RpcBackendOptions of rpcdist.rpc, not of "
             f"{type(rpc_backend_options).__module__}.{type(rpc_backend_options).__qualname__}"
         )
     if backend is None and rpc_backend_options is not None:
