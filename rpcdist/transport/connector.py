@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
@@ -115,7 +116,9 @@ class Connector:
         except TimeoutError as exc:
             raise ConnectFailed(address, "the name could not be resolved in time", timeout_s) from exc
         pauses = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        reason: str | None = None
         while True:
+            began = time.monotonic()
             try:
                 if may_be_local:
                     limit = deadline.earlier(Deadline.after(min(timeout_s / 2, ATTEMPT_LIMIT_S)))
@@ -132,10 +135,12 @@ class Connector:
                 try_for_descriptor()
                 return await self._connect_by_grpc(wanted, channels.tcp, deadline)
             except TimeoutError as exc:
-                silence = (
-                    "no process answered. Check that the process runs, and that a firewall does not block the port"
-                )
-                raise ConnectFailed(address, own_shortage() or silence, timeout_s) from exc
+                # The deadline may leave the last attempt no time; the attempt before it is then the one that says why.
+                if not reason or time.monotonic() - began >= LONGEST_PAUSE_S:
+                    reason = (
+                        "no process answered. Check that the process runs, and that a firewall does not block the port"
+                    )
+                raise ConnectFailed(address, own_shortage() or reason, timeout_s) from exc
             except AuthenticationFailed:
                 raise
             except (OSError, RuntimeError, MemoryError) as exc:

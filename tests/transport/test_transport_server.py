@@ -34,6 +34,7 @@ from rpcdist.transport._channels import grpc_channel
 from rpcdist.transport._channels.channel import CHANNELS_VARIABLE
 from rpcdist.transport._channels.grpc_channel import tls_failure
 from rpcdist.transport._server import unary_services
+from rpcdist.transport.connector import Connector
 from rpcdist.transport.unix_sockets import has_abstract_sockets
 from rpcdist.transport.wire_messages import CallMessage
 
@@ -102,6 +103,24 @@ def test_nobody_answers(nodes: Nodes) -> None:
         with pytest.raises(ConnectFailed, match=rf"{address} after 0\.4 s: (no process answered|no answer in time)"):
             node.run(node.connect(address, "echo", UNIT_S), LIMIT_S)
     assert not node.links
+
+
+def test_an_attempt_that_the_deadline_cuts_short_does_not_hide_why_earlier_ones_failed(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts = []
+
+    async def refused_then_silent(*_: object) -> None:
+        attempts.append(time.monotonic())
+        if len(attempts) == 1:
+            raise ConnectFailed("there", "connection refused: no process listens there")
+        raise TimeoutError
+
+    monkeypatch.setattr(Connector, "_connect_by_grpc", refused_then_silent)
+    node = nodes.make("client")
+    with pytest.raises(ConnectFailed, match=r": connection refused: no process listens there$"):
+        node.run(node.connect("127.0.0.1:9", "echo", LIMIT_S), LIMIT_S)
+    assert len(attempts) == 2
 
 
 def test_a_server_that_comes_later_is_found(nodes: Nodes) -> None:
