@@ -33,8 +33,8 @@ class Limit(NamedTuple):
 # A change that removes something lowers `today` in the same commit. The commit of a change that raises it names the
 # feature.
 LIMITS = {
-    "lines": Limit(93_094, 63_000),
-    "code": Limit(56_283, 36_000),
+    "lines": Limit(93_101, 63_000),
+    "code": Limit(56_288, 36_000),
     "files": Limit(400, 400),
     "classes": Limit(857, 620),
     "protocols": Limit(30, 30),

@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import threading
+import time
 import weakref
 from typing import Final
 
@@ -80,7 +81,9 @@ class _Remote:
         """Connects, and checks that the process serves a store, as it may listen before it does."""
         deadline = Deadline.after(self._timeout_s)
         pauses = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, deadline)
+        earlier: TransportError | TimeoutError | None = None
         while True:
+            began = time.monotonic()
             try:
                 link = await self._connected(max(deadline.remaining_s(), MIN_ATTEMPT_S))
                 async with asyncio.timeout(max(deadline.remaining_s(), MIN_ATTEMPT_S)):
@@ -90,8 +93,12 @@ class _Remote:
             except AuthenticationFailed:
                 raise
             except (TransportError, TimeoutError) as exc:  # no process listens yet, or the process is busy
+                timed_out = TimeoutError in (type(exc), type(exc.__cause__))
+                # An attempt that the deadline leaves no time hides why the one before it failed.
+                if earlier is None or not timed_out or time.monotonic() - began >= LONGEST_PAUSE_S:
+                    earlier = exc
                 if deadline.expired():
-                    raise ConnectFailed(self.address, await self._why_not(exc), self._timeout_s) from exc
+                    raise ConnectFailed(self.address, await self._why_not(earlier), self._timeout_s) from exc
             await asyncio.sleep(next(pauses))
 
     async def _log_waiting(self) -> None:
