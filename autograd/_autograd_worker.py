@@ -1,6 +1,6 @@
-"""Distributed autograd of one worker: owns its contexts and backward passes, and takes the messages for them.
+"""Distributed autograd of one worker: owns its contexts and backward passes, and handles their messages.
 
-The messages of a pass come to `on_pass`; all else, and the gRPC service `Autograd`, to `on_message`.
+`on_pass` handles the messages of a pass; `on_message` handles all others, and the gRPC service `Autograd`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class AutogradWorker:
     """Distributed autograd of one agent: `rpcdist.rpc._autograd_hooks.AutogradHooks`.
 
     Attributes:
-        pass_taps: those that get the id, the spans and the messages of each pass when it has ended here.
+        pass_taps: functions that get the id, the spans and the messages of each pass when it has ended here.
     """
 
     def __init__(self, host: AutogradLinks) -> None:
@@ -82,9 +82,9 @@ class AutogradWorker:
         deadline: Deadline,
         roots: Sequence[torch.Tensor] | None = None,
     ) -> dict[int, Outcome]:
-        """Has owners of parameters work, after a pass from `roots` if there are any; blocks.
+        """Runs work at owners of parameters, after a pass from `roots` if there are any; blocks.
 
-        `work` has the bytes that each owner gets; this process calls `own` meanwhile. Returns the outcomes by owner.
+        `work` has the bytes for each owner; this process calls `own` at the same time. Returns the outcomes by owner.
         """
         part = StepPart(work, own)
         options = PassOptions(self.host.default_mode == "fast", False, deadline)
@@ -132,7 +132,7 @@ class AutogradWorker:
         context = self.contexts.find(context_id)
         edges = [] if roots is None else _checked_roots(roots)
         gradients = [torch.ones_like(root, requires_grad=False) for root in roots or ()]
-        # Nobody guesses its id: a worker that knows it was told of the pass.
+        # The id cannot be guessed: a worker that has it got it from the pass.
         begun = self._make_pass(context, make_id(self.id, secrets.randbits(47)), on_end, gradients, options)
         begun.then = then
         self._check(begun)
@@ -149,7 +149,7 @@ class AutogradWorker:
         """Makes a pass, and keeps it until it ends. Follow it by `_check`."""
         spans = call_records.exporter
         traceparent, end_span = "", None
-        if spans is not None and options is not None:  # it begins here
+        if spans is not None and options is not None:  # the pass begins here
             traceparent, end_span = spans.begin_pass("backward" if root_gradients else "step", id)
 
         def remove(ended: BackwardPass) -> None:
@@ -160,7 +160,7 @@ class AutogradWorker:
                     tap(id, ended.spans, hops)
                 if spans is not None and ended.traceparent:
                     spans.parts_of_pass(ended.traceparent, [*ended.spans, *hops], ended.name_of)
-            finally:  # a span processor of the user's may raise
+            finally:  # a user's span processor may raise
                 on_end(ended)
                 if end_span is not None:
                     end_span(ended.error)
@@ -179,10 +179,10 @@ class AutogradWorker:
     # ------------------------------------------------------------ contexts
 
     def release(self, context_id: int, told_by: int | None = None) -> Context | None:
-        """Ends a context on this worker, and on all workers that took part; any thread.
+        """Ends a context on this worker, and on all participating workers; any thread.
 
         `told_by` is the neighbour that has ended it, if any. Returns the context, whose graph the caller must drop;
-        None if it is over or unknown.
+        None if the context has ended or is unknown.
         """
         context = self.contexts.release(context_id)
         if context is None or not context.end():
@@ -201,7 +201,7 @@ class AutogradWorker:
         once if it holds much memory, else after `CONTEXT_DROP_DELAY_S`, together with others.
         """
         known = self.contexts.look_up(context_id)
-        if worker_of(context_id) != worker_id & 0xFFFF:  # only its maker may end a context that it shares with nobody
+        if worker_of(context_id) != worker_id & 0xFFFF:  # only its creator or a neighbour may end a context
             if known is None:
                 self.contexts.refuse(context_id, worker_id)
                 return
@@ -310,7 +310,7 @@ class AutogradWorker:
     def _context_of_stranger(
         self, sender: Identity, part: CompactPass, buffers: Sequence[ReceiveBuffer]
     ) -> Context | None:
-        """The context of a message whose sender is not known to take part in it; None if it does not begin to."""
+        """The context of a message from a worker that is not known to take part; None if it does not join now."""
         if not begins(part, buffers):
             return None
         try:
@@ -324,13 +324,13 @@ class AutogradWorker:
         return context
 
     def _pass_of(self, context: Context, backward: int) -> BackwardPass | None:
-        """The pass of a message, made for its first message; None if it is over."""
+        """The pass of a message, made for its first message; None if the pass has ended."""
         with self._finding:  # messages of a pass may arrive on several threads at once, and make one pass
             current = self._passes.get(backward)
             if current is not None and current.context is context:
                 return current
             if backward in context.ended_passes or worker_of(backward) == self.id & 0xFFFF:
-                return None  # one that began here is known, or does not exist
+                return None  # a pass that began here is known, or does not exist
             made = self._make_pass(context, backward)
         self._check(made)
         return made
@@ -363,7 +363,7 @@ class AutogradWorker:
                 self.host.submit(function, *arguments)
 
     def _aborted_by(self, sender: Identity, message: autograd_pb2.AutogradMessage) -> None:
-        """A pass failed elsewhere. Any worker that a pass has reached may say so where it began."""
+        """A pass failed on another worker. Any worker that a pass has reached may report that where the pass began."""
         context = self.contexts.look_up(message.context)
         is_ours = worker_of(message.backward) == self.id & 0xFFFF
         if context is None or not (is_ours or context.takes_part(sender.id)):
@@ -387,7 +387,7 @@ def _released(context: Context) -> AutogradError:
 
 
 def _checked_roots(roots: Sequence[torch.Tensor]) -> list[GradientEdge]:
-    """The edges of the roots; raises what torch raises for unusable ones."""
+    """The edges of the roots; raises torch's errors for unusable roots."""
     if not roots:
         raise AutogradError("No tensors provided for gradient computation.")
     for root in roots:

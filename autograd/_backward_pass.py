@@ -1,13 +1,13 @@
-"""One backward pass on one worker: its messages, its end, and the thread that handles what comes.
+"""One backward pass on one worker: its messages, its end, and the thread that handles its events.
 
-That thread is the one that waits for the pass on the worker where it began, and a thread of the pool on the others. A
-*turn* is all that it does until nothing is left to do. Then it sends what the others must hear of it, one message for
-each, and reads the connection on which the next message will probably come, unless another thread does: so a message is
-handled by the thread that has read it, and wakes no other. It claims the connection before it sends: the answer may be
-there before the thread that sends is back from its system call, and would wake the I/O loop.
+On the worker where the pass began, that thread is the one that waits for the pass; elsewhere it is a pool thread. In a
+*turn* it works until nothing is left to do. Then it sends the results, one message to each other worker, and reads the
+connection on which the next message will probably come, unless another thread reads it: so the thread that reads a
+message handles it, and wakes no other thread. It claims the connection before it sends: the answer may arrive before
+the sending thread returns from its system call, and would wake the I/O loop.
 
-The work of a worker in a pass is up to its *part*: `_direct_part` where the order of everything is known, and
-`_general_part` elsewhere. Any thread may call `post`, `receive` and `wake`, also the I/O loop; none of them waits.
+The *part* of a worker does its work in a pass: `_direct_part` if the order of all steps is known, and
+`_general_part` otherwise. Any thread, even the I/O loop, may call `post`, `receive` and `wake`; none of them waits.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from rpcdist.transport.wire_messages import CompactPass
 T = TypeVar("T")
 Job = Callable[[], object]
 Packed = tuple[int, CompactPass, Sequence[LargeBuffer], Sequence[int]]
-"""A message that was encoded: its receiver, itself, its large buffers, the loans of memory of GPUs that it brings."""
+"""An encoded message: its receiver, the message, its large buffers, and its loans of GPU memory."""
 
 
 class PassOptions(NamedTuple):
@@ -64,7 +64,7 @@ class PassPart:
     ready: Sequence[Any] = ()
 
     def take_part(self, neighbours: Collection[int], early: Sequence[tuple[int, PassMessage]]) -> None:
-        """Begins, with the messages that came before; `neighbours` are all workers to begin with."""
+        """Begins, with the messages that arrived earlier; `neighbours` are all workers to begin with."""
         raise NotImplementedError
 
     def take(self, sender: int, message: PassMessage) -> None:
@@ -79,28 +79,28 @@ class PassPart:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Ends all waits: the pass is over. Any thread."""
+        """Ends all waits, because the pass has ended. Any thread."""
 
 
 class BackwardPass:
     """One backward pass on one worker.
 
-    The first message of a pass may overtake the one that begins it, so a pass exists before its options are known.
+    A message may overtake the one that begins the pass, so a pass exists before its options are known.
 
     Args:
-        id: of the pass, the same on all workers; its high bits are the worker where it began.
+        id: the id of the pass, the same on all workers; its high bits are the worker where it began.
         make_part: makes the part of this worker from the edges of the roots. Takes time.
         on_end: called once, when the pass has ended on this worker; on any thread.
         on_late: answers a neighbour that begins when the pass has ended here.
-        root_gradients, options: of the roots and of the pass, on the worker where the pass began.
+        root_gradients, options: the roots' gradients and the options of the pass, on the worker where the pass began.
 
     Attributes:
-        then: what follows when all workers have done their parts, on the worker where the pass began.
+        then: the step that follows when all workers have done their parts, on the worker where the pass began.
         parent: the neighbour that began with this worker; None on the worker where the pass began, and before that.
-        lock: around the messages that wait to be sent, and the state of the thread.
+        lock: protects the messages to send, and the state of the thread.
         spans: the times of its parts: kind, peer or -1, start, end.
-        hops: of the messages: "to" or "from", peer, start, end; None while nobody wants to know.
-        traceparent: for OpenTelemetry, the header of the span of the pass; empty for none.
+        hops: the times of the messages: "to" or "from", peer, start, end; None unless they are recorded.
+        traceparent: for OpenTelemetry, the header of the pass's span; empty if there is none.
         error: the error that ended the pass; None while it runs, and if it succeeded.
         is_finishing: whether nothing is left to do here, except for sending the last messages.
     """
@@ -135,9 +135,9 @@ class BackwardPass:
         self._on_end = on_end
         self._on_late = on_late
         self._part: PassPart | None = None
-        self._early: list[tuple[int, PassMessage]] = []  # messages that came before the pass was begun here
+        self._early: list[tuple[int, PassMessage]] = []  # messages that arrived before the pass began here
         self._out: dict[int, PassMessage] = {}
-        self._follow_up: bytes | None = None  # what this worker does for its parent when its part is done
+        self._follow_up: bytes | None = None  # work for the parent when the part of this worker is done
         self._involved: set[int] = set()
         self._links: dict[int, AnySession] = {}  # by neighbour: the session that carries the messages of both
         self.spans: list[tuple[SpanKind, int, float, float]] = []
@@ -147,7 +147,7 @@ class BackwardPass:
         self._inbox: deque[Job | tuple[int, PassMessage, AnySession | None]] = deque()
         self._is_draining = False
         self._has_waiter = False
-        self._changed: threading.Condition | None = None  # made for the first sleep on it: most passes read instead
+        self._changed: threading.Condition | None = None  # made at the first sleep: most passes read instead
         self._source: AnySession | None = None  # where the next message will probably come
         self._led: AnySession | None = None  # read by the thread that waits
 
@@ -166,7 +166,7 @@ class BackwardPass:
         part.take_part(neighbours, early)
 
     def start_step(self) -> None:
-        """Asks the owners of parameters for their steps, and does the share of this process meanwhile."""
+        """Requests steps from the owners of parameters, and does the share of this process at the same time."""
         then = self.then
         assert then is not None
         then.is_begun, self._part = True, None
@@ -199,7 +199,7 @@ class BackwardPass:
         """Nothing is left to do here, and the children are done."""
         if self.then is not None:
             if self.options.deadline.expired():
-                self.expire()  # and nobody steps
+                self.expire()  # no worker steps
             elif not self.then.is_begun:
                 self.context.is_spent = not self.options.retain_graph
                 self.start_step()
@@ -214,12 +214,12 @@ class BackwardPass:
                     self._follow_up = None
 
     def timeout_us(self) -> int:
-        """The time that is left of the deadline, for a message."""
+        """The remaining time until the deadline, for a message."""
         deadline = self.options.deadline
         return 0 if deadline.at == inf else max(1, int(deadline.remaining_s() * 1e6))
 
     def flush(self) -> None:
-        """Sends what the other workers must hear; any thread."""
+        """Sends the pending messages to other workers; any thread."""
         send = self._pack()
         if send is not None:
             send()
@@ -227,7 +227,7 @@ class BackwardPass:
     # ------------------------------------------------------------ what comes
 
     def receive(self, sender: int, message: PassMessage, via: AnySession | None, jobs: list[PoolJob]) -> None:
-        """Takes a neighbour's message, which came by a session; `jobs` gets what a thread of the pool has to do."""
+        """Takes a neighbour's message, which came by a session; adds work for pool threads to `jobs`."""
         if self.is_over:
             if message.begins:
                 self._on_late(sender)
@@ -240,7 +240,7 @@ class BackwardPass:
             self.submit(self._drain)
 
     def _add(self, item: Job | tuple[int, PassMessage, AnySession | None]) -> bool:
-        """Whether a thread of the pool has to be found."""
+        """Adds an event; True if a pool thread must handle it."""
         with self.lock:
             self._inbox.append(item)
             if self.is_over and type(item) is tuple and item[1].begins:  # it ended just now
@@ -254,7 +254,7 @@ class BackwardPass:
         return False
 
     def wake(self) -> None:
-        """Has the waiting thread check for events."""
+        """Makes the waiting thread check for events."""
         if self._changed is not None:
             with self.lock:
                 self._changed.notify_all()
@@ -268,7 +268,7 @@ class BackwardPass:
             return
         began_s = time.time()
         hop = ["from", sender, began_s, began_s]
-        self.hops.append(hop)  # the pass may end by it; other threads append, too
+        self.hops.append(hop)  # before handling, which may end the pass; other threads append, too
         try:
             self._take_in(sender, message, via)
         finally:
@@ -307,9 +307,9 @@ class BackwardPass:
     # ------------------------------------------------------------ turns
 
     def run_here(self, first: Job) -> None:
-        """Calls `first`, then handles events on this thread until the pass is over; raises what ended it.
+        """Calls `first`, then handles events on this thread until the pass is over; raises the error that ended it.
 
-        Nobody else knows the pass yet. Ctrl-C and other exceptions of this thread end the pass everywhere.
+        No other worker knows the pass yet. Ctrl-C and other exceptions of this thread end the pass everywhere.
         """
         self._has_waiter = True
         try:
@@ -334,7 +334,7 @@ class BackwardPass:
             raise self.error
 
     def _drain(self) -> DeferredReply | None:
-        """A turn on a thread of the pool, which sends what is left of it."""
+        """Handles events on a pool thread; returns a reply for that thread to send, or None."""
         while True:
             self.guarded(self._handle_all)
             send = self.guarded(self._pack)
@@ -372,7 +372,7 @@ class BackwardPass:
                 return
 
     def guarded(self, job: Callable[[], T]) -> T | None:
-        """The result of a job, which is not called once the pass is over. The pass fails if the job does."""
+        """The result of a job, which is not called after the pass has ended. The pass fails if the job does."""
         if self.is_over:
             return None
         try:
@@ -384,9 +384,9 @@ class BackwardPass:
             return None
 
     def _pack(self) -> Job | None:
-        """The job that sends all that the others must hear, encoded already. At the end of the pass, the job ends it.
+        """The job that sends all pending messages, already encoded. At the end of the pass, the job ends it.
 
-        None if they need not hear anything. An error of the job ends the pass.
+        None if there is nothing to send. An error of the job ends the pass.
         """
         if self.is_over:
             return None
@@ -425,7 +425,7 @@ class BackwardPass:
                         self.lost(to, self.lost_worker(to, str(exc)))
                     continue
                 session.send(message, large)
-                if session.closed_reason is not None:  # before it was known that this pass uses it, perhaps
+                if session.closed_reason is not None:  # perhaps before the session knew that this pass uses it
                     self.lost(to, self.lost_worker(to, session.closed_reason))
         except BaseException as exc:
             self.fail(exc)
@@ -435,16 +435,16 @@ class BackwardPass:
             self._end(None)
 
     def _wait(self, send: Job | None) -> bool:
-        """Sends, then waits for an event or for the end of the pass; False when the time is over."""
+        """Sends, then waits for an event or for the end of the pass; False when the deadline has passed."""
         self._idle_since = time.time()
-        if hooks.enter is None:  # a thread of the user's
+        if hooks.enter is None:  # a thread of the user
             return self._sleep(send)
         with blocking():
             return self._sleep(send)
 
     def _sleep(self, send: Job | None) -> bool:
         deadline = self.options.deadline
-        source = self._led = self._source  # set before `_is_waiting` looks: a later `post` then rings
+        source = self._led = self._source  # set before `_is_waiting` is checked: a later `post` then rings
         if source is None and send is not None:
             send()
             send, source = None, self._source
@@ -463,7 +463,7 @@ class BackwardPass:
         return not self._inbox and not self.is_over
 
     def facts(self, now: float) -> PassFacts:
-        """The workers that it waits for, at a moment of the monotonic clock; any thread."""
+        """The workers that it waits for, at a time of the monotonic clock; any thread."""
         deadline = self.options.deadline
         try:
             waits = dict(self._waits_for())
@@ -486,7 +486,7 @@ class BackwardPass:
     # ------------------------------------------------------------ the end
 
     def expire(self) -> None:
-        """Fails the pass because its deadline is over; on its thread."""
+        """Fails the pass because its deadline has passed; on its thread."""
         texts = "; ".join([f"worker {self.name_of(peer)!r} {why}" for peer, why in sorted(self._waits_for().items())])
         what = "step" if self.then is not None and self.then.is_begun else "backward"
         self.fail(
@@ -501,7 +501,7 @@ class BackwardPass:
         return worker_id in self._involved or worker_id in (self.parent, worker_of(self.id))
 
     def lost(self, worker_id: int, exc: Exception) -> None:
-        """A worker is lost, or a message to it; any thread that may run code of users."""
+        """A worker or a message to it is lost; any thread that may run user code."""
         then = self.then
         if then is not None and then.is_begun:
             self.post(partial(then.outcomes.setdefault, worker_id, exc))
@@ -509,7 +509,7 @@ class BackwardPass:
             self.fail(exc)
 
     def lost_worker(self, worker_id: int, reason: str, silence_s: float | None = None) -> WorkerLost:
-        """The error for a message that a worker did not get."""
+        """The error for a message that did not reach a worker."""
         if silence_s is None:
             silence_s = self._host.silence_s(worker_id)
         return WorkerLost(self.name_of(worker_id), "a backward pass", silence_s, reason)
@@ -570,7 +570,7 @@ class _PassMessageObserver:
 
     @property
     def kept_until(self) -> None:
-        """None: another process in that place knows nothing of the pass."""
+        """None: a process that replaces the receiver does not know the pass."""
         return None
 
     def on_sent(self, session: AnySession, transfer: int) -> None:

@@ -29,7 +29,7 @@ _top_hooks = cast(Any, torch._C._autograd)._top_saved_tensors_default_hooks
 SpanKind = Literal["analysis", "run", "wait", "gate"]
 
 MAX_SPANS = 1000
-"""So many of the latest spans a context keeps on each worker."""
+"""The number of latest spans that a context keeps on each worker."""
 
 
 class Span(NamedTuple):
@@ -38,9 +38,9 @@ class Span(NamedTuple):
     Attributes:
         kind: "analysis" of the graph; "run", one call of torch's engine; "wait", with nothing to do; "gate", a wait in
             the middle of a run.
-        peer: name of the worker whose message ended the wait. Empty for the other kinds.
-        start_s: when it began, by the clock of that worker, in seconds since the epoch.
-        duration_s: how long it took, in seconds, the waits of a run at gates included.
+        peer: name of the worker whose message ended the wait; empty for the other kinds.
+        start_s: the start, by the clock of that worker, in seconds since the epoch.
+        duration_s: the duration in seconds, including a run's waits at gates.
         backward: number of the pass, the same on all workers.
     """
 
@@ -56,14 +56,14 @@ WORKER_SHIFT = 48
 MAX_NUMBER = (1 << WORKER_SHIFT) - 1
 KEPT_RELEASES = 16384
 MAX_CONTEXTS_OF_PEER = 16384
-"""A worker that brings more living contexts than this is refused."""
+"""The limit of living contexts that one worker may bring here; its next one is refused."""
 MAX_LIGHT_BYTES = 1 << 20
 MAX_STAMP: Final = 1 << 62
-"""The clock of a context goes on from what a peer claims, and must fit into 64 bits at all others, too."""
+"""The clock of a context continues from the value that a peer claims, and must fit into 64 bits on all workers."""
 
 
 def make_id(worker_id: int, number: int) -> int:
-    """The id of a worker and a number, as a signed 64-bit number."""
+    """The id made of a worker and a number, as a signed 64-bit number."""
     id = (worker_id << WORKER_SHIFT) | (number & MAX_NUMBER)
     return id - (1 << 64) if id >= 1 << 63 else id
 
@@ -81,13 +81,13 @@ class Context:
 
     Attributes:
         id: the same on all workers.
-        is_released: whether the context is over; calls are then made without it.
+        is_released: whether the context has ended; calls then go without it.
         known: the workers that this worker called in the context.
         callers: the workers that called this one in the context.
-        brought_by: the worker whose message made this worker know the context; None for its own.
-        ended_passes: the backward passes that have ended, by id, with the error of those that failed.
+        brought_by: the worker whose message introduced the context here; None for this worker's own contexts.
+        ended_passes: the backward passes that have ended, by id, with the error of each that failed.
         is_spent: whether the last pass has freed the graph's saved tensors.
-        is_heavy_elsewhere: whether a worker that this one began a pass on holds much memory for the context.
+        is_heavy_elsewhere: whether a worker on which this one began a pass holds much memory for the context.
         was_general: whether the last pass needed verdicts here; see `_general_part`.
         spans: how long the parts of its passes took: (pass, kind, peer or -1, start, end); see `_spans`.
     """
@@ -180,10 +180,10 @@ class Context:
         return self._sends
 
     def at_home(self, message: int, gradients: Gradients) -> Gradients:
-        """The gradients of a message that was sent, on the devices of its tensors.
+        """The gradients of a sent message, on the devices of its tensors.
 
         Raises:
-            ValueError: there are more or fewer of them than of those.
+            ValueError: the numbers of gradients and tensors differ.
         """
         send = self._sends.get(message)
         if send is None or send.devices is None:
@@ -196,9 +196,9 @@ class Context:
             return frozenset(self.known | self.callers)
 
     def partners(self) -> frozenset[int]:
-        """The neighbours with which tensors were exchanged that have gradients, as far as this worker knows.
+        """The neighbours with which this worker exchanged tensors that need gradients, as far as it knows.
 
-        A pass begins with them. Any other neighbour that it concerns hears of it from one of its own partners.
+        A pass begins with them. A neighbour that is no partner here, but takes part, gets it from its own partners.
         """
         with self._lock:
             found = {send.to for send in self._sends.values()} | {recv.sender for recv, _ in self._recvs.values()}
@@ -206,15 +206,15 @@ class Context:
         return frozenset(found)
 
     def end(self) -> bool:
-        """Marks the context as over; False if it was over before. It frees nothing; see `drop`."""
+        """Marks the context as ended; False if it had ended before. It frees nothing; see `drop`."""
         with self._lock:
             was_released, self.is_released = self.is_released, True
         return not was_released
 
     def drop(self) -> None:
-        """Frees graph and gradients of a context that is over. It may run code of users: not on the I/O loop."""
+        """Frees graph and gradients of a context that has ended. May run user code: not on the I/O loop."""
         with self._lock:
-            # The graph is freed after the lock is released: the finalizers of objects in it may be code of users.
+            # The graph is freed after the lock is released: finalizers of objects in it may run user code.
             dropped = self._sends, self._recvs, self.gradients
             self._sends, self._recvs, self.gradients = {}, {}, GradientTable()
         del dropped
@@ -225,7 +225,7 @@ class Context:
 
     @property
     def is_heavy(self) -> bool:
-        """Whether much memory is held for the context after a pass, here or where passes went on from here."""
+        """Whether a pass has left much memory in use for the context, here or where passes continued from here."""
         return self.is_heavy_elsewhere or self._has_many_gradients()
 
     def _has_many_gradients(self) -> bool:
@@ -250,7 +250,7 @@ class Context:
 
 
 class _Muted:
-    """A context as a call without grad mode sees it: the callee runs in the context, but no gradient flows."""
+    """The context of a call without grad mode: the callee runs in the context, but no gradient flows."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -276,27 +276,27 @@ class ContextTable:
         self._worker_id = worker_id
         self._next_message = itertools.count(make_id(worker_id, 1)).__next__  # the number of each is in its low bits
         self._contexts: dict[int, Context] = {}
-        # Ids of contexts that are over: a late call must not bring its context back to life.
-        # With a worker: those that it has released before this worker knew them.
+        # Ids of contexts that have ended: a late call must not revive its context.
+        # With a worker: contexts that it has released before this worker knew them.
         self._released: OrderedDict[int | tuple[int, int], None] = OrderedDict()
-        self._num_brought: Counter[int] = Counter()  # by worker: the contexts that live here because it called
+        self._num_brought: Counter[int] = Counter()  # by worker: living contexts that its calls brought here
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._contexts)
 
     def new(self) -> Context:
-        """A context of a secret id: a worker that names it takes part in it, or was told of it."""
+        """A context with a secret id: a worker that names it has received it."""
         while True:
             id = make_id(self._worker_id, secrets.randbelow(MAX_NUMBER) + 1)
             if id not in self._contexts and (context := self.join(id)) is not None:
                 return context
 
     def join(self, id: int, peer: int | None = None) -> Context | None:
-        """The context; made if this worker does not know it yet, None if it is over.
+        """The context; made if this worker does not know it yet, None if it has ended.
 
         Raises:
-            CallRefused: it is new, and that worker has brought `MAX_CONTEXTS_OF_PEER` others.
+            CallRefused: the context is new, and `peer` has brought `MAX_CONTEXTS_OF_PEER` others.
         """
         context = self._contexts.get(id) or self._make(id, peer)
         if context is not None and peer is not None and peer != self._worker_id:
@@ -320,7 +320,7 @@ class ContextTable:
             return context
 
     def refuse(self, id: int, peer: int) -> None:
-        """A worker has released a context that is not known here: it does not bring it any more."""
+        """A worker has released a context that is not known here: later messages of that worker do not make it."""
         with self._lock:
             self._note_released((id, peer))
 
@@ -335,7 +335,7 @@ class ContextTable:
         return self._contexts.get(id)
 
     def release(self, id: int) -> Context | None:
-        """Removes and returns a context; None if there is none. Remembers that its id is over."""
+        """Removes and returns a context; None if there is none. Remembers that it has ended."""
         with self._lock:
             self._note_released(id)
             context = self._contexts.pop(id, None)
@@ -358,10 +358,10 @@ MAX_PUT_OFF = 256  # contexts
 
 
 class Releases:
-    """The contexts that are over here, and that neighbours have not been told about. Any thread may call any method.
+    """Ended contexts that have not been reported to neighbours yet. Any thread may call any method.
 
-    Those that hold little memory are told together, with a delay: a message for each would cost a training loop more
-    than the rest of a step's end.
+    Contexts that hold little memory are reported together, with a delay: a message for each would cost a training loop
+    more than the rest of a step's end.
     """
 
     def __init__(self, host: AutogradLinks) -> None:
@@ -372,7 +372,7 @@ class Releases:
         self._is_timed = False
 
     def tell(self, workers: Iterable[int], context_id: int, at_once: bool) -> None:
-        """Tells workers that a context is over; `at_once`: now, and not within `CONTEXT_DROP_DELAY_S`."""
+        """Reports to workers that a context has ended; `at_once`: now, and not within `CONTEXT_DROP_DELAY_S`."""
         if at_once:
             for worker in workers:
                 self._send(worker, [context_id])
@@ -390,11 +390,11 @@ class Releases:
             self._host.call_later(CONTEXT_DROP_DELAY_S, self._time_is_over)
 
     def flush(self) -> None:
-        """Sends what was put off."""
+        """Sends the delayed reports."""
         with self._lock:
             due, self._put_off, self._count = self._put_off, {}, 0
         for worker, contexts in due.items():
-            for start in range(0, len(contexts), MAX_PUT_OFF):  # several threads may have come between full and here
+            for start in range(0, len(contexts), MAX_PUT_OFF):  # more may have been added since the check
                 self._send(worker, contexts[start : start + MAX_PUT_OFF])
 
     def _time_is_over(self) -> None:
@@ -411,7 +411,7 @@ class Releases:
 
 
 def _check_not_checkpointed() -> None:
-    """Raises AutogradError in a checkpointed region, whose recomputation would repeat the call during the backward."""
+    """Raises AutogradError in a checkpointed region: its recomputation would repeat the call in the backward pass."""
     hooks = _top_hooks(False)
     if hooks is not None and "_checkpoint_hook" in getattr(hooks[0], "__qualname__", ""):
         raise AutogradError(

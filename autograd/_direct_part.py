@@ -1,13 +1,13 @@
 """A worker's part in a backward pass whose order is known: no two sources of its graph share a node.
 
-The sources are the roots, and each message that was sent. Where they share nothing but leaves, nothing has to be
-decided: a source runs when its gradient has come, and all that it reaches has a gradient then; or its receiver says
-that it is unused, and so is what it reaches. Loops that train a model on several workers are like this, and chains of
-calls. The other graphs need verdicts before anything runs: those have the parts of
-`_general_part`. Both kinds say the same on the wire, so each worker chooses for itself.
+The sources are the roots, and each message that was sent. If they share only leaves, there is nothing to decide: when
+the gradient of a source has arrived, the source runs, and everything that it reaches has a gradient; or its receiver
+reports that it is unused, and then everything that it reaches is unused, too. Training loops over several workers are
+like this, and chains of calls. Other graphs need verdicts before anything runs: `_general_part` handles those. Both
+kinds send the same messages, so each worker chooses for itself.
 
-[Note: few functions] The code of a training step runs once in some milliseconds, when hardly anything of it is in the
-processor's caches any more. A function costs about a microsecond then, whatever it does. So there are few of them here.
+[Note: few functions] The code of a training step runs once in some milliseconds, when the processor's caches have lost
+most of it. A function call then costs about a microsecond, whatever the function does. So this module has few of them.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ MAX_WITHOUT_ENGINE: Final = 16
 
 
 class GraphSource:
-    """The roots, or a message that was sent, as the beginning of a part of the graph.
+    """The roots, or a sent message, as the beginning of a part of the graph.
 
     Attributes:
-        edges: where its gradients enter the graph.
+        edges: the edges at which its gradients enter the graph.
         leaves: the nodes of the leaves that it reaches.
         outputs: the edges of the received tensors that it reaches.
         recvs: their messages, by id.
-        num_inner: how many other nodes it reaches.
-        runs_code: whether a function of the user's is among them, or a leaf with hooks. Hooks of other tensors cannot
-            be seen.
+        num_inner: the number of other nodes that it reaches.
+        runs_code: whether it reaches a user's function or a leaf with hooks. Hooks of other tensors are not
+            visible.
     """
 
     __slots__ = ("edges", "leaves", "num_inner", "outputs", "recvs", "runs_code")
@@ -56,9 +56,9 @@ class GraphSource:
         self.runs_code = False
 
     def walk(self, context_id: int, taken: dict[Any, GraphSource], edges: Sequence[GradientEdge] | None = None) -> bool:
-        """Finds what the source, or some of its edges, reaches; False if this module is not for such a graph.
+        """Finds the nodes that the source, or some of its edges, reaches; False if this module cannot handle the graph.
 
-        `taken` has the source that each node belongs to; the nodes that are found are added.
+        `taken` maps each node to its source; the method adds the nodes that it finds.
         """
         leaves, outputs = self.leaves, self.outputs
         num_inner = num_bytes = 0
@@ -96,14 +96,14 @@ class GraphSource:
             if owner is not self:
                 return False
         self.num_inner = num_inner
-        # Gradients leave when the run has ended. Several that take long are better sent one after the other.
+        # Gradients are sent after the run. If several take long, it is better to send them one after the other.
         return len(self.recvs) <= 1 or (num_inner <= MAX_NODES_BEFORE_SENDING and num_bytes <= MAX_HELD_BYTES)
 
 
 def find_sources(
     context_id: int, roots: Sequence[GradientEdge], sends: Iterable[RecordedSend]
 ) -> tuple[GraphSource | None, dict[int, GraphSource]] | None:
-    """The roots and the messages that were sent, as sources; None if they are for `_general_part`."""
+    """The roots and the sent messages, as sources; None if the graph needs `_general_part`."""
     taken: dict[Any, GraphSource] = {}
     root = None
     if roots:
@@ -120,9 +120,9 @@ def find_sources(
 
 
 class DirectPart(PassPart):
-    """One worker's part: the roots if the pass began here, and the messages that were sent, by id.
+    """One worker's part: the roots if the pass began here, and the sent messages, by id.
 
-    A source is taken out when its gradient has come, or it is unused.
+    A source is removed when its gradient has arrived, or it is unused.
     """
 
     def __init__(
@@ -172,15 +172,15 @@ class DirectPart(PassPart):
         return any([source.num_inner > MAX_NODES_BEFORE_SENDING for source in sources])
 
     def _begin_late(self) -> None:
-        """Begins with those that wait for it, before anything is sent: what a begin does not name counts as unused."""
+        """Begins with waiting neighbours before anything is sent: messages that a begin does not name are unused."""
         untold, self._untold = self._untold, ()
         if untold:
             self._begin(untold, ())
 
     def _begin(self, neighbours: Iterable[int], runs: Iterable[int]) -> None:
-        """Tells neighbours that this worker takes part, and which of their messages are undecided.
+        """Announces to neighbours that this worker takes part, and which of their messages are undecided.
 
-        Of the messages that they sent, those of `runs` are named, too, as their gradients follow at once.
+        The announcement also names their messages in `runs`, because the gradients of these follow at once.
         """
         parent = self._owner.parent
         undecided = {id: None for source in self._sources.values() for id in source.recvs} if self._sources else {}
@@ -234,7 +234,7 @@ class DirectPart(PassPart):
             self._run(starts)
 
     def _pass_on_verdict(self, source: GraphSource, verdict: int) -> None:
-        """A message is used, and its gradient comes later: so are those that it depends on."""
+        """A message is used, and its gradient arrives later: marks the messages that it depends on as used, too."""
         todo = [(source, verdict)]
         for used, verdict in todo:  # it grows meanwhile
             reached = GraphSource([edge for number, edge in enumerate(used.edges) if verdict >> number & 1])
@@ -252,7 +252,7 @@ class DirectPart(PassPart):
                     self._drop([self._sources.pop(id)])
 
     def _drop(self, unused: list[GraphSource]) -> None:
-        """Tells the senders of messages that nothing depends on them."""
+        """Reports messages that nothing depends on to their senders."""
         for source in unused:  # it grows meanwhile
             for id, recv in source.recvs.items():
                 if recv.sender != self._owner.me:
@@ -261,13 +261,13 @@ class DirectPart(PassPart):
                     unused.append(self._sources.pop(id))
 
     def _drop_own(self) -> None:
-        """Of what this worker has sent to itself, drops what nothing uses: no message says so."""
+        """Drops unused messages that this worker sent to itself, since no verdict arrives for them."""
         reached = {id for source in self._sources.values() for id in source.recvs}
         own = [send.id for send in self._sends if send.to == self._owner.me and send.id not in reached]
         self._drop([self._sources.pop(id) for id in own if id in self._sources])
 
     def _run(self, starts: Sequence[tuple[GraphSource, Gradients]]) -> None:
-        """Runs sources whose gradients have come, in one engine call, and then what this worker has sent to itself."""
+        """Runs sources whose gradients have arrived, in one engine call, then messages of this worker to itself."""
         owner = self._owner
         while starts:
             began_s = time.time()
@@ -307,7 +307,7 @@ class DirectPart(PassPart):
                     owner.message_to(recv.sender).add_gradients(recv.id, received[recv.id])
             if run is not None and run.callbacks:
                 self._begin_late()
-                owner.flush()  # they may wait for what other workers do with the gradients
+                owner.flush()  # callbacks may wait for results that depend on these gradients
                 captured = run.called_back(captured)
             if captured:
                 owner.context.gradients.add(captured)
@@ -326,11 +326,11 @@ class DirectPart(PassPart):
 def _passed_on(
     edges: Sequence[GradientEdge], gradients: Sequence[torch.Tensor], received: dict[int, list[torch.Tensor | None]]
 ) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
-    """The gradients of leaves, where there is no node to execute; None if the engine is needed.
+    """The gradients of leaves if there is no node to execute; None if the engine is needed.
 
-    Where what was sent is a parameter, or a tensor just as it was received, its gradient is that of the leaf or of the
-    recv. The engine is still asked where somebody watches these tensors (hooks, `retain_grad`), and where gradients
-    have to be added up or do not look as they should.
+    If a sent tensor is a parameter, or an unchanged received tensor, its gradient is that of the leaf or of the
+    recv. The engine still runs if these tensors have hooks or `retain_grad`, and if gradients
+    must be added up or have an unexpected form.
     """
     if len(edges) > 1 and len(set(edges)) < len(edges):
         return None
@@ -354,7 +354,7 @@ def _passed_on(
 
 
 def _fits(gradient: torch.Tensor, target: Any) -> bool:
-    """Whether a gradient has the form that the engine would give it, for a tensor or for what a node knows of one."""
+    """Whether a gradient has the form that the engine would give it, for a tensor or a node's metadata of one."""
     return (
         gradient.layout is torch.strided
         and gradient.dtype is target.dtype

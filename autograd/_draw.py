@@ -23,17 +23,17 @@ from rpcdist.time_limits import SLOW_WORK_LIMIT_S
 
 
 def profile(context_id: int) -> list[Span]:
-    """How long the parts of the backward passes of a context took, on all workers that took part; blocks.
+    """The times that the parts of a context's backward passes took, on all participating workers; blocks.
 
     Args:
         context_id: a context that is alive on this worker.
 
     Returns:
-        The spans of the passes that have ended, in the order in which they began; of each worker, the latest 1,000 at
-        most. Their times are those of the workers' clocks, which differ between hosts.
+        The spans of the passes that have ended, in the order in which they began; at most the latest 1,000 of each
+        worker. Times are by the workers' clocks, which differ between hosts.
 
     Raises:
-        ContextNotFound: the context is over, or unknown here.
+        ContextNotFound: the context has ended, or is unknown here.
     """
     parts = ask_workers(context_id, False)
     return sorted((span for part in parts.values() for span in part.spans), key=lambda span: span.start_s)
@@ -80,15 +80,15 @@ def draw(context_id: int, path: str | PathLike[str], timings: bool = False) -> s
     Args:
         context_id: a context that is alive on this worker.
         path: file of the picture, e.g. "graph.svg". Its description in Graphviz's language is written to a file of
-            the same name with the suffix ".dot"; the picture is only made if Graphviz's program `dot` is installed.
+            the same name with the suffix ".dot"; the picture is made only if Graphviz's program `dot` is installed.
         timings: show how long each worker was busy with the passes that have ended, and how long it waited for each
-            other one; see `profile`.
+            other worker; see `profile`.
 
     Returns:
-        The description.
+        The description in Graphviz's language.
 
     Raises:
-        ContextNotFound: the context is over, or unknown here.
+        ContextNotFound: the context has ended, or is unknown here.
     """
     parts = ask_workers(context_id, True)
     text = graphviz_text(parts, timings)

@@ -4,11 +4,11 @@ Threads: the events are handled one after the other by the thread of the pass. A
 its own.
 
 [Note: gradients of recvs]
-    The engine hands the gradients of received tensors over in one of two ways. Asked for the gradients at their edges,
-    it returns them at the end, and does not execute `RecvRpc`, which costs as much as a matrix multiplication of a
-    small model. Asked for that of the token, on which every recv depends, it executes `RecvRpc`, whose `backward` has
-    them sent at once. That is for runs that take long, so that the next worker begins meanwhile; for gates, which wait
-    for what follows from these gradients; and for nodes of recvs that have hooks.
+    The engine delivers the gradients of received tensors in one of two ways. For gradients at their edges, it returns
+    them at the end, and does not execute `RecvRpc`, which costs as much as a matrix multiplication of a
+    small model. For the gradient of the token, on which every recv depends, it executes `RecvRpc`, whose `backward`
+    sends them at once. The second way is for long runs, so that the next worker can begin during the run; for gates,
+    which wait for results of these gradients; and for nodes of recvs that have hooks.
 
 [Note: gates]
     Usually all gradients from which a group runs have arrived. Where the graph of a worker leads out to another worker
@@ -45,7 +45,7 @@ from rpcdist.time_limits import BATCH_DELAY_S
 
 
 def make_part(owner: BackwardPass, roots: Sequence[GradientEdge]) -> PassPart:
-    """The part of this worker in a pass, of the kind that its graph asks for. Takes time."""
+    """The part of this worker in a pass, of the kind that its graph needs. Takes time."""
     context = owner.context
     sends, recvs = context.snapshot()
     if not (owner.options.fast or context.was_general):
@@ -72,7 +72,7 @@ class GeneralPart(PassPart):
         self._held_since = 0.0
 
     def take_part(self, neighbours: Collection[int], early: Sequence[tuple[int, PassMessage]]) -> None:
-        for sender, message in early:  # kept until the start, so that the first messages have its consequences
+        for sender, message in early:  # kept until the start, so that the first messages include their consequences
             self.take(sender, message)
         self._act(self._state.start(self._analysis.local, neighbours, self.owner.parent))
 
@@ -120,7 +120,7 @@ class GeneralPart(PassPart):
         self._ended(run)
 
     def _takes_long(self, run: Run) -> bool:
-        """Whether the other workers should prepare meanwhile: for large gradients, or while a large graph runs."""
+        """Whether the other workers should prepare during the run: for large gradients or a large graph."""
         analysis = self._analysis
         if sum([analysis.recvs[id].size_bytes for id in run.recvs]) > MAX_HELD_BYTES:
             return True
@@ -145,7 +145,7 @@ class GeneralPart(PassPart):
     # ------------------------------------------------------------ gradients of sends and recvs
 
     def _keep_gradients(self, arrived: Iterable[tuple[int, Gradients]]) -> dict[int, int]:
-        """Keeps gradients of sends; by message, which of its tensors have one."""
+        """Keeps gradients of sends; returns, by message, which of its tensors have one."""
         at_home = self.owner.context.at_home
         gradients = {message: at_home(message, found) for message, found in arrived}
         with self._lock:
@@ -208,7 +208,7 @@ class GroupRun(EngineRun):
     """One call of the engine, which runs one or several groups.
 
     Args:
-        sends_early: whether others should get gradients before the engine has ended; see the note above.
+        sends_early: whether other workers should get gradients before the engine has ended; see the note above.
     """
 
     def __init__(self, part: GeneralPart, analysis: Analysis, run: Run, sends_early: bool) -> None:
@@ -285,5 +285,5 @@ class GroupRun(EngineRun):
 
     def deliver(self, recv: RecordedRecv, gradients: Gradients) -> None:
         if self._unanswered.pop(recv.id, None) is not None:
-            # A run with gates never holds: its gates wait for what others do with the gradient.
+            # A run with gates sends at once: its gates wait for results that depend on the gradient.
             self._part.answer([(recv, gradients)], bool(self._run.pending))

@@ -16,7 +16,7 @@ import torch
 class GradientTable:
     """Gradients by leaf. Any thread may call any method.
 
-    Leaves are known by their `id`, and kept: the hash of a tensor is a Python function, and would be asked for often.
+    The keys are the `id`s of the leaves, which the table keeps alive: hashing a tensor is a slow Python function.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class GradientTable:
 
     def snapshot(self) -> dict[torch.Tensor, torch.Tensor]:
         with self._lock:
-            self._owned.clear()  # the caller may keep them, so they are not changed in place any more
+            self._owned.clear()  # the caller may keep the gradients, so they must not change in place any more
             return {self._leaves[key]: gradient for key, gradient in self._gradients.items()}
 
     def of(self, leaves: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
@@ -59,7 +59,7 @@ class GradientTable:
                     self._owned.discard(id(leaf))
 
     def add(self, captured: Collection[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Adds the gradients that one run has found."""
+        """Adds the gradients that one run has computed."""
         addresses = [one._values().data_ptr() if one.is_sparse else one.data_ptr() for _, one in captured]
         shared = _repeated(addresses)
         with self._lock:
@@ -94,14 +94,14 @@ def size_bytes(gradient: torch.Tensor) -> int:
 
 
 def _repeated(addresses: Sequence[int]) -> Collection[int]:
-    """Those that occur more than once."""
+    """The addresses that occur more than once."""
     if len(set(addresses)) == len(addresses):
         return ()
     return {address for address, count in Counter(addresses).items() if count > 1}
 
 
 def _is_dense(gradient: torch.Tensor) -> bool:
-    """Whether every element has memory of its own, unlike in an expanded gradient."""
+    """Whether every element has its own memory, unlike in an expanded gradient."""
     if gradient.is_sparse:
         return gradient._values().is_contiguous() and gradient._indices().is_contiguous()
     return bool(torch.ops.aten.is_non_overlapping_and_dense(gradient))

@@ -27,7 +27,7 @@ from rpcdist.autograd._verdicts import LocalGraph, LocalRecv, LocalSend
 from rpcdist.errors import AutogradError
 
 MAX_NODES_BEFORE_SENDING: Final = 64
-"""A worker that runs more nodes at once lets the others know what it has decided before it does."""
+"""A worker that runs more nodes at once sends its decisions to the other workers first."""
 
 AccumulateGrad = type(torch.ones((), requires_grad=True).expand(1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
 
@@ -40,7 +40,7 @@ class Analysis(NamedTuple):
         edges: the edge of each source, by its number.
         leaves: the nodes of the leaves that a source reaches.
         recvs: by message.
-        outputs: by received message that a source reaches, the edges of its tensors, at which the engine hands over
+        outputs: by received message that a source reaches, the edges of its tensors, at which the engine returns
             their gradients.
         sends: by message, with the number of the edge of its first tensor.
         masks: all nodes, with the mask of the sources that reach each.
@@ -140,7 +140,7 @@ def _walk(edges: Sequence[GradientEdge]) -> tuple[dict[Node, int], dict[Gradient
 
 
 def _groups(count: int, joined: Iterable[int]) -> tuple[int, ...]:
-    """The sets into which so many sources fall if those of each mask are in the same one (union-find)."""
+    """Divides `count` sources into sets, such that the sources of each mask are in one set (union-find)."""
     group_of = list(range(count))
     masks = [1 << bit for bit in range(count)]
 

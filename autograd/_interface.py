@@ -17,11 +17,11 @@ from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.rpc.future import Future, _get_running_loop
 
 Mode = Literal["smart", "fast"]
-"""How a backward pass treats results that are not used: "smart" leaves them out, "fast" expects that there are none."""
+"""How a backward pass treats unused results: "smart" leaves them out, "fast" expects that there are none."""
 
 
 def is_available() -> bool:
-    """Always true; torch's function says whether it was built with it."""
+    """Always true; torch's function says whether torch was built with distributed autograd."""
     return True
 
 
@@ -32,17 +32,17 @@ def _worker() -> AutogradWorker:
 
 
 class context:
-    """Records the RPCs of this thread, or of this task, for a distributed backward.
+    """Records the RPCs of this thread, or of this task, for a distributed backward pass.
 
         with autograd.context() as context_id:
             loss = rpc.rpc_sync("worker1", forward, (x,)).sum()
             autograd.backward(context_id, [loss])
             gradients = autograd.get_gradients(context_id)
 
-    `async with` works as well. Its end releases the context on all workers that took part, and does not wait for them.
+    `async with` works as well. The end of the block releases the context on all participating workers without waiting.
 
     Raises:
-        AutogradError: inside of another context. (On entering.)
+        AutogradError: on entering, inside another context.
     """
 
     def __enter__(self) -> int:
@@ -68,22 +68,22 @@ def backward(
 ) -> None:
     """Computes the gradients of all leaves that the roots depend on, on all workers of a context; blocks.
 
-    Gradients are added up in the context (`get_gradients`); `.grad` is left alone.
+    Gradients accumulate in the context (`get_gradients`); `.grad` does not change.
 
     Args:
         context_id: from `context()`.
         roots: scalars, computed in the context on this worker.
-        retain_graph: keep what a second backward needs.
+        retain_graph: keep the graph for a second backward pass.
         mode: "smart" allows unused results of RPCs; "fast" exchanges no verdicts, and waits for the gradients of all
-            results until the timeout. By default that of `RpcOptions(autograd_mode=)`.
-        timeout: limit in seconds; 0 for none, by default the `rpc_timeout` of `init_rpc`.
+            results until the timeout. By default `RpcOptions(autograd_mode=)`.
+        timeout: limit in seconds; 0 means no limit; by default the `rpc_timeout` of `init_rpc`.
 
     Raises:
-        ContextNotFound: the context is over, or unknown on this worker.
+        ContextNotFound: the context has ended, or is unknown on this worker.
         AutogradError: a root cannot be used.
-        BackwardError: the pass failed on some worker; the text has its id and the error. The gradients are
+        BackwardError: the pass failed on a worker; the text has the worker's id and the error. The gradients are
             incomplete.
-        DeadlineExceeded: the time is over; the text names the workers that the pass waits for.
+        DeadlineExceeded: the timeout expired; the text names the workers that the pass waits for.
         BlockingInLoop: called on an event loop; write `await backward_async(...)` there.
     """
     if _get_running_loop() is not None:
@@ -106,10 +106,10 @@ def backward_async(
 
 
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
-    """The gradients that the passes of a context have left on this worker, by leaf.
+    """The gradients that the passes of a context have computed on this worker, by leaf.
 
     Raises:
-        ContextNotFound: the context is over, or unknown on this worker.
+        ContextNotFound: the context has ended, or is unknown on this worker.
     """
     return _worker().contexts.find(context_id).gradients.snapshot()
 
@@ -180,7 +180,7 @@ def _retrieve_context(context_id: int) -> Context:
 
 
 def _is_valid_context(context_id: int) -> bool:
-    """True if the context is alive on this worker; else raises `ContextNotFound`."""
+    """True if the context is alive on this worker; otherwise raises `ContextNotFound`."""
     _worker().contexts.find(context_id)
     return True
 

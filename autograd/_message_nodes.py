@@ -40,7 +40,7 @@ class RecordedSend:
     Attributes:
         id, to, stamp: as in `LocalSend` of `_verdicts`.
         gate: the output of `SendRpc`, and its `node`, whose next functions are the edges of the tensors.
-        devices: of the tensors; None if all are on the CPU.
+        devices: the devices of the tensors; None if all are on the CPU.
     """
 
     __slots__ = ("devices", "gate", "id", "node", "stamp", "to")
@@ -68,8 +68,8 @@ class RecordedRecv:
     Attributes:
         id, sender, stamp: as in `LocalRecv`.
         is_hooked: whether a hook is registered with its node, which must then be executed; see `_marking`.
-        is_watched: whether a hook is registered with one of its tensors, which only torch's engine calls.
-        tensors: those of the message, while they live.
+        is_watched: whether a hook, which only torch's engine calls, is registered with one of its tensors.
+        tensors: the tensors of the message, while they live.
     """
 
     context_id: int
@@ -83,7 +83,7 @@ class RecordedRecv:
     tensors: Sequence[ref[torch.Tensor]] = ()
 
     def needs_engine(self) -> bool:
-        """Whether gradients of its tensors have to come from torch's engine: there is a hook, or a `retain_grad`."""
+        """Whether torch's engine must compute gradients of its tensors, because of a hook or a `retain_grad`."""
         living = [one for tensor in self.tensors if (one := tensor()) is not None]
         return self.is_hooked or self.is_watched or any([one.retains_grad for one in living])
 
@@ -152,8 +152,8 @@ class RecvRpc(Function):
     def forward(ctx: Any, token: torch.Tensor, recv: RecordedRecv, tensors: list[torch.Tensor]) -> Any:
         ctx.recv = recv
         ctx.materialize_grads = False  # as its method does
-        # The tensors come in a list, so that these very objects become the outputs: arguments of `apply` would be
-        # copied, or become views, which could not be changed in place. The list is emptied, because a tensor that its
+        # The tensors come in a list, so that the same objects become the outputs: `apply` would copy its arguments, or
+        # turn them into views, which could not be changed in place. The list is emptied, because a tensor that its
         # own node holds would never be freed.
         outputs = tuple(tensors)
         tensors.clear()
@@ -224,7 +224,7 @@ def attach(recv: RecordedRecv, tensors: Sequence[torch.Tensor]) -> Node:
 
 
 class EngineRun:
-    """A call of torch's engine, as the hooks that it calls see it. Only a `GroupRun` executes nodes of messages.
+    """A call of torch's engine, for the hooks that it calls. Only a `GroupRun` executes nodes of messages.
 
     Attributes:
         callbacks: see `queue_callback`.
@@ -245,10 +245,10 @@ class EngineRun:
         retain_graph: bool,
         executes_recvs: bool = False,
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Runs what edges reach, with a gradient for each; returns the gradients of leaves.
+        """Runs the graph from `edges`, with a gradient for each; returns the gradients of leaves.
 
-        Those at `outputs`, the edges of received tensors, go into `received`, by message and number. The nodes of the
-        messages are only executed if asked for.
+        The gradients at `outputs`, the edges of received tensors, go into `received`, by message and number. The nodes
+        of the messages are executed only on request.
         """
         wanted = [new_edge((node, 0, None)) for node in leaves]
         if outputs:
@@ -284,8 +284,8 @@ class EngineRun:
 def queue_callback(callback: Callable[[Captured], object]) -> None:
     """Calls a function when the engine call on this thread has ended, before its gradients are added to the context.
 
-    It is for tensor hooks that start work on a gradient and replace it by the result at the end, as the reducer of
-    DistributedDataParallel does. Call it inside a tensor hook.
+    Use it in tensor hooks that start work on a gradient and replace the gradient by the result at the end, like the
+    reducer of DistributedDataParallel. Call it inside a tensor hook.
 
     Args:
         callback: gets the gradients that the engine call returned, by leaf; it may replace them in the dict.

@@ -47,18 +47,18 @@ _FOLLOW_UP, _FOLLOWS, _TRACED = 1 << 10, 1 << 11, 1 << 12
 
 
 class UnknownMessages(AutogradError):
-    """A worker has received messages in a context that this process has not sent: it takes another one's place, or the
-    context has just ended."""
+    """A worker has received messages in a context that this process has not sent: this process replaces another one,
+    or the context has just ended."""
 
 
 @dataclass(slots=True, eq=False)
 class PassMessage:
-    """All that a worker tells a neighbour at a time.
+    """Everything that a worker sends to a neighbour in one turn.
 
     Attributes:
         begins: the sender takes part. Messages that it got from the receiver, and does not name here, are unused.
-        is_child: with `begins`: the receiver began first. It is told when the sender and its children are done.
-        fast, retain_graph, timeout_us: with `begins`: of the pass; the time is what was left of it, 0 for no limit.
+        is_child: with `begins`: the receiver began first, and hears when the sender and its children are done.
+        fast, retain_graph, timeout_us: with `begins`: options of the pass, and its remaining time; 0 means no limit.
         verdicts: by message of the graph that the receiver sent: a mask of the tensors that are used, or None while
             that is undecided.
         messages: the messages of the graph whose gradients are here. They need no verdict.
@@ -66,10 +66,10 @@ class PassMessage:
         is_done: the sender and its children have done their part.
         is_heavy: with `is_done`: one of them holds much memory for the context, so its end must not be put off.
         follow_up: with `begins`: `work` for the receiver as soon as its part is done, if it has no other neighbour.
-        traceparent: with `begins`: the W3C header of the span of the pass; empty for none.
-        follows: with `is_done`: the sender does that now, and its outcome follows.
-        work: alone: what the receiver shall do when the pass has ended, see `_step_part`; `timeout_us` is its limit.
-        outcome: alone: what came of that.
+        traceparent: with `begins`: the W3C header of the pass's span; empty if there is none.
+        follows: with `is_done`: the sender does the follow-up now, and its outcome follows.
+        work: alone: work for the receiver when the pass has ended, see `_step_part`; `timeout_us` is its limit.
+        outcome: alone: the outcome of that work.
     """
 
     begins: bool = False
@@ -96,13 +96,13 @@ class PassMessage:
         self.gradients.append(gradients)
 
     def named(self) -> dict[int, int | None]:
-        """The verdicts, with those that a gradient is about to give."""
+        """The verdicts, including those that a following gradient implies."""
         return {**dict.fromkeys(self.messages), **self.verdicts} if self.messages else self.verdicts
 
     def encode(
         self, context: int, backward: int, route: DeviceRoute | None = None
     ) -> tuple[CompactPass, Sequence[LargeBuffer]]:
-        """The message as a session takes it, and its large buffers.
+        """Encodes the message for a session; returns it and its large buffers.
 
         Gradients on GPUs arrive by `route` on the GPU where they are, or on the CPU: the receiver knows on which
         devices the tensors were that it sent.
@@ -228,7 +228,7 @@ def _read_value(
 
 
 def begins(part: CompactPass, buffers: Sequence[ReceiveBuffer]) -> bool:
-    """Whether the sender of a message says that it takes part in the pass."""
+    """Whether a message announces that its sender takes part in the pass."""
     body = part.body or (buffers[0].view if buffers else b"")
     return bool(len(body) and body[0] & _BEGINS)
 
@@ -239,7 +239,7 @@ def brings_work(part: CompactPass) -> bool:
 
 
 def read_work(part: CompactPass) -> tuple[bytes, Deadline]:
-    """The bytes of `work`, and its limit, of a message that brings it."""
+    """The bytes of `work` in a message, and the deadline for it."""
     timeout_us = _HEAD.unpack_from(part.body)[1]
     return part.body[_HEAD.size :], Deadline.after(timeout_us / 1e6 if timeout_us else None)
 
@@ -247,13 +247,13 @@ def read_work(part: CompactPass) -> tuple[bytes, Deadline]:
 def read_message(
     part: CompactPass, buffers: Sequence[ReceiveBuffer], sender: int, sends: Mapping[int, RecordedSend]
 ) -> PassMessage:
-    """A message that has arrived from a neighbour to which `sends` went, by message; its gradients are read later.
+    """Reads a message from a neighbour to which `sends` went, by message; its gradients are read later.
 
-    Nothing is made of a number before it is compared with a limit.
+    Every number is compared with a limit before its use.
 
     Raises:
-        ProtocolViolation: it is damaged, or says something about what was sent to another.
-        UnknownMessages: it speaks of messages that this process did not send, or not any more.
+        ProtocolViolation: the message is damaged, or names messages that were sent to another worker.
+        UnknownMessages: it names messages that this process did not send, or does not know any more.
     """
     body = part.body
     if not body and buffers:
@@ -326,7 +326,7 @@ def read_message(
 
 
 def _piece(body: bytes, at: int, most: int) -> tuple[bytes, int]:
-    """The bytes at a place, which follow their size, and where they end. Raises `StructError`."""
+    """The bytes at a position, after their size, and the position of their end. Raises `StructError`."""
     (size,) = unpack_from("<I", body, at)
     if size > most:
         raise StructError(f"{size} bytes are in a place for {most} at most")

@@ -1,11 +1,11 @@
 """The step of an optimizer after a backward pass, at the owners of parameters, as a message of its own.
 
-The worker that called asks each owner with one message, does its own share, and reads the outcomes. At an owner the
-thread that read the message does the work, and answers. `rpcdist.optim` knows what the bytes mean.
+The calling worker sends one message to each owner, does its own share, and reads the outcomes. At an owner, the
+thread that read the message does the work, and answers. `rpcdist.optim` defines the meaning of the bytes.
 
-Where only two workers take part in a pass, the other one need not be asked: the first message of the pass brings the
-work, and the owner does it as soon as its part of the pass is done. The caller's part may be left then, so the caller
-hands over only if none of the user's functions, which may raise, is known to run in that part.
+If only two workers take part in a pass, the other one needs no separate message: the first message of the pass brings
+the work, and the owner does it as soon as its part of the pass is done. The caller's part may not be done by then, so
+the caller hands over only if that part is not known to run user functions, which may raise.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ workers: Final[list[Callable[[int, bytes], bytes]]] = []
 
 @dataclass(slots=True)
 class StepPart:
-    """The steps for which a worker asks; only on the thread that handles the events of the pass.
+    """The steps that a worker requests; only on the thread that handles the events of the pass.
 
     Attributes:
-        work: by owner of parameters, what it shall do.
+        work: by owner of parameters, its work.
         own: does the share of this process.
         outcomes: by owner.
         handed: the owner that got its work with the pass, if any.
-        is_stepping: whether that owner has said that it does the work.
-        is_begun: whether the pass is over, and the others were asked.
+        is_stepping: whether that owner has reported that it does the work.
+        is_begun: whether the pass has ended, and the requests were sent to the other owners.
     """
 
     work: Mapping[int, bytes]
@@ -48,7 +48,7 @@ class StepPart:
     is_begun: bool = False
 
     def hand_over(self, to: int) -> bytes | None:
-        """The work of a neighbour as soon as its part is done, if no third worker takes part; None for none."""
+        """The work for a neighbour to do as soon as its part is done, without a third worker; None if it has none."""
         work = self.work.get(to)
         if work is not None:
             self.handed = to
@@ -69,7 +69,7 @@ class StepPart:
 def do_work(
     work: bytes, deadline: Deadline, context_id: int, backward: int, via: AnySession, num_counted: int = 0
 ) -> DeferredReply | None:
-    """Does what a worker asks for (see `workers`), and answers by `via`; on a thread of the pool.
+    """Does the work that a worker requested, and answers by `via`; on a pool thread.
 
     `num_counted` bytes count in the account of that worker until the work is done.
     """

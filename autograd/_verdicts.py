@@ -36,7 +36,7 @@ Masks = Mapping[int, int]
 NOTHING: Final[Mapping[int, Any]] = {}
 
 
-# Nobody changes the following five. They are not declared to be frozen, which would take four times as long to make.
+# The following five are never changed. They are not declared frozen, since that makes construction four times as slow.
 
 
 @dataclass(slots=True)
@@ -91,11 +91,11 @@ class LocalGraph:
 
 @dataclass(slots=True)
 class Tell:
-    """An action: tell a neighbour which of its messages are used.
+    """An action: report to a neighbour which of its messages are used.
 
     Attributes:
-        begins: tell it that this worker takes part. `verdicts` are then those on all messages that it sent here.
-        is_child: with `begins`: that it is the parent of this worker.
+        begins: announce that this worker takes part. `verdicts` then cover all messages that the neighbour sent here.
+        is_child: with `begins`: the neighbour is the parent of this worker.
     """
 
     to: int
@@ -144,7 +144,7 @@ class _Group:
 
 
 class PassState:
-    """One worker in one pass. It is done, and tells its parent so, as soon as `is_done`.
+    """One worker in one pass. As soon as `is_done`, it reports that to its parent.
 
     Args:
         fast: whether every send counts as used, without a verdict.
@@ -177,7 +177,7 @@ class PassState:
     # ------------------------------------------------------------ events
 
     def start(self, graph: LocalGraph, neighbours: Iterable[int], parent: int | None = None) -> Actions:
-        """The pass starts on this worker: because `backward` was called (no parent), or because a neighbour began."""
+        """Starts the pass on this worker, because `backward` was called (no parent) or a neighbour began."""
         self.is_started = True
         self.parent = parent
         self._lay_out(graph)
@@ -206,11 +206,11 @@ class PassState:
         used: Masks = NOTHING,
         is_done: bool = False,
     ) -> Actions:
-        """A neighbour says something, all of which is taken in before anything follows. It is kept until `start`.
+        """Takes all parts of a neighbour's message before it decides what follows; keeps them until `start`.
 
         Args:
-            begins, is_child: it takes part, and this worker is its parent.
-            verdicts: on messages of this worker; if it begins, on all that it has received.
+            begins, is_child: the neighbour takes part, and this worker is its parent.
+            verdicts: verdicts on messages of this worker; if the neighbour begins, on all that it has received.
             used: the gradients that arrived.
             is_done: a neighbour whose parent is this worker is done.
         """
@@ -307,7 +307,7 @@ class PassState:
     # ------------------------------------------------------------ consequences
 
     def _advance(self, actions: Actions, quiet: bool = False) -> None:
-        """Appends all that follows; without verdicts if it is `quiet`, because the begin messages have them."""
+        """Appends the resulting actions; without verdicts if `quiet`, because the begin messages have them."""
         news: list[LocalRecv] = []
         touched: dict[int, _Group] = {}
         while self._dirty:

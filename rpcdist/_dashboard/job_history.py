@@ -1,6 +1,6 @@
-"""The contents of a live view: rates and events, made of the facts of a job's workers, one look after the other.
+"""The contents of a live view: rates and events, computed from successive queries of a job's workers.
 
-Pure: answers in, plain data for JSON out. All that is kept is bounded.
+Pure: answers in, plain data for JSON out. All stored data is bounded.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rpcdist.time_limits import LONG_WAIT_S
 
 KEPT_EVENTS: Final = 200
 KEPT_POINTS: Final = 600
-"""Of the curves of the whole job: five minutes at two looks a second."""
+"""The length of the curves of the whole job: five minutes at two queries a second."""
 
 KEPT_CURVE_POINTS: Final = 1000
 MAX_CURVES: Final = 100
@@ -33,7 +33,7 @@ _SHUTDOWN_CALL: Final = "rpcdist.rpc._membership.shutdown:depart"
 
 @dataclass(slots=True)
 class _Seen:
-    """A worker as it was at the last look."""
+    """The state of a worker at the last query."""
 
     incarnation: str
     at_s: float
@@ -50,7 +50,7 @@ class JobHistory:
 
     def __init__(self) -> None:
         self._seen: dict[str, _Seen] = {}
-        # The curves of the whole job, and the bytes by kind: one entry for each look.
+        # The curves of the whole job, and the bytes by kind: one entry for each query.
         self._totals = {name: deque[float](maxlen=KEPT_POINTS) for name in ("time_s", "calls", "in_flight")}
         self._bytes_by_kind: dict[str, deque[float]] = {}
         self._events: deque[dict[str, Any]] = deque(maxlen=KEPT_EVENTS)
@@ -61,7 +61,7 @@ class JobHistory:
         self._is_lost = False
 
     def add(self, answers: JobFacts, at_s: float) -> None:
-        """Adds a look."""
+        """Adds the result of a query."""
         if answers.error:
             if not self._is_lost:
                 self._note(at_s, "lost", "", f"nobody answers: {answers.error}")
@@ -104,7 +104,7 @@ class JobHistory:
         }
 
     def view(self) -> dict[str, Any]:
-        """The job now, with the curves of the last minutes and all events, as JSON takes it."""
+        """The current state of the job, with the curves of the last minutes and all events, as data for JSON."""
         return {
             **self._view,
             **self._notes.view(),
@@ -194,7 +194,7 @@ class JobHistory:
 
     def _note_restarts(self, facts: WorkerFacts, at_s: float) -> None:
         before = self._seen.get(facts.worker)
-        if before is None:  # nobody has seen the actors before
+        if before is None:  # the actors are new to this view
             return
         for actor in facts.actors:
             if actor.num_restarts and actor.reference not in before.made_again:
@@ -202,7 +202,7 @@ class JobHistory:
                 self._note(at_s, "restarted", facts.worker, text)
 
     def _note_departures(self, answers: JobFacts, at_s: float) -> None:
-        """Workers that no other worker names any more have left, or are lost."""
+        """Notes workers that left or were lost: no other worker lists them any more."""
         known = {facts.worker for facts in answers.workers} | {silent.worker for silent in answers.silent}
         lost = {one.name for facts in answers.workers for one in facts.members if one.is_lost}
         for name in [name for name in self._seen if name not in known]:
@@ -229,7 +229,7 @@ class JobHistory:
 
 
 def _extend(curve: list[tuple[float, float]], points: Iterable[tuple[float, float]]) -> None:
-    """Adds published points, oldest first. When there are too many, every second one of the older half goes."""
+    """Adds published points, oldest first. When there are too many, drops every second one of the older half."""
     last_s = curve[-1][0] if curve else -inf
     curve += [point for point in points if point[0] > last_s]
     while len(curve) > KEPT_CURVE_POINTS:
@@ -238,12 +238,12 @@ def _extend(curve: list[tuple[float, float]], points: Iterable[tuple[float, floa
 
 
 def _of_program(calls: Iterable[CallServed]) -> list[CallServed]:
-    """The calls without those by which workers join, leave and meet: these last as long as the job."""
+    """The calls of the program, without those by which workers join, leave and meet, which last as long as the job."""
     return [call for call in calls if not call.function.startswith(_OWN_CALLS)]
 
 
 def _latency(facts: WorkerFacts) -> float | None:
-    """The middle of the times of the calls that it has served lately: over its functions, by how often each ran."""
+    """The median time of recently served calls: over the worker's functions, weighted by the calls of each."""
     times = [one for one in facts.functions if one.served and not one.function.startswith(_OWN_CALLS)]
     count = sum(one.count for one in times)
     for one in sorted(times, key=lambda one: one.median_s):
@@ -272,7 +272,7 @@ def _seen(facts: WorkerFacts, at_s: float) -> _Seen:
 
 
 def _traffic(channels: Iterable[ChannelFacts]) -> Iterator[tuple[str, str, int, int]]:
-    """A key, the kind, and the bytes sent and received; the bytes in shared memory are a kind of their own."""
+    """A key, the kind, and the bytes sent and received; bytes in shared memory are a separate kind."""
     for channel in channels:
         yield channel.session, channel.kind, channel.bytes_sent or 0, channel.bytes_received or 0
         if channel.shared_sent or channel.shared_received:
@@ -292,7 +292,7 @@ def _link(worker: str, channel: ChannelFacts) -> dict[str, Any]:
 
 
 def _functions(workers: Iterable[WorkerFacts]) -> list[dict[str, Any]]:
-    """The functions that run somewhere or ran lately, those with the most running calls first."""
+    """The functions that run or recently ran on any worker, those with the most running calls first."""
     found: dict[str, dict[str, Any]] = {}
 
     def entry(function: str) -> dict[str, Any]:
@@ -332,7 +332,7 @@ def _without_shutdown(facts: WorkerFacts) -> WorkerFacts:
 
 
 def _waits(answers: JobFacts) -> dict[str, Any]:
-    """The reasons why the job waits, in sentences. Workers that serve until the others shut down are none of that."""
+    """The reasons why the job waits, in sentences, except for workers that serve until the others shut down."""
     workers: Sequence[WorkerFacts] = answers.workers
     if any(facts.phase != "leaving" for facts in workers):
         workers = [_without_shutdown(facts) for facts in workers]

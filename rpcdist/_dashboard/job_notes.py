@@ -1,6 +1,6 @@
-"""Log lines and timelines of a job, made of the notes that its workers have sent, one look after the other.
+"""Log lines and timelines of a job, computed from the notes that its workers send with successive queries.
 
-Pure, and bounded. The clocks of the workers' hosts are believed.
+Pure, and bounded. It trusts the clocks of the workers' hosts.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class JobNotes:
         self._seen: dict[str, tuple[str, int]] = {}  # by worker: its incarnation, and the number of its last note
 
     def add(self, workers: Iterable[WorkerFacts], names: Set[str]) -> None:
-        """Adds the notes of a look; those that came before already are left out."""
+        """Adds the notes of a query, except those received before."""
         lines: list[tuple[float, str, Any]] = []
         for facts in workers:
             incarnation, last = self._seen.get(facts.worker, ("", 0))
-            if incarnation != facts.incarnation:  # the last step of a process that is gone stays until there is another
+            if incarnation != facts.incarnation:  # the last step of a process that ended stays until there is a new one
                 last = 0
             notes = facts.notes
             lines += [(line.time_s, facts.worker, line) for line in notes.log_lines if line.number > last]
@@ -60,7 +60,7 @@ class JobNotes:
             )  # fmt: skip
 
     def view(self) -> dict[str, Any]:
-        """All of it as JSON takes it; a timeline that there is nothing for is None."""
+        """Everything as data for JSON; a timeline without data is None."""
         return {
             "lines": list(self._lines),
             "timelines": {
@@ -76,7 +76,7 @@ class JobNotes:
         return [(worker, span) for worker, spans in self._spans.items() for span in spans if span.lane == lane]
 
     def _latest(self, lane: str, word: str, size: Callable[[Spans], int]) -> dict[str, Any] | None:
-        """The newest step or pass of which as much is known as of any: the very newest may have just begun."""
+        """The newest step or pass with the most data: the very newest may have just begun."""
         found = _by_number(self._in(lane))
         if not found:
             return None
@@ -87,7 +87,7 @@ class JobNotes:
         return _timeline(f"{word} {number}", bars)
 
     def _iteration(self) -> dict[str, Any] | None:
-        """The newest iteration of DDP: when each rank computed gradients, and reduced them."""
+        """The newest DDP iteration: the times at which each rank computed gradients and reduced them."""
         found = _by_number(self._in("DDP"))
         if not found:
             return None
@@ -126,7 +126,7 @@ _SLACK: Final = 0.001  # seconds; clocks are read one after the other
 
 
 def _by_number(spans: Iterable[tuple[str, SpanFacts]]) -> dict[int, Spans]:
-    """By the number of the step, pass or iteration that each span names."""
+    """The spans by the number of their step, pass or iteration."""
     found: dict[int, Spans] = {}
     for worker, span in spans:
         if (match := _NUMBERED.fullmatch(span.name)) is not None:

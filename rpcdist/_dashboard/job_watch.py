@@ -18,12 +18,12 @@ logger = logging.getLogger(__name__)
 
 
 class JobWatch:
-    """Looks at a job once in a period, as long as there are viewers; on one event loop.
+    """Queries a job once in a period while there are viewers; on one event loop.
 
     Args:
-        asker: asks; its calls block, so a thread makes them.
-        address: of a worker of the job. Where it does not answer any more, other workers are asked.
-        period_s: between two looks, in seconds.
+        asker: queries the workers; its calls block, so a thread makes them.
+        address: the address of a worker of the job. If it stops answering, other workers are queried.
+        period_s: the time between two queries, in seconds.
     """
 
     def __init__(self, asker: Asker, address: str, period_s: float) -> None:
@@ -41,14 +41,14 @@ class JobWatch:
         return f"<JobWatch of {self._addresses[0]}, {self.num_viewers} viewers>"
 
     async def run(self) -> None:
-        """Looks until it is cancelled."""
+        """Queries the job until it is cancelled."""
         while True:
             await self._wanted.wait()
             began = time.monotonic()
             try:
                 answers = await run_in_thread(partial(ask, self._asker, self._addresses), _nothing, "rpcdist-looks")
                 self.history.add(answers, time.time())
-            except Exception as error:  # the view must not stand still without a word
+            except Exception as error:  # the view must not stop silently
                 logger.exception("a look at the job failed")
                 answers = JobFacts(error=f"a look at the job failed: {error}")
                 self.history.add(answers, time.time())
@@ -62,11 +62,11 @@ class JobWatch:
             await asyncio.sleep(max(0.0, self._period_s - (time.monotonic() - began)))
 
     def facts_of(self, worker: str) -> WorkerFacts | None:
-        """The facts of a worker at the last look."""
+        """The facts of a worker at the last query."""
         return self._latest.get(worker)
 
     async def ask(self, worker: str) -> WorkerFacts | None:
-        """All facts of a worker now; without an answer, those of the last look, if there are any."""
+        """All facts of a worker now; without an answer, those of the last query, if there are any."""
         last = self._latest.get(worker)
         if last is None:
             return None
@@ -77,13 +77,13 @@ class JobWatch:
             return last
 
     async def next_look(self, after: int, limit_s: float) -> int:
-        """Waits until there were more looks than `after`, so long at most; returns how many there were."""
+        """Waits until there were more queries than `after`, or for `limit_s`; returns the number of queries."""
         async with self._looked:
             try:
                 async with asyncio.timeout(limit_s):
                     await self._looked.wait_for(lambda: self.num_looks > after)
             except TimeoutError:
-                pass  # the job takes long to answer: the number says so
+                pass  # the job takes long to answer: the number shows that
         return self.num_looks
 
     def enter(self) -> None:
@@ -92,14 +92,14 @@ class JobWatch:
         self._wanted.set()
 
     def leave(self) -> None:
-        """Counts a viewer less. Nobody is asked while there are none."""
+        """Removes a viewer from the count. Without viewers there are no queries."""
         self.num_viewers -= 1
         if self.num_viewers == 0:
             self._wanted.clear()
 
 
 def _nothing() -> None:
-    """A look that is not waited for any more ends by itself: its waits have limits."""
+    """Cancels nothing: an abandoned query ends by itself, because its waits have limits."""
 
 
 def ask(asker: Asker, addresses: list[str]) -> JobFacts:

@@ -68,7 +68,7 @@ def _run_dashboard(arguments: argparse.Namespace) -> int:
     try:
         _check_period(arguments.period)
         with Asker(is_live=True) as asker, closing(_listen(arguments.host, arguments.port)) as listener:
-            address = _address_of_job(asker, arguments.address)  # what is wrong is told here, and not on the page
+            address = _address_of_job(asker, arguments.address)  # errors are shown here, and not on the page
             token = secrets.token_urlsafe(24)
 
             async def serve() -> None:
@@ -135,13 +135,13 @@ def _address_of_job(asker: Asker, given: str | None) -> str:
         )
     print(f"the only job here: {lines[0]}", file=sys.stderr)
     for address, refusal in refusals.items():
-        if not isinstance(refusal, AuthenticationFailed):  # of another user
+        if not isinstance(refusal, AuthenticationFailed):  # a worker of another user
             print(f"not asked: the process at {address}: {refusal}", file=sys.stderr)
     return jobs[0].workers[0].address
 
 
 def _in_a_line(job: JobFacts) -> str:
-    """The address of a job, its workers, and the program of the first one on this host."""
+    """One line with a job's address, its workers, and the program of its first worker on this host."""
     from rpcdist.transport.unix_sockets import process_at  # loads gRPC
 
     names = [worker.worker for worker in job.workers] + [one.worker for one in job.silent]

@@ -1,4 +1,4 @@
-"""The web page of a job: one page, fed by server-sent events, for those who have its token."""
+"""The web page of a job: one page, fed by server-sent events, for browsers that have its token."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def make_page_server(watch: JobWatch, token: str, is_ending: Callable[[], bool] 
     """The application; it queries the job while it runs and a browser has the page open.
 
     Args:
-        watch: looks at the job.
-        token: lets a browser in, as the parameter `token` of the first URL, and in a cookie from then on.
-        is_ending: whether the server wants to end, for which it waits until it has answered.
+        watch: queries the job.
+        token: admits a browser, as the parameter `token` of the first URL, and in a cookie from then on.
+        is_ending: whether the server is shutting down, for which it waits until all responses have ended.
     """
 
     @asynccontextmanager
@@ -82,7 +82,7 @@ def make_page_server(watch: JobWatch, token: str, is_ending: Callable[[], bool] 
 
 
 def few_connections() -> Any:
-    """The option `http` of uvicorn: its own protocol; the oldest of `MAX_CONNECTIONS` connections makes room."""
+    """uvicorn's option `http`: its own protocol, but beyond `MAX_CONNECTIONS` the oldest connection is closed."""
     came = keep_newest(MAX_CONNECTIONS)
 
     def protocol(**options: Any) -> Any:
@@ -105,12 +105,12 @@ def cookie_of(token: str) -> str:
 
 
 class _TokenCheck:
-    """Answers those who have no token, and adds the headers that keep other pages out."""
+    """Rejects requests without the token, and adds the headers that keep other pages out."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app = app
         self._token = token
-        # Browsers have one jar for all ports of a host, so each page has a name of its own there.
+        # Browsers have one cookie jar for all ports of a host, so each page has its own cookie name.
         self._cookie = cookie_of(token)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -126,7 +126,7 @@ class _TokenCheck:
         request = Request(scope)
         answer: ASGIApp = self._app
         if self._is(request.query_params.get("token")):
-            # The token leaves the address, which ends up in histories and on screens that are shared.
+            # Removes the token from the address, which appears in histories and on shared screens.
             came = RedirectResponse("/", 303)
             came.set_cookie(self._cookie, self._token, httponly=True, samesite="strict")
             answer = came
@@ -140,7 +140,7 @@ class _TokenCheck:
 
 
 class _Events(Response):
-    """The view of the job, now and after each look, until the browser leaves."""
+    """Sends the view of the job, now and after each query, until the browser disconnects."""
 
     media_type = "text/event-stream"
 
@@ -174,7 +174,7 @@ class _Events(Response):
             seen = looks
             async with asyncio.timeout(SLOW_ANSWER_LIMIT_S):
                 await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
-        await send({"type": "http.response.body"})  # the server logs an error about answers that have no end
+        await send({"type": "http.response.body"})  # the server logs an error for responses without an end
 
 
 async def _until_gone(receive: Receive) -> None:
@@ -195,7 +195,7 @@ def _read(name: str) -> bytes:
 
 
 async def _plotly(request: Request) -> Response:
-    """The charting library, as its Python package brings it."""
+    """The charting library from its Python package."""
     return Response(_plotly_script(), media_type=_TYPES["js"], headers={"Cache-Control": "max-age=86400"})
 
 

@@ -1,4 +1,4 @@
-"""The workers of a job in the terminal, live: a table that can be sorted, and a page for each worker."""
+"""A live view of a job's workers in the terminal: a sortable table, and a page for each worker."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MAX_FRAMES: Final = 12
 
 
 class _WorkerPage(Screen[None]):
-    """The facts of one worker; they follow the looks."""
+    """The facts of one worker; each query updates them."""
 
     BINDINGS: ClassVar[list[BindingType]] = [("escape", "app.pop_screen", "back"), ("q", "app.quit", "quit")]
 
@@ -77,7 +77,7 @@ class Top(App[None]):
 
     @work(exclusive=True)
     async def follow(self) -> None:
-        """Shows each look."""
+        """Shows the result of each query."""
         self.watch_job.enter()
         looking = asyncio.create_task(self.watch_job.run())
         seen = 0
@@ -85,13 +85,13 @@ class Top(App[None]):
             while True:
                 seen = await self.watch_job.next_look(seen, LIVE_VIEW_PERIOD_S)
                 if looking.done():
-                    looking.result()  # raises what ended it
+                    looking.result()  # raises its error
                 self.show()
         finally:
             looking.cancel()
 
     def show(self) -> None:
-        """Draws the last look."""
+        """Draws the result of the last query."""
         view = self.watch_job.history.view()
         rows = {row["name"]: row for row in view["workers"]}
         if isinstance(self.screen, _WorkerPage):
@@ -136,7 +136,7 @@ class Top(App[None]):
 
 
 def run_top(asker: Asker, address: str, period_s: float) -> None:
-    """Runs the table until its reader leaves it."""
+    """Runs the table until the user quits."""
     Top(asker, address, period_s).run()
 
 

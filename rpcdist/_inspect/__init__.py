@@ -1,3 +1,3 @@
-"""The commands that look into a running job, or into what a failed one has left: `stacks` and `report`."""
+"""The commands that inspect a running job (`stacks`), or the files of a failed one (`report`)."""
 
 __all__: list[str] = []

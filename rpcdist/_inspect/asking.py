@@ -1,7 +1,7 @@
-"""Asks the workers of a job what they do, from outside of the job or from a process in it.
+"""Queries the state of a job's workers, from outside the job or from a process in it.
 
-Every process that has the job token may ask, and nothing changes by it. A worker that does not answer is looked at from
-outside: by this process if it runs on this host, else by a worker that has answered and listens at the same host.
+Every process that has the job token may query; queries change nothing. If a worker does not answer, its process is
+inspected from outside: by this process on the same host, otherwise by an answering worker on the worker's host.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ MAX_NOTE_NUMBER: Final = (1 << 63) - 1
 
 
 class Asker:
-    """Asks; use it as a context manager. Its methods block, bounded, and may be called again and again.
+    """Queries workers; use it as a context manager. Its methods block for a limited time, and may be called repeatedly.
 
     Args:
-        is_live: asks for log lines and spans, too, which workers then note; each answer has those since the one before.
-            Of stacks it gets only those of workers where something takes long, and of members those of the worker that
-            is asked first; `facts_at` has all.
+        is_live: queries log lines and spans, too, which workers then record; each answer has those since the last one.
+            It gets stacks only from workers where an operation takes long, and members only from the first worker;
+            `facts_at` gets all.
 
     Raises:
         ConfigError: there is no usable token.
@@ -64,7 +64,7 @@ class Asker:
     def __init__(self, is_live: bool = False) -> None:
         self._node = acquire_node()
         self._is_live = is_live
-        # By address: those that answered last time, for the next look, and the numbers of the last notes that came.
+        # By address: links to workers that answered last time, and the numbers of the last notes received.
         self._links: dict[str, tuple[Link, int]] = {}
 
     def __enter__(self) -> Self:
@@ -76,18 +76,18 @@ class Asker:
         self.close()
 
     def close(self) -> None:
-        """Gives back what the asking needed."""
+        """Releases all resources."""
         try:
             self._node.run(self._close_links(), CONNECTION_CLOSE_LIMIT_S)
         finally:
             self._node.release()
 
     def job_at(self, address: str) -> JobFacts:
-        """The job of the worker that serves at an address, or of the store there, if a worker's process has it.
+        """The job of the worker that serves at an address, or of the store there if a worker's process serves it.
 
         Raises:
-            ConnectFailed: no worker answers there, nor is there a process that can be looked at.
-            AuthenticationFailed: that worker has another token, or belongs to another job.
+            ConnectFailed: no worker answers there, and no process there can be inspected.
+            AuthenticationFailed: the worker has another token, or belongs to another job.
         """
         return self._node.run(self._job_at(address), None)
 
@@ -96,9 +96,9 @@ class Asker:
         return self._node.run(self._look(address, inspection_pb2.LookRequest()), None)
 
     def jobs_here(self) -> tuple[list[JobFacts], dict[str, RpcdistError]]:
-        """The jobs that have a worker on this host, and, by address, why others on this host were not asked.
+        """The jobs that have a worker on this host and, by address, the errors of other workers on this host.
 
-        Those are mostly of another user or job: they hold another token.
+        Those workers mostly belong to another user or job, so they have another token.
         """
         return self._node.run(self._jobs_here(), None)
 
@@ -119,7 +119,7 @@ class Asker:
                 continue
             if isinstance(answer, FrozenProcess):
                 found.append(_unknown_job(address, answer))
-            elif not isinstance(answer, ConnectFailed):  # it has ended
+            elif not isinstance(answer, ConnectFailed):  # on ConnectFailed the worker has ended
                 errors[address] = answer
         return found, errors
 
@@ -139,7 +139,7 @@ class Asker:
         return JobFacts(first.job, tuple(sorted(workers, key=lambda facts: facts.id)), seen)
 
     async def _all(self, items: Iterable[S], ask: Callable[[S], Awaitable[T]]) -> list[T]:
-        """Asks about several, some at a time."""
+        """Queries several items, a limited number at a time."""
         places = asyncio.Semaphore(MAX_AT_ONCE)
 
         async def one(item: S) -> T:
@@ -151,9 +151,9 @@ class Asker:
     # ------------------------------------------------------------ one worker
 
     async def _ask_member(self, member: MemberFacts, answered: list[WorkerFacts]) -> SilentWorker | None:
-        """Asks a worker, and adds its answer to those of the others; without an answer, what is seen of it."""
+        """Queries a worker, and adds its answer to `answered`; without an answer, returns what its process shows."""
         answer: WorkerFacts | FrozenProcess | RpcdistError
-        if member.is_lost:  # which costs a job with many losses no time
+        if member.is_lost:  # no query, so that many lost workers cost no time
             lost = FrozenProcess("lost", "the worker that was asked first has declared it lost")
             answer = await self._look_from_outside(member.address, answered) or lost
         else:
@@ -169,7 +169,7 @@ class Asker:
     async def _ask(
         self, address: str, answered: Sequence[WorkerFacts], has_members: bool = False
     ) -> WorkerFacts | FrozenProcess | RpcdistError:
-        """The answer of a worker. If it takes long, its process is looked at meanwhile."""
+        """The answer of a worker. If it takes long, the worker's process is inspected at the same time."""
         asking = asyncio.ensure_future(self._look_or_error(address, has_members))
         try:
             await asyncio.wait({asking}, timeout=LOOK_PATIENCE_S)
@@ -178,7 +178,7 @@ class Asker:
                 return answer
             seen = await self._look_from_outside(address, answered)
             if seen is not None and not asking.done():
-                if seen.runs:  # many threads that compute in Python leave the one that answers little time
+                if seen.runs:  # many threads that compute in Python slow down the answering thread
                     await asyncio.wait({asking}, timeout=None if _is_busy() else LOOK_LATE_S)
                 if not asking.done():
                     return seen
@@ -195,7 +195,7 @@ class Asker:
             return await self._look(address, request)
         except RpcdistError as exc:
             return exc
-        except (ValueError, OSError) as exc:  # an address that a worker made up
+        except (ValueError, OSError) as exc:  # a worker reported an invalid address
             return TransportError(str(exc))
 
     async def _look(self, address: str, request: inspection_pb2.LookRequest) -> WorkerFacts:
@@ -213,7 +213,7 @@ class Asker:
                 raise ConnectFailed(address, "it does not answer", LOOK_LIMIT_S) from exc
             raise
         kept, _ = self._links.setdefault(address, (link, seen))
-        if kept is not link:  # two asked at once
+        if kept is not link:  # two queries opened a link at once
             await link.close()
         facts = facts_from_json(reply.facts)
         if reply.notes:
@@ -236,7 +236,7 @@ class Asker:
         return await run_in_thread(lambda: look_at_process(pid), lambda: None, "rpcdist-looks-in")
 
     async def _look_from_there(self, address: str, answered: Sequence[WorkerFacts]) -> FrozenProcess | None:
-        """Asks a worker on the same host to look."""
+        """Asks a worker on the same host to inspect the process."""
         host = _host_of(address)
         neighbours = [facts for facts in answered if host is not None and _host_of(facts.address) == host]
         for facts in neighbours[:MAX_NEIGHBOURS]:
@@ -256,7 +256,7 @@ class Asker:
 
 
 def _host_of(address: str) -> str | None:
-    """None for an address that a worker made up."""
+    """The host of an address; None if a worker reported an invalid address."""
     try:
         return split_address(address)[0]
     except ConfigError:
@@ -264,12 +264,12 @@ def _host_of(address: str) -> str | None:
 
 
 def _is_silence(error: RpcdistError) -> bool:
-    """Whether the worker has said nothing, not even something that is wrong."""
+    """Whether the worker sent no answer at all, not even an invalid one."""
     return isinstance(error, TransportError) and not isinstance(error, AuthenticationFailed | ProtocolViolation)
 
 
 def _is_busy() -> bool:
-    """Whether processes of this host have to wait for processors, so that a good one may answer late."""
+    """Whether processes of this host wait for processors, so that a healthy one may answer late."""
     return os.getloadavg()[0] > 2 * (os.cpu_count() or 1)
 
 

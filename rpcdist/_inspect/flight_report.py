@@ -1,10 +1,10 @@
-"""The commands that explain a job: `report` one that failed, and `stacks` one that waits.
+"""The commands that explain a job: `report` for a failed job, and `stacks` for one that hangs.
 
-`python -m rpcdist report FOLDER` tells the story of a failed job, from the files that its workers have written: what
-happened first, on which worker, and what the others did then. The content of the files is checked: one may be cut off,
-of another version, or forged.
+`python -m rpcdist report FOLDER` reports a failed job from the files that its workers have written: what happened
+first, on which worker, and what the other workers did then. It checks the files: one may be truncated, of another
+version, or forged.
 
-`python -m rpcdist stacks [ADDRESS]` tells what every call that takes long waits for, followed over all workers.
+`python -m rpcdist stacks [ADDRESS]` shows what every long call waits for, across all workers.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MAX_FILES: Final = 2000
 MAX_TEXT: Final = 2000
 MAX_EVENTS_SHOWN: Final = 30
 _RANKS: Final = {"failed": 0, "ended": 1, "group": 2, "broken": 3, "lost": 4, "heard": 5, "signal": 6, "call": 7}
-"""Which of two events at about the same time says more about the cause."""
+"""Ranks events that happen at about the same time by how much they say about the cause."""
 
 _TOGETHER_NS: Final = 20_000_000
 _CONTEXT_NS: Final = 10_000_000_000  # calls that failed so long before the first failure of a job are left out
@@ -54,7 +54,7 @@ _CONTEXT_NS: Final = 10_000_000_000  # calls that failed so long before the firs
 
 @dataclass(frozen=True, slots=True)
 class Incident:
-    """Something that one worker noticed: `kind` as in the flight log, or "call" or "group" for one that failed."""
+    """An event on one worker: `kind` as in the flight log, or "call" or "group" for a failed one."""
 
     time_ns: int
     worker: str
@@ -68,8 +68,8 @@ class FlightFile:
     """The file of one worker.
 
     Attributes:
-        num_kills: processes that the kernel of its host has killed for want of memory, from its start to the file.
-        num_calls: calls that had ended, of those that it remembers.
+        num_kills: processes that the host's kernel killed for lack of memory, from the worker's start to the file.
+        num_calls: finished calls among those that the file has.
     """
 
     path: Path
@@ -87,10 +87,10 @@ class FlightFile:
 
 
 def read_folder(folder: Path) -> tuple[list[FlightFile], list[str]]:
-    """The files of the newest job in a folder, and notes for the reader: on other jobs, and on files that are no good.
+    """The files of the newest job in a folder, and notes for the reader about other jobs and unusable files.
 
     Raises:
-        ConfigError: there is no such folder, or no file of a worker in it.
+        ConfigError: the folder does not exist, or has no file of a worker.
     """
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder}")
@@ -146,7 +146,7 @@ def _read(path: Path) -> FlightFile:
 
 
 def _content(path: Path) -> str:
-    """The text of a file; `ValueError` if that is a pipe, which might never end, or large."""
+    """The text of a file; `ValueError` if the file is large, or a pipe, which might never end."""
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), errors="replace") as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_FILE_BYTES:
@@ -176,7 +176,7 @@ def _call_text(call: dict[str, Any]) -> str:
 
 
 def story(files: Sequence[FlightFile], notes: Iterable[str] = (), groups: Iterable[Incident] = ()) -> str:
-    """The text."""
+    """The text of the report."""
     members = {member.name: member for file in files if file.facts is not None for member in file.facts.members}
     present = {file.worker for file in files}
     absent = sorted(set(members) - present)
@@ -200,7 +200,7 @@ def story(files: Sequence[FlightFile], notes: Iterable[str] = (), groups: Iterab
 
 
 def _timeline(files: Sequence[FlightFile], groups: Iterable[Incident]) -> list[Incident]:
-    """The events of all workers in their order, without the failed calls from long before."""
+    """The events of all workers in order, without failed calls from long before the first failure."""
     every = [event for file in files for event in file.events]
     begins = [event.time_ns for event in every if event.kind != "call"]
     first_ns = min(begins, default=0)
@@ -218,7 +218,7 @@ def _cause(events: Sequence[Incident], absent: Sequence[str]) -> Incident:
     first = others[0]
     close = [event for event in others if event.time_ns - first.time_ns <= _TOGETHER_NS]
     best = min(close, key=lambda event: _RANKS.get("lost" if _named(event, absent) else event.kind, 9))
-    # A worker whose program has failed breaks its connections, and others notice that before its file is written.
+    # A worker whose program has failed breaks its connections; others notice that before it writes its file.
     if best.kind in ("broken", "heard", "lost") and failures:
         named = [event for event in failures if f"{event.worker!r}" in best.text]
         return named[0] if named else best
@@ -317,7 +317,7 @@ def _failed_operations(folder: Path, workers: dict[int, str]) -> list[Incident]:
                     text = f"{name} failed: {entry['error']}"[:MAX_TEXT]
                     found.append(Incident(_number(entry["ended_ns"]), worker, "group", text))
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            continue  # of another version, or cut off
+            continue  # of another version, or truncated
     return found
 
 
@@ -365,7 +365,7 @@ def _show_stacks(arguments: argparse.Namespace) -> int:
 
 
 def text_of(job: JobFacts, older_than_s: float) -> str:
-    """The explanation of what the workers of a job wait for."""
+    """Explains what the workers of a job wait for."""
     answered = ", ".join(facts.worker for facts in job.workers) or "none"
     silent = ", ".join(one.worker for one in job.silent)
     head = f"job {job.job}: {answered}" + (f"; without an answer: {silent}" if silent else "")

@@ -1,4 +1,4 @@
-"""Checkpoints: what a job holds, on all of its workers, in one folder, which is always a whole one.
+"""Checkpoints: the state of a job on all of its workers, in one folder that is always complete.
 
     checkpoint.save("out/checkpoint", {"model": model, "optimizer": optimizer, "table": rref, "step": 7})
     checkpoint.load("out/checkpoint", state)        # the same keys: objects are changed in place, `step` is replaced

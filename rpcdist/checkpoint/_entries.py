@@ -1,7 +1,7 @@
-"""A value as what `torch.distributed.checkpoint` stores, tensors and other objects by key, and back.
+"""Converts a value to the entries that `torch.distributed.checkpoint` stores, tensors and objects by key, and back.
 
-A tensor is one entry. A module has one for each tensor of its state. The state of anything else is a structure, an
-entry in which markers stand for its tensors, and one entry for each tensor.
+A tensor is one entry. A module has one for each tensor of its state. The state of any other value is a structure (an
+entry in which markers replace the tensors), and one entry for each tensor.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from rpcdist.errors import ConfigError
 
 Entries = dict[str, Any]
-"""Tensors, which may be those of a model itself, and other objects."""
+"""Tensors, which may be the model's own, and other objects."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ def entries_of(key: str, value: object) -> Entries:
     """The entries of a value.
 
     Raises:
-        ConfigError: two of them would have one key, or a tensor is of a kind that a checkpoint does not have.
+        ConfigError: two entries would have one key, or a checkpoint cannot hold a tensor of that kind.
     """
     if isinstance(value, Tensor):
         return {key: _plain(key, value)}
@@ -43,7 +43,7 @@ def entries_of(key: str, value: object) -> Entries:
 
 
 def is_stateful(value: object) -> TypeGuard[Stateful]:
-    """Whether a value, such as an optimizer or a pipeline, has a state that is saved in its place."""
+    """Whether a value, such as an optimizer or a pipeline, has a state that is saved instead of the value."""
     return isinstance(value, Stateful) and not isinstance(value, type)
 
 
@@ -59,7 +59,7 @@ def _plain(key: str, tensor: Tensor) -> Tensor:
     """The tensor of an entry, without its graph.
 
     Raises:
-        ConfigError: it is of a kind that a checkpoint does not have.
+        ConfigError: a checkpoint cannot hold a tensor of that kind.
     """
     problem = _unsupported(tensor)
     if problem:
@@ -88,7 +88,7 @@ def _unsupported(tensor: Tensor) -> str:
 
 
 def _has_numbers(dtype: torch.dtype) -> bool:
-    """Whether torch computes with a dtype; there are some of bits, and of integers below a byte, only by name."""
+    """Whether torch computes with a dtype; for bits, and for integers below a byte, it has little but the name."""
     if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
         return True
     try:
@@ -99,7 +99,7 @@ def _has_numbers(dtype: torch.dtype) -> bool:
 
 
 def _taken_apart(key: str, value: Any, tensors: Entries) -> Any:
-    """The structure of a value, whose tensors go into `tensors`."""
+    """The structure of a value; adds its tensors to `tensors`."""
     if isinstance(value, Tensor):
         if key in tensors:
             raise ConfigError(f"two tensors of the state would have the key {key!r}: rename one")

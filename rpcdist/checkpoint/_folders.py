@@ -1,12 +1,12 @@
-"""The folder of a checkpoint: a link to the newest one that is whole.
+"""The folder of a checkpoint: a link to the newest complete one.
 
-`out/checkpoint` is a symbolic link to a folder beside it, `.checkpoint-8f3c...`. A new one is written into a folder of
-its own; then one `rename` puts a new link in the place of the old one, and the old folder goes. Whenever a process
-dies, the link leads to a whole checkpoint, and what was left half-way is removed by the next one.
+`out/checkpoint` is a symbolic link to a folder beside it, `.checkpoint-8f3c...`. A save writes into a new folder; then
+one `rename` replaces the old link, and the old folder is removed. Whenever a process dies, the link leads to a complete
+checkpoint, and the next save removes incomplete folders.
 
 A process that writes a folder holds a lock on it, which ends with the process. So a second save to the same path is
-refused, and takes no folder away that is being written or that was published a moment ago. On file systems that cannot
-lock folders (NFS), nothing guards against that.
+refused, and removes no folder that another process is writing or has just published. File systems that cannot
+lock folders (NFS) have no such protection.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def checkpoint_path(path: str | os.PathLike[str]) -> Path:
     """The absolute path of a checkpoint.
 
     Raises:
-        ConfigError: it is no path.
+        ConfigError: `path` is not a path.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise ConfigError(
@@ -41,12 +41,12 @@ def checkpoint_path(path: str | os.PathLike[str]) -> Path:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Makes the folder for a new checkpoint at `path`, and removes those that were never published.
+    """Makes the folder for a new checkpoint at `path`, and removes folders that were never published.
 
-    It belongs to the caller until the context ends; if it was not published by then, it is removed.
+    The new folder belongs to the caller until the context ends; it is then removed unless it was published.
 
     Raises:
-        ConfigError: there is something else at `path`, or another save to it runs.
+        ConfigError: `path` is something else than a checkpoint, or another save to it runs.
     """
     is_ours = path.is_symlink() and _name_pattern(path).fullmatch(os.readlink(path))
     if not is_ours and (path.exists() or path.is_symlink()):
@@ -68,7 +68,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def publish(folder: Path, path: Path) -> None:
-    """The folder becomes the checkpoint at `path`, in one step; then the one before is removed."""
+    """Makes the folder the checkpoint at `path`, in one step; then removes the previous one."""
     _sync(folder)
     link = folder.with_name(f"{folder.name}.link")
     try:
@@ -80,15 +80,15 @@ def publish(folder: Path, path: Path) -> None:
     _remove_all_but(path, folder)
 
 
-_OF_FILES = "inline_container"  # in what torch's writer of files says when the disk fails
+_OF_FILES = "inline_container"  # in the error of torch's file writer when the disk fails
 
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Turns what a disk that is full or broken raises into an error that names it; torch's is about a position.
+    """Turns the error of a full or broken disk into one that names the disk; torch's error names a file position.
 
     Raises:
-        CheckpointError: something could not be written into the folder, or not be turned into bytes.
+        CheckpointError: a file could not be written into the folder, or a value not be serialized.
     """
     try:
         yield
@@ -120,7 +120,7 @@ def _free_mib(folder: Path) -> str:
 
 def discard(folder: Path) -> None:
     """Removes a folder that was not published."""
-    shutil.rmtree(folder, ignore_errors=True)  # what stays is removed by the next checkpoint
+    shutil.rmtree(folder, ignore_errors=True)  # the next checkpoint removes the rest
 
 
 def _published(path: Path) -> Path | None:
@@ -132,7 +132,7 @@ def _name_pattern(path: Path) -> re.Pattern[str]:
 
 
 def _remove_all_but(path: Path, own: Path) -> bool:
-    """Removes all folders of `path` but one's own and the published one. False if others are being written."""
+    """Removes all folders of `path` except `own` and the published one. False if others are being written."""
     ours, none_is_written = _name_pattern(path), True
     for found in list(path.parent.iterdir()):
         if not ours.fullmatch(found.name) or found == own:
@@ -163,20 +163,20 @@ def _locked(folder: Path) -> Iterator[bool]:
 
 
 def _lock(descriptor: int) -> bool:
-    """False if another one holds it."""
+    """False if another process holds the lock."""
     import fcntl  # not on Windows
 
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # this file system has no such locks
+    except OSError:  # this file system cannot lock folders
         return True
     return True
 
 
 def _sync(folder: Path) -> None:
-    """Has the names in a folder on the disk before anything that relies on them."""
+    """Flushes the names in a folder to the disk, before any step that relies on them."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,8 +1,8 @@
 """`save` and `load`.
 
-To save, all processes plan, the first one divides the work, all write, the first one publishes. To load, every process
-reads what it needs. `Ranks` are the processes that save or load together. The owners of values behind remote
-references save and load them, so that the values do not travel.
+To save, all processes plan, the first one divides the work, all write, and the first one publishes. To load, every
+process reads what it needs. `Ranks` are the processes that save or load together. The owners of values behind remote
+references save and load the values, so that these do not travel.
 """
 
 from __future__ import annotations
@@ -49,26 +49,25 @@ def save(
     """Saves a state in one folder; blocks until it is on the disk. All ranks of the group call it.
 
     Values are tensors, modules, remote references, objects with `state_dict` (optimizers, pipelines, parameter servers,
-    schedulers), and anything that can be pickled. The owner of a reference writes the value behind it. An entry that
-    several ranks have, as those of a replicated model, is written once; the others count as equal. Do not change the
-    values meanwhile.
+    schedulers), and all values that pickle supports. The owner of a reference writes the value behind it. An entry that
+    several ranks have, such as a parameter of a replicated model, is written once; the others count as equal. Do not
+    change the values during the save.
 
-    The old checkpoint stays until the new one is whole: `path` leads to one of the two, whichever process dies
-    meanwhile.
+    The old checkpoint stays until the new one is complete: `path` leads to one of the two, even if a process dies.
 
     Args:
         path: becomes a link to the folder; on a file system that all workers and ranks share.
         state: the values by key.
         group: the ranks that save together, by default the default group, if there is one. Without a group this process
             saves alone, with the owners of its references.
-        timeout: limit in seconds of each call to an owner; 0 for none, by default that of `init_rpc`.
-        digest: how `load` tells damaged files from whole ones: "xxh3", which finds what disks and networks do, or
-            "sha256", which nobody can forge, and which takes several times as long.
+        timeout: limit in seconds of each call to an owner; 0 means no limit; by default the limit of `init_rpc`.
+        digest: how `load` detects damaged files: "xxh3" detects faults of disks and networks; "sha256" also detects
+            forgery, and takes several times as long.
 
     Raises:
-        ConfigError: something else is at `path`, another save to it runs, two entries have one key, or one cannot be
-            saved.
-        CheckpointError: it failed on another rank, the disk is full, or files of other workers are not seen here.
+        ConfigError: `path` is something else than a checkpoint, another save to it runs, two entries have one key, or
+            an entry cannot be saved.
+        CheckpointError: another rank failed, the disk is full, or this process does not see other workers' files.
         WorkerLost: an owner died. RankLost: a rank died.
     """
     target, algorithm = _folders.checkpoint_path(path), algorithm_of(digest)
@@ -121,7 +120,7 @@ class _Parts:
         return [self._own.plan(), *rpc.wait_all([each.rpc_async(self._timeout).plan() for each in self._others])]
 
     def write(self, plans: list[SavePlan]) -> list[WrittenFiles]:
-        assert self._own is not None  # plan() came before
+        assert self._own is not None  # plan() was called before
         calls = [each.rpc_async(self._timeout).write(plan) for each, plan in zip(self._others, plans[1:], strict=True)]
         return [self._own.write(plans[0]), *rpc.wait_all(calls)]
 
@@ -136,20 +135,20 @@ def load(
 ) -> None:
     """Loads what `save` wrote, on any number of ranks and owners. All ranks of the group call it.
 
-    The keys say what is loaded; a checkpoint may have more. Tensors, modules and objects with `load_state_dict` get
-    their values in place, at the owner where they are behind a reference. Other values are replaced in `state`.
-    The index and non-tensors are unpickled: load only checkpoints that you trust.
+    The keys select what is loaded; a checkpoint may have more. Tensors, modules and objects with `load_state_dict` get
+    their values in place, at the owner if they are behind a reference. Other values are replaced in `state`.
+    `load` unpickles the index and values other than tensors: load only checkpoints that you trust.
 
     Args:
         path, group, timeout: as for `save`.
         state: the values by key; changed.
 
     Raises:
-        ConfigError: there is no checkpoint, or it does not fit; values may have been changed by then.
-        CheckpointError: files are damaged, or it failed on another rank.
+        ConfigError: there is no checkpoint, or it does not fit; some values may have changed already.
+        CheckpointError: files are damaged, or another rank failed.
         WorkerLost: an owner died. RankLost: a rank died.
     """
-    folder = str(checkpoint_path(path).resolve())  # all read the same one, even if a newer one is published meanwhile
+    folder = str(checkpoint_path(path).resolve())  # all read the same one, even if a newer one is published now
 
     def read() -> None:
         here, there = by_owner(state)
@@ -173,7 +172,7 @@ def by_owner(state: Mapping[str, object]) -> tuple[dict[str, object], dict[str, 
     """The values of this process, and the references, by their owner's name.
 
     Raises:
-        ConfigError: it is no dictionary of values by key.
+        ConfigError: `state` is not a dictionary of values by key.
     """
     if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
         what = f"a {type(state).__name__}" if not isinstance(state, Mapping) else f"of keys {list(state)!r:.80}"
@@ -189,7 +188,7 @@ def by_owner(state: Mapping[str, object]) -> tuple[dict[str, object], dict[str, 
 
 
 def entries_at_owner(references: References) -> Entries:
-    """At the owner: the entries of its values."""
+    """Runs at the owner: the entries of its values."""
     entries: Entries = {}
     for key, reference in references.items():
         entries |= entries_of(key, reference.local_value())
@@ -197,15 +196,15 @@ def entries_at_owner(references: References) -> Entries:
 
 
 def new_part(folder: str, references: References, algorithm: str) -> CheckpointPart:
-    """At the owner: what it will write."""
+    """Runs at the owner: the part that it will write."""
     return CheckpointPart(folder, entries_at_owner(references), algorithm)
 
 
 def load_at_owner(folder: str, references: References) -> None:
-    """At the owner: its values get what was stored.
+    """Runs at the owner: loads the stored values in place.
 
     Raises:
-        ConfigError: one of them cannot be changed in place.
+        ConfigError: a value cannot be changed in place.
     """
     stored = StoredEntries(folder)
     for key, reference in references.items():
@@ -222,10 +221,10 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """Does a step on all ranks, or on the first; where it fails on one, it fails on all.
+    """Does a step on all ranks, or on the first; a step that fails on one rank fails on all.
 
     Raises:
-        ConfigError: it is not a group of ours with this rank in it.
+        ConfigError: the group is not one of ours, or this process is not in it.
     """
 
     def __init__(self, group: ProcessGroup | None) -> None:
@@ -241,7 +240,7 @@ class Ranks:
         self.is_first = self.rank == 0
 
     def all(self, what: str, step: Callable[[], T]) -> list[T]:
-        """The results of all ranks. `what` is for the error."""
+        """Does the step on all ranks, and returns their results. The error names the step as `what`."""
         if self._group is None:
             with names_shortage(f"{what} of a checkpoint", CheckpointError):
                 return [step()]
@@ -263,5 +262,5 @@ class Ranks:
         return [cast(T, result) for _, result in found]
 
     def first(self, what: str, step: Callable[[], T]) -> T:
-        """The result of the first rank, which alone does the step."""
+        """Does the step on the first rank only, and returns its result on all."""
         return cast(T, self.all(what, lambda: step() if self.is_first else None)[0])

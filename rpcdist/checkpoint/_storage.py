@@ -1,11 +1,11 @@
 """Plans, files and their index, by the planners and the file system of `torch.distributed.checkpoint`.
 
-Their functions `save` and `load` ask torch's own process groups for the ranks. Their steps in between are here, so
-that it can be asked of ranks of our groups, and of owners of remote references.
+torch's `save` and `load` work with torch's own process groups only. This module has their intermediate steps, which the
+ranks of our groups and the owners of remote references can call.
 
-Digests tell damaged files from whole ones before anything of them is used. They lie beside torch's files in one of our
-own, `.digests`, so that torch reads the checkpoint as before: of each chunk of each file one, so that a partial load
-reads little more than its tensors, and one of the digests themselves.
+Digests detect damaged files before any of their contents are used. They are in a file of our own beside torch's files,
+`.digests`, so torch can still read the checkpoint. Each chunk of each file has a digest, so that a partial load
+reads little more than its tensors, and the digests have one themselves.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ CHUNK_BYTES: Final = 4 << 20
 _ALGORITHMS: Final[dict[str, Callable[[bytes], Any]]] = {"xxh3": xxhash.xxh3_128, "sha256": hashlib.sha256}
 
 FileDigests = dict[str, list[str]]
-"""By the name of a file: its size in bytes as a text, and then the digest of each chunk."""
+"""By the name of a file: its size in bytes as a string, followed by the digest of each chunk."""
 
 
 def algorithm_of(name: str) -> str:
-    """The name, checked. Raises `ConfigError`."""
+    """Checks and returns the name. Raises `ConfigError`."""
     if name not in _ALGORITHMS:
         raise ConfigError(f"checkpoints have digests by {' or '.join(map(repr, _ALGORITHMS))}, not {name!r}")
     return name
@@ -73,7 +73,7 @@ def write_digests(folder: Path, found: FileDigests, algorithm: str) -> None:
 
 
 class Digests:
-    """Those of a checkpoint that is read. Without the file, as in a checkpoint that torch wrote, nothing is compared.
+    """The digests of a checkpoint to read. Without the file, as in a checkpoint that torch wrote, none is compared.
 
     Raises:
         CheckpointError: the file is damaged.
@@ -100,7 +100,7 @@ class Digests:
             raise self._damaged(DIGESTS_NAME)
 
     def compare(self, name: str, start: int = 0, length: int | None = None) -> None:
-        """Reads what a part of a file is in, and compares it.
+        """Reads the chunks that contain a part of a file, and compares their digests.
 
         Args:
             start, length: the part, in bytes; by default the whole file.
@@ -130,7 +130,7 @@ class Digests:
             ) from exc
 
     def _check_kind(self, name: str) -> None:
-        """Refuses what is no file of this folder: a pipe would be waited for, and a device has no end."""
+        """Refuses names that are not files of this folder: reading a pipe would block, and a device has no end."""
         path = self._folder / name
         if Path(name).name != name or (path.exists() and not path.is_file()):
             raise self._damaged(name)
@@ -164,7 +164,7 @@ NUM_ENTRIES_SHOWN = 10  # in an error
 
 
 class CheckpointPart:
-    """The part of one process: first its plan, then, when all plans are known, its share of the files."""
+    """The part of one process: it makes a plan first and, when all plans are known, writes its share of the files."""
 
     def __init__(self, folder: str, entries: Entries, algorithm: str) -> None:
         self._algorithm = algorithm
@@ -175,11 +175,11 @@ class CheckpointPart:
         self._writer.set_up_storage_writer(is_coordinator=False)
 
     def plan(self) -> SavePlan:
-        """All of its entries; `plan_together` leaves each to one process."""
+        """A plan of all entries of this process; `plan_together` then assigns each entry to one process."""
         return self._writer.prepare_local_plan(self._planner.create_local_plan())
 
     def write(self, plan: SavePlan) -> WrittenFiles:
-        """Writes what is left of its plan, to the disk itself. Raises `CheckpointError` if that fails."""
+        """Writes the entries assigned to this process, and syncs them to the disk. Raises `CheckpointError`."""
         plan = self._planner.finish_plan(plan)
         with writing(self._folder):
             results = self._writer.write_data(plan, self._planner).wait()
@@ -198,17 +198,17 @@ def _files_of(results: Iterable[WriteResult]) -> list[str]:
 
 
 def plan_together(folder: str, plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-    """Which process writes what, and the index. An entry that several have is written once."""
+    """Assigns the entries to processes, and makes the index. An entry that several have is written once."""
     planner = _SavePlanner()
     together, metadata = planner.create_global_plan(list(plans))
     return FileSystemWriter(folder).prepare_global_plan(together), metadata
 
 
 def end_with_index(folder: str, metadata: Metadata, written: Sequence[WrittenFiles], algorithm: str) -> None:
-    """Writes the index and the digests, when all files are there.
+    """Writes the index and the digests after all files are written.
 
     Raises:
-        CheckpointError: a file that another process has written is not in the folder, or the disk is full.
+        CheckpointError: a file of another process is not in the folder, or the disk is full.
     """
     digests = {name: each for part in written for name, each in part.digests.items()}
     missing = sorted(name for name in digests if not (Path(folder) / name).exists())
@@ -223,10 +223,10 @@ def end_with_index(folder: str, metadata: Metadata, written: Sequence[WrittenFil
 
 
 class StoredEntries:
-    """A checkpoint that is read by this process.
+    """A checkpoint that this process reads.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no checkpoint.
         CheckpointError: its index cannot be read.
     """
 
@@ -241,7 +241,7 @@ class StoredEntries:
             self._metadata: Metadata = self._reader.read_metadata()
 
     def restore(self, key: str, value: object) -> object:
-        """Gives a value what was stored: in place where it has a state; else the result takes its place.
+        """Restores a value: in place if it has a state; otherwise the result replaces it.
 
         Raises:
             ConfigError: the checkpoint has other entries, or other shapes.
@@ -276,7 +276,7 @@ class StoredEntries:
         return value
 
     def _read(self, entries: Entries) -> None:
-        """Fills in tensors in place, and replaces the other objects. Raises `CheckpointError` if files are damaged."""
+        """Fills tensors in place, and replaces other objects. Raises `CheckpointError` if files are damaged."""
         for key, entry in entries.items():
             self._check(key, entry)
         with self._explained():
@@ -291,7 +291,7 @@ class StoredEntries:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Damaged files raise whatever pickle, zip files and torch raise; the error says which checkpoint it is."""
+        """Turns what pickle, zip files and torch raise for damaged files into one error that names the checkpoint."""
         try:
             yield
         except CheckpointError:
@@ -336,7 +336,7 @@ class StoredEntries:
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """Names the entry that cannot be written."""
+    """Adds the name of an entry that cannot be written to the error."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)

@@ -1,4 +1,4 @@
-"""`torch.distributed` means rpcdist: programs written for torch run as they are.
+"""Makes `torch.distributed` mean rpcdist: programs written for torch run unchanged.
 
     import rpcdist.compat
 

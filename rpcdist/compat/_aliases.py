@@ -2,11 +2,11 @@
 
 [Note: what falls through]
 After `install_aliases`, torch's names of the table, and every module below them, are the modules of rpcdist that the
-table gives. A name that rpcdist lacks is an AttributeError that names it. A submodule that only torch has is torch's
-own file, in which the names of the table mean ours: optimizers written as functions, for one, need no groups.
-torch has loaded some modules by then (`import torch` does), so what holds their functions already keeps them.
+table gives. A name that rpcdist lacks raises an AttributeError that names it. A submodule that only torch has is
+torch's own file, in which the names of the table mean ours: optimizers written as functions, for one, need no groups.
+torch has loaded some modules by then (`import torch` does), so code that holds their functions already keeps them.
 
-`install` puts rpcdist in torch's place in this process, and in the processes that it starts.
+`install` replaces torch's modules by rpcdist's in this process, and in the processes that it starts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rpcdist.errors import ConfigError
 
 
 def install_aliases(table: Mapping[str, str], missing: Mapping[str, str]) -> None:
-    """Makes torch's names mean modules of ours in this process; before a module that uses them is imported.
+    """Makes torch's names mean modules of ours in this process. Call it before importing modules that use them.
 
     Args:
         table: torch's module to ours. Of two entries that fit a name, the longer one counts.
@@ -47,7 +47,7 @@ def install_aliases(table: Mapping[str, str], missing: Mapping[str, str]) -> Non
 
 
 class _MissingModule(ModuleType):
-    """A module of torch's that rpcdist does not have; every use of it names what is missing."""
+    """A module of torch that rpcdist does not have; every use of it raises an error that names it."""
 
     def __init__(self, theirs: str, advice: str) -> None:
         super().__init__(theirs)
@@ -61,7 +61,7 @@ class _MissingModule(ModuleType):
 
 
 class _AliasFinder(MetaPathFinder, Loader):
-    """Answers the import of torch's names with our modules, or with modules that say what is missing."""
+    """Resolves imports of torch's names to our modules, or to modules whose use raises an error."""
 
     def __init__(self, table: Mapping[str, str], missing: Mapping[str, str]) -> None:
         self._table = dict(table)
@@ -120,7 +120,7 @@ def _torch_folder(name: str) -> str:
 
 
 _MARK: Final = "rpcdist_compat"
-"""The entry of what `multiprocessing` prepares its children with."""
+"""The entry in the preparation data that `multiprocessing` sends to its children."""
 
 
 def install() -> None:
@@ -128,8 +128,8 @@ def install() -> None:
     `SyncBatchNorm` mean ours in this process, and in processes that `multiprocessing`, `torch.multiprocessing` and
     `rpcdist.launch` start from it. torch's own code still finds torch's names. Calling it again does nothing.
 
-    Call it before the modules are imported that use these names: `from torch.distributed import all_reduce` binds what
-    the name means then.
+    Call it before importing the modules that use these names: `from torch.distributed import all_reduce` binds the
+    current meaning of the name.
 
     Raises:
         ConfigError: this torch has no `torch.distributed`, or its process group is initialized already.
@@ -169,7 +169,7 @@ def is_installed() -> bool:
 
 
 def _prepare_children() -> None:
-    """Has each child of `multiprocessing` call `install`, before it imports the main module."""
+    """Makes each child of `multiprocessing` call `install` before it imports the main module."""
     original: Callable[[str], dict[str, Any]] = multiprocessing.spawn.get_preparation_data
 
     def get_preparation_data(name: str) -> dict[str, Any]:

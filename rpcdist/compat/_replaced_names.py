@@ -1,4 +1,4 @@
-"""Which of torch's modules and names mean ours under `rpcdist.compat`, and which cannot, with what to do instead."""
+"""Lists torch's modules and names that mean ours under `rpcdist.compat`, and those that cannot, with advice."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MISSING: Final = {
     "torch.distributed.rpc._testing": "it tests torch's own agent",
     "torch.distributed.rpc.server_process_global_profiler": "use rpc._server_process_global_profile, or torch.profiler",
 }
-"""Modules that can be imported and have nothing in them, and what to do instead."""
+"""Modules that can be imported but are empty, and the advice for each."""
 
 VIEWS: Final = {
     "torch._C._distributed_c10d": "rpcdist.collectives",
@@ -60,7 +60,7 @@ LATE_VIEWS: Final = {
     "torch.distributed.tensor": "rpcdist.collectives.device_mesh",
     "torch.distributed.tensor.device_mesh": "rpcdist.collectives.device_mesh",
 }
-"""The same for modules that are not loaded before the program does, as that takes seconds."""
+"""The same for modules that only the program loads, because loading them takes seconds."""
 
 READS_OURS: Final = ("torch.distributed._state_dict_utils", "torch.distributed.checkpoint", "torch.distributed.utils")
 """Modules of torch that find our names, too: with torch's, each rank would be alone to them, or our groups refused."""
@@ -90,7 +90,7 @@ TAKES_GROUPS: Final = {
     "torch.distributed.tensor._api": "DTensor.from_local distribute_tensor distribute_module _dtensor_init_helper",
     "torch.distributed.tensor.parallel.api": "parallelize_module",
 }
-"""Functions, in them and elsewhere, that are refused: they take groups or meshes of torch, or make some."""
+"""Refused functions of these and other modules: they take or make groups or meshes of torch."""
 
 
 def advice_against(module: str) -> str | None:

@@ -23,8 +23,8 @@ from rpcdist.errors import ConfigError
 class _ViewedModule(ModuleType):
     """A module of torch in which the program finds our names.
 
-    `_rpcdist_names` has them by the module of ours that has each, and `_rpcdist_replaced` what the program has put in
-    the place of one: a mock or a wrapper, which torch's own code does not see.
+    `_rpcdist_names` maps each name to our module that has it. `_rpcdist_replaced` has the program's replacements, such
+    as mocks or wrappers, which torch's own code does not see.
     """
 
     def __getattribute__(self, name: str) -> Any:
@@ -46,10 +46,10 @@ class _ViewedModule(ModuleType):
 
 
 def _replace_for_program(own: Mapping[str, Any], name: str, value: object) -> None:
-    """Has programs, and not torch's own code, find a value under one of our names from now on."""
+    """Makes programs, but not torch's own code, find a value under one of our names from now on."""
     replaced: dict[str, object] = own["_rpcdist_replaced"]
     replaced.pop(name, None)
-    if value is not own.get(name) and value is not _name_for_program(own, name):  # mocks put back what they found
+    if value is not own.get(name) and value is not _name_for_program(own, name):  # mocks restore the old value
         replaced[name] = value
 
 
@@ -122,7 +122,7 @@ def _view(ours: str, module: ModuleType) -> None:
 
 
 def _refuse(names: str, module: ModuleType) -> None:
-    """Replaces functions, or methods of classes, of a module by ones that say what to do instead."""
+    """Replaces functions, or methods of classes, of a module by ones that raise `ConfigError` with advice."""
     for name in names.split():
         owner: Any = module
         *classes, last = name.split(".")
@@ -144,7 +144,7 @@ def _refuse(names: str, module: ModuleType) -> None:
 
 
 def refuse_torch_groups() -> None:
-    """Makes what asks for torch's default group, or would make it, raise `ConfigError` with what to do."""
+    """Makes the functions that use or make torch's default group raise `ConfigError` with advice."""
 
     def refuse(*args: object, **named: object) -> None:
         raise ConfigError(
@@ -167,7 +167,7 @@ def own_names(module: ModuleType) -> dict[str, Any]:
 
 
 class _ChangingFinder(MetaPathFinder):
-    """Finds modules of torch where they are, and has them changed once they are loaded."""
+    """Finds modules of torch at their usual place, and changes them once they are loaded."""
 
     def __init__(self, changes: Mapping[str, Sequence[Callable[[ModuleType], object]]]) -> None:
         self._changes = changes

@@ -12,7 +12,7 @@ __all__ = ["RemoteModule", "functional"]
 
 
 def __getattr__(name: str) -> object:
-    """Looks for `name` among the collectives of `functional`."""
+    """Looks up `name` among the collectives of `functional`."""
     if name.startswith("_"):
         raise AttributeError(f"module 'rpcdist.nn' has no attribute {name!r}")
     return getattr(functional, name)

@@ -48,7 +48,7 @@ def forward(
 
 
 def device_of(module: nn.Module, otherwise: str) -> torch.device:
-    """The device of the module's first parameter or buffer: the caller may not know that the module has moved."""
+    """The device of the module's first parameter or buffer; the caller may not know that the module was moved."""
     for tensor in (*_first(module.parameters()), *_first(module.buffers())):
         return tensor.device
     return torch.device(otherwise)
@@ -134,8 +134,8 @@ def parse_remote_device(text: str) -> RemoteDevice:
     """Parses a text such as `"trainer0/cuda:0"`. The default device is the CPU.
 
     Raises:
-        ConfigError: (a ValueError) it has another form.
-        RuntimeError: torch knows no such device.
+        ConfigError: (a ValueError) the text has another form.
+        RuntimeError: torch does not know the device.
     """
     if not isinstance(text, str):
         raise TypeError(f"Invalid type for remote_device: {type(text).__name__}; write '<worker>/<device>'")

@@ -9,7 +9,7 @@ from rpcdist.optim.optimizer import DistributedOptimizer
 
 __all__ = ["DistributedOptimizer"]
 
-# torch has the first two here; they need process groups, and live beside this package. The others are torch's own.
+# torch has the first two here; they need process groups, so they live elsewhere. The others are torch's own.
 _ELSEWHERE = {
     "PostLocalSGDOptimizer": "rpcdist.parallel.model_averaging",
     "ZeroRedundancyOptimizer": "rpcdist.parallel.zero_redundancy",
@@ -25,7 +25,7 @@ _ELSEWHERE = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports what lives elsewhere, at its first use."""
+    """Imports names from other packages at their first use."""
     if name not in _ELSEWHERE:
         raise AttributeError(f"module 'rpcdist.optim' has no attribute {name!r}")
     return getattr(importlib.import_module(_ELSEWHERE[name]), name)

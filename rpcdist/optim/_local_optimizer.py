@@ -31,11 +31,11 @@ MAX_OPTIONS_BYTES: Final = 64 << 10
 
 
 class LocalOptimizer:
-    """An optimizer over the parameters of this process, driven by a `DistributedOptimizer` somewhere.
+    """An optimizer over the parameters of this process, driven by a `DistributedOptimizer` on any worker.
 
     Args:
-        lock: held by all of its methods. Several trainers, each with an optimizer of its own here, may share the
-            parameters; one of them works on the parameters at a time.
+        lock: held by all of its methods. Several trainers, each with its own optimizer here, may share the
+            parameters; only one of them changes the parameters at a time.
         optimizer_class, groups, is_flat, numbers, args, kwargs: as for `new_local_optimizer`.
     """
 
@@ -62,11 +62,11 @@ class LocalOptimizer:
         """Steps with the gradients of a context, and leaves every `.grad` as it was.
 
         Args:
-            options: for each group, those that have changed since the last step; None if none has.
+            options: for each group, the options that have changed since the last step; None if none has.
             hogwild: as for `DistributedOptimizer.step`.
 
         Returns:
-            False if this process took no part in the context, so that there was nothing to do.
+            False if this process took no part in the context, so it did nothing.
         """
         parameters = self._parameters
         gradients = _gradients_of(context_id, parameters)
@@ -134,7 +134,7 @@ class LocalOptimizer:
         _retrieve_context(context_id).gradients.scale(self._parameters, factor)
 
     def _begin_alone(self, what: str) -> None:
-        """Takes the lock, for which it waits as long as the call may take.
+        """Takes the lock; waits for it until the deadline of the call.
 
         The caller releases it in a `finally`: leaving a `contextmanager` sets attributes of an error that the optimizer
         raised, which its class may refuse. [Note: hostile exceptions]
@@ -187,9 +187,9 @@ def _copied(value: Any) -> Any:
 
 
 class OptimizerTable:
-    """The local optimizers of one agent, as long as some `DistributedOptimizer` refers to them.
+    """The local optimizers of one agent that a `DistributedOptimizer` refers to.
 
-    Calls identify an optimizer by its number: a call with plain arguments costs half of one with a reference.
+    Calls identify an optimizer by its number: a call with plain arguments costs half as much as one with a reference.
     """
 
     def __init__(self) -> None:
@@ -214,7 +214,7 @@ class OptimizerTable:
         return local
 
     def keep_error(self, error: BaseException) -> int:
-        """Keeps what a step raised for the worker that asked for it; returns the number by which it asks."""
+        """Keeps the error of a step for the worker that requested the step; returns the number that identifies it."""
         number = next(self._numbers)
         clear_frames(error.__traceback__)  # they hold gradients
         self._errors[number] = error
@@ -223,7 +223,7 @@ class OptimizerTable:
         return number
 
     def raise_error(self, number: int) -> None:
-        """Raises what a step raised here."""
+        """Raises the stored error of a step."""
         raise self._errors.pop(number, None) or RpcdistError("the step failed, and its error is not kept any more")
 
 
@@ -304,7 +304,7 @@ def _step(context_id: int, work: bytes) -> bytes:
         number, hogwild = _WORK.unpack_from(work)
         options: Any = read_plain(work[_WORK.size :], [], [], None) if len(work) > _WORK.size else None
         return _OUTCOME.pack(table.find(number).step(context_id, options, hogwild), 0)
-    except BaseException as error:  # the worker that asked is told, also of a `sys.exit` in a hook
+    except BaseException as error:  # the requesting worker gets every error, even a `sys.exit` in a hook
         return _OUTCOME.pack(_FAILED, table.keep_error(error))
 
 
@@ -312,7 +312,7 @@ def decode_outcome(outcome: bytes) -> tuple[bool, int]:
     """Whether the owner took part in the context, and the number of its error; 0 for none.
 
     Raises:
-        RpcdistError: the owner knows nothing of optimizers.
+        RpcdistError: the owner does not support optimizers.
     """
     if len(outcome) != _OUTCOME.size:
         raise RpcdistError("the worker has no optimizer any more; make a new DistributedOptimizer")
@@ -331,19 +331,19 @@ def has_fused(optim: torch.optim.Optimizer) -> bool:
 
 @contextmanager
 def fused_if_possible(optim: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> Iterator[None]:
-    """For the time of a step: has torch's Adam use its fused implementation, unless the user has named one.
+    """Makes torch's Adam use its fused implementation during a step, unless the user has chosen one.
 
     It is one C++ call for all parameters, and takes a fraction of the time of torch's default on the CPU. But it reads
     a gradient in the order of its parameter's memory, so a gradient with other strides gives wrong numbers, which torch
-    2.13 does not check. So only contiguous parameters use it, and get contiguous gradients. The choice is made for each
-    step and is not an option of the optimizer, so its state can be loaded anywhere.
+    2.13 does not check. So only contiguous parameters use it, with contiguous gradients. The choice holds for one step
+    and is not an option of the optimizer, so its state can be loaded anywhere.
     """
     groups: list[dict[str, Any]] = optim.param_groups
     if (
         not has_fused(optim)
         or any([group[name] is not unset for group in groups for name, unset in _UNSET])
         or not all(map(_is_fusable, parameters))
-        or torch.get_default_dtype() is not torch.float32  # else that of the number of steps differs
+        or torch.get_default_dtype() is not torch.float32  # otherwise the dtype of the step count differs
     ):
         yield
         return

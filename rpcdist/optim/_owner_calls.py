@@ -52,7 +52,7 @@ def ask_owners(what: str, calls: Sequence[OwnerCall], instead: str = "asyncio.to
     try:
         waits = [None if is_own else _begin(agent, call) for call, is_own in zip(calls, own, strict=True)]
         results: list[Any] = [None] * len(calls)
-        for index, call in enumerate(calls):  # this process's own part, while the others do theirs
+        for index, call in enumerate(calls):  # the call of this process, while the others run theirs
             if own[index]:
                 results[index] = _outcome_of(partial(call.function, *call.args))
         for index, wait in enumerate(waits):
@@ -83,7 +83,8 @@ def ask_steps(
         instead: the asynchronous alternative that the text of `BlockingInLoop` names.
 
     Returns:
-        Which owners took part in the context; None if nothing was done, since only calls can carry the arguments.
+        For each owner, whether it took part in the context; None if nothing was done, since only calls can carry the
+        arguments.
 
     Raises:
         As `ask_owners` and `autograd.backward`.
@@ -118,7 +119,7 @@ def ask_steps(
                 results[index] = _outcome_of(partial(_stepped, call, outcomes[call.owner.id], deadline))
     except BackwardError:
         if roots is None:
-            worker.contexts.find(context_id)  # it may have been released meanwhile, which has an error of its own
+            worker.contexts.find(context_id)  # a context that was released meanwhile has its own error
         raise
     finally:
         current_autograd.reset(outside)
@@ -128,7 +129,7 @@ def ask_steps(
 
 
 def _stepped(call: OwnerCall, outcome: bytes | Exception, deadline: Deadline) -> bool:
-    """Whether an owner took part in the context; raises what its step raised."""
+    """Whether an owner took part in the context; raises the error of its step."""
     if isinstance(outcome, Exception):
         raise outcome
     took_part, error = decode_outcome(outcome)
@@ -139,7 +140,7 @@ def _stepped(call: OwnerCall, outcome: bytes | Exception, deadline: Deadline) ->
 
 
 def ask_owners_async(what: str, calls: Sequence[OwnerCall]) -> Future[list[Any]]:
-    """`ask_owners` as a future. Cancelling it cancels the calls; an owner that has finished by then has finished."""
+    """`ask_owners` as a future. Cancelling it cancels the calls that have not finished."""
     started = [_start(call) for call in calls]
     futures = [future for future in started if isinstance(future, Future)]
     combined: Future[list[Any]] = Future(on_cancel=lambda: [future.cancel() for future in futures])
@@ -170,7 +171,7 @@ class _CallFailed:
 
 
 def _begin(agent: Agent, call: OwnerCall) -> Callable[[], Any]:
-    """Makes a call; returns what waits for its outcome."""
+    """Makes a call; returns a function that waits for its outcome."""
     try:
         return agent.caller.begin(call.owner.id, call.function, call.args)
     except Exception as exc:

@@ -54,7 +54,7 @@ def parse_groups(params: Iterable[Any]) -> tuple[list[Group], bool]:
         The groups, copied one level deep, and whether `params` is a plain list.
 
     Raises:
-        TypeError: an element is no reference.
+        TypeError: an element is not a reference.
         ValueError: there are no parameters.
     """
     if isinstance(params, torch.Tensor | RRef):
@@ -108,7 +108,7 @@ def changed_options(sent: Sequence[Group], groups: Sequence[Group]) -> list[Grou
             if known is _MISSING or not _equal(known, value):
                 changes[name] = value
             elif type(value) in _IMMUTABLE:
-                before[name] = value  # the same object from now on, which is seen sooner
+                before[name] = value  # the same object from now on, which is compared faster
         changed.append(changes)
     return changed
 
@@ -145,7 +145,7 @@ def _state_order(item: tuple[Any, Any]) -> tuple[bool, Any]:
 def scatter_state(
     shards: Sequence[Shard], groups: Sequence[Group], state_dict: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """The part of each owner's optimizer in a state that `gather_state` or an optimizer of `torch.optim` has made.
+    """Splits a state that `gather_state` or an optimizer of `torch.optim` has made into one part for each owner.
 
     Raises:
         ConfigError: (a ValueError) the state does not fit the parameter groups.

@@ -42,9 +42,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     Every owner of parameters gets an optimizer of the given class, with a state of its own. Steps of several trainers
     on one owner come one after the other; between owners there is no order.
 
-    It is a `torch.optim.Optimizer`: the classes of `torch.optim.lr_scheduler` take it as it is, and options that are
-    written to `param_groups` reach the owners with the next step. `param_groups[i]["params"]` are references; the
-    state lives at the owners, and `state_dict` gathers it.
+    It is a `torch.optim.Optimizer`: the classes of `torch.optim.lr_scheduler` accept it, and changes of the options in
+    `param_groups` reach the owners with the next step. `param_groups[i]["params"]` are references; the state lives at
+    the owners, and `state_dict` gathers it.
 
     Args:
         optimizer_class: a subclass of `torch.optim.Optimizer`, or another callable that makes one; the owners must be
@@ -54,13 +54,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     Attributes:
         remote_optimizers: references to the local optimizers, one for each owner.
-        is_functional_optim: false; torch has it true for those that it compiles with TorchScript.
+        is_functional_optim: false; in torch it is true for optimizers that it compiles with TorchScript.
 
     Raises:
-        TypeError: a parameter is no reference, or refers to something else than a tensor.
+        TypeError: a parameter is not a reference, or the value behind it is not a tensor.
         ValueError: there are no parameters.
         OwnerLost: an owner died.
-        Exception: what the constructor raised at an owner; a note of the error names the worker.
+        Exception: the constructor's error at an owner; a note of the error names the worker.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         )
         self.remote_optimizers: list[RRef[LocalOptimizer]] = [new.rref for new in made]
         self._numbers: list[int] = [new.number for new in made]
-        self._sent: list[list[Group]] = [new.options for new in made]  # by shard: what its groups have
+        self._sent: list[list[Group]] = [new.options for new in made]  # by shard: the options of its groups
         for shard, options in zip(self._shards, self._sent, strict=True):
             for index, group_options in zip(shard.groups, options, strict=True):
                 groups[index] |= options_of(group_options)
@@ -100,7 +100,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def step(self, context_id: int, *, hogwild: bool = False) -> None:  # type: ignore[override]
         """Takes one step at every owner, with the gradients of a context; blocks until all are done.
 
-        A parameter without a gradient in the context stays as it is. Every `.grad` is as before afterwards.
+        A parameter without a gradient in the context stays as it is. The step does not change any `.grad`.
 
         Args:
             context_id: of `autograd.context()`, after `backward`.
@@ -120,7 +120,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         else:
             self._step(context_id, hogwild)
 
-    # As torch marks what it has wrapped for hooks and profilers: the wrapper takes as long as sending the calls.
+    # torch's mark of a method that it has wrapped for hooks and profilers: its wrapper takes as long as the calls.
     step.hooked = True  # type: ignore[attr-defined]
 
     def _step(self, context_id: int, hogwild: bool) -> None:
@@ -141,19 +141,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
     ) -> None:
         """`autograd.backward(context_id, roots)` and `step(context_id)`, with fewer messages; blocks.
 
-        Each worker steps when the pass cannot fail on any other one, except for the caller if only one other worker
+        Each worker steps when the pass cannot fail on any other worker, except on the caller if only one other worker
         takes part; `docs/optim.md` has the table. If something fails after a step, the notes of the error name the
-        workers that have stepped; none has stepped twice. Gradients that are clipped by their norm need the two calls.
+        workers that have stepped; no worker steps twice. To clip gradients by their norm, make the two calls instead.
 
         Args:
             context_id: of `autograd.context()`.
             roots: scalars, computed in the context on this worker.
             hogwild: as for `step`.
-            timeout: limit in seconds for all of it; 0 for none, by default the `rpc_timeout` of `init_rpc`.
+            timeout: limit in seconds for both together; 0 means no limit; by default the `rpc_timeout` of `init_rpc`.
 
         Raises:
             BackwardError: the backward pass failed; no worker has stepped, or a note names the one that has.
-            DeadlineExceeded: the time is over; the text names the workers that it waits for, and for what.
+            DeadlineExceeded: the timeout expired; the text names the workers that did not finish, and their operation.
             Otherwise as `autograd.backward` and `step`.
         """
         calls: list[OwnerCall] | None = None
@@ -193,7 +193,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return done
 
     def _step_calls(self, context_id: int, hogwild: bool) -> tuple[list[OwnerCall], list[list[Group]]]:
-        """The calls, and for each the options that its groups will have after it."""
+        """The calls, and for each call the options that its groups will have afterwards."""
         calls, sending = [], []
         for index, shard in enumerate(self._shards):
             groups = [self.param_groups[number] for number in shard.groups]
@@ -244,17 +244,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return torch.tensor(total)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Resets the `.grad` of all parameters. Gradients of contexts end with their contexts; this is for others."""
+        """Resets the `.grad` of all parameters. Gradients of contexts are separate, and end with their contexts."""
         self._ask_all("zero_grad", set_to_none)
 
     # ------------------------------------------------------------ options and state
 
     def make_scheduler(self, scheduler_class: Callable[..., Scheduler], *args: Any, **kwargs: Any) -> Scheduler:
-        """The same as `scheduler_class(optimizer, *args, **kwargs)`, which works with any of torch's schedulers."""
+        """The same as `scheduler_class(optimizer, *args, **kwargs)`, which works for all schedulers of torch."""
         return scheduler_class(self, *args, **kwargs)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Not offered: give all groups to the constructor."""
+        """Not supported: pass all groups to the constructor."""
         if getattr(self, "_is_made", True):
             raise RpcdistError(
                 "a DistributedOptimizer cannot get further parameter groups; give them all to its constructor, or make "
@@ -265,8 +265,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state of all local optimizers as one dictionary on the CPU, in the form of `torch.optim`.
 
-        Parameters have numbers, in the order in which they were given; so the dictionary may be loaded into an ordinary
-        optimizer of the same parameters, or into a distributed one whose owners have other shares of them.
+        Parameters have numbers, in the order in which the constructor got them; so an ordinary optimizer of the same
+        parameters, or a distributed one whose owners have other shares of them, can load the dictionary.
         """
         return gather_state(self._shards, self.param_groups, self._ask_all("state_dict"))
 
@@ -274,7 +274,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Loads a state that `state_dict` or an ordinary optimizer made: every local optimizer gets its part.
 
         Raises:
-            ConfigError: it is not of these parameters. (A ValueError.)
+            ConfigError: (a ValueError) the state does not fit these parameters.
         """
         parts = scatter_state(self._shards, self.param_groups, state_dict)
         calls = [self._call(index, "load_state_dict", part) for index, part in enumerate(parts)]
@@ -302,7 +302,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return f"<DistributedOptimizer {self._kind} [parameters: {where}]>"
 
     def __getstate__(self) -> dict[str, Any]:
-        # A scheduler puts a wrapper of `step` into the object, which knows this one only.
+        # A scheduler puts a wrapper of `step` into the object, which refers to this object only.
         return {name: value for name, value in self.__dict__.items() if name != "step"}
 
 

@@ -1,10 +1,10 @@
-"""Jobs whose ranks run on Ray: `pip install 'rpcdist[ray]'`. Nothing imports Ray before this module is imported.
+"""Jobs whose ranks run on Ray: `pip install 'rpcdist[ray]'`. Only this module imports Ray.
 
     results = rpcdist.ray.launch(train, workers=8, resources={"CPU": 2}, max_restarts=3)
     with rpcdist.ray.Cluster(8, resources={"GPU": 1}) as cluster:  # as LocalCluster: this process is worker0
         ...
 
-Ray places the processes, and starts them on its nodes; everything between them goes through rpcdist.
+Ray places the processes, and starts them on its nodes; all communication between them goes through rpcdist.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`rpcdist.ray.Cluster`: this process and actors of Ray are the workers of a job, while a `with` block lasts."""
+"""`rpcdist.ray.Cluster`: this process and Ray actors are the workers of a job during a `with` block."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ class Cluster(ClusterBlock):
             cluster.add("extra")
             cluster.remove("worker3")
 
-    As `rpcdist.LocalCluster`, but workers come and go (`rpc.workers()`, `world_size=None`). Use `async with` in a
-    coroutine, and `await cluster.start_async()` and `await cluster.close_async()` in a notebook. When the block is left
-    by an exception, the actors are killed.
+    Like `rpcdist.LocalCluster`, but workers may join and leave (`rpc.workers()`, `world_size=None`). Use `async with`
+    in a coroutine, and `await cluster.start_async()` and `await cluster.close_async()` in a notebook. If the block
+    raises an exception, the actors are killed.
 
     Args:
-        workers: how many there are, this process included; or their names.
-        resources: of each other worker, e.g. `{"CPU": 2, "GPU": 1}`; by default one CPU. This process takes none.
-        options: for all workers; `init_method` is chosen here.
+        workers: the number of workers, this process included; or their names.
+        resources: for each other worker, e.g. `{"CPU": 2, "GPU": 1}`; by default one CPU. This process takes none.
+        options: for all workers; the cluster chooses `init_method`.
         env: environment variables of the other workers.
-        max_restarts: how often a worker is started again whose process or node is lost.
+        max_restarts: how often a worker restarts after the loss of its process or node.
         join_timeout_s: limit of the start, and of each `add`, in seconds; None waits for Ray's resources without limit.
         strategy, runtime_env: as in `rpcdist.ray.launch`.
 
     Raises:
-        ConfigError: an argument is wrong, or the cluster does not have what the workers ask for.
+        ConfigError: an argument is wrong, or the cluster lacks the requested resources.
         AlreadyInitialized: this process is a worker already.
-        ProcessFailed: a worker failed before it had joined.
-        DeadlineExceeded: the workers did not come in time.
+        ProcessFailed: a worker failed before it joined.
+        DeadlineExceeded: the workers did not join in time.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Cluster(ClusterBlock):
 
     @property
     def names(self) -> list[str]:
-        """The workers that were started and not removed, this process first."""
+        """The names of the workers that were started and not removed, this process first."""
         return [self._first_names[0], *self._others]
 
     def start(self) -> Self:
@@ -126,9 +126,9 @@ class Cluster(ClusterBlock):
         resources: Mapping[str, float] | None = None,
         env: Mapping[str, str] | None = None,
     ) -> str:
-        """Starts one more worker, and returns its name when it has joined: by default `worker` and its rank.
+        """Starts one more worker, and returns its name, by default `worker` and its rank, when it has joined.
 
-        Without `resources` and `env` it gets those of the others. Errors: see the class.
+        By default it gets the `resources` and `env` of the others. Errors: see the class.
         """
         self._check_open()
         name = f"worker{self._next_rank}" if name is None else name
@@ -140,12 +140,12 @@ class Cluster(ClusterBlock):
         return name
 
     def remove(self, name: str) -> None:
-        """Has a worker finish what it does, leave the job, and end.
+        """Makes a worker finish its work, leave the job, and end.
 
         Raises:
             ConfigError: no worker has this name, or it is this process.
-            WorkerLost: it was lost before.
-            DeadlineExceeded: it did not end; then it is killed at the end of the cluster.
+            WorkerLost: the worker was lost before.
+            DeadlineExceeded: the worker did not end; the end of the cluster will kill it.
         """
         self._check_open()
         if name not in self._others:
@@ -158,17 +158,17 @@ class Cluster(ClusterBlock):
             watched.end()
 
     def close(self) -> None:
-        """Has all workers finish and leave, and waits for the ends of their actors.
+        """Makes all workers finish and leave, and waits until their actors have ended.
 
         Raises:
-            ProcessFailed: the end of a worker failed.
+            ProcessFailed: a worker failed while it ended.
             DeadlineExceeded: an actor did not end.
         """
         if not self._is_worker:
             return
         try:
             for name in self.names[1:]:
-                with suppress(WorkerLost):  # nobody is there to be told
+                with suppress(WorkerLost):  # a lost worker needs no request to stop
                     rpc.stop_serving(name)
             if rpc.api._is_current_rpc_agent_set():
                 rpc.shutdown()
@@ -227,8 +227,8 @@ class Cluster(ClusterBlock):
             raise error_of(failure, len(self.names)) from error
 
     def _abandon(self) -> None:
-        """Ends what is left of the job at once."""
-        with StopSignals():  # a second Ctrl-C does not interrupt this, which takes seconds at most
+        """Ends the rest of the job at once."""
+        with StopSignals():  # a second Ctrl-C must not interrupt this, which takes seconds at most
             others, self._others = self._others, {}
             try:
                 if self._is_worker:
@@ -242,7 +242,7 @@ class Cluster(ClusterBlock):
 
 
 def join_and_serve(rank: int, names: Mapping[int, str], options: RpcOptions) -> None:
-    """The actor of a worker: it joins, and serves until it is told to stop."""
+    """Runs in a worker's actor: joins, and serves until the worker is stopped."""
     rpc.init_rpc(names[rank], rank=rank, rpc_backend_options=options)
     rpc.serve()
     rpc.shutdown()

@@ -78,27 +78,27 @@ def launch(
     runtime_env: dict[str, Any] | None = None,
     name: str | None = None,
 ) -> list[Any] | dict[str, list[Any]]:
-    """`rpcdist.launch`, on the nodes of Ray: each rank is an actor's process. Connects to Ray where that is not done.
+    """`rpcdist.launch` on Ray's nodes: each rank is an actor's process. Connects to Ray if that was not done before.
 
-    This process serves the store at which the ranks meet, so that rank 0, too, can be lost, and come back on another
-    node. A rank whose process or node is lost is started again `max_restarts` times under its rank and name; the others
-    go on. The job token travels in a call of an actor: it is in no environment and in no file.
+    This process serves the store at which the ranks meet, so even rank 0 can be lost and restart on another
+    node. After the loss of its process or node, a rank restarts up to `max_restarts` times under its rank and name; the
+    others continue. The job token travels in a call of an actor, never in an environment or a file.
 
-    The script of this program is imported at the nodes, so the call is under `if __name__ == "__main__":`. In a
-    notebook, functions and classes go by value.
+    The nodes import the script of this program, so put the call under `if __name__ == "__main__":`. In a
+    notebook, functions and classes are sent by value.
 
     Args:
         function, args, workers, roles, max_restarts, name: as in `rpcdist.launch`.
-        resources: of each rank, e.g. `{"CPU": 2, "GPU": 1}`; by default one CPU.
+        resources: for each rank, e.g. `{"CPU": 2, "GPU": 1}`; by default one CPU.
         join_timeout_s: limit for the whole job in seconds, the wait for Ray's resources included.
-        env: environment variables of the ranks; that of this process does not travel.
+        env: environment variables of the ranks; they do not inherit those of this process.
         strategy: how Ray places the ranks on its nodes: "PACK", "SPREAD", "STRICT_PACK" or "STRICT_SPREAD".
-        runtime_env: what Ray installs for the ranks; `{"working_dir": "."}` ships the folder of the script.
+        runtime_env: Ray's runtime environment for the ranks; `{"working_dir": "."}` ships the folder of the script.
 
     Raises:
         ProcessFailed, SerializationError, SystemExit: as `rpcdist.launch`.
         DeadlineExceeded: the job did not end within `join_timeout_s`.
-        ConfigError: an argument is wrong, or the cluster does not have what the ranks ask for.
+        ConfigError: an argument is wrong, or the cluster lacks the requested resources.
     """
     check_not_importing_main("rpcdist.ray.launch")
     check_join_timeout(join_timeout_s)
@@ -156,7 +156,7 @@ def _run(
 
 
 def main_module() -> MainModule | None:
-    """The script of this program, for the ranks; None where functions go by value."""
+    """The script of this program, for the ranks; None if functions are sent by value."""
     path = getattr(sys.modules["__main__"], "__file__", None)
     if path is None or not main_has_a_file():
         return None
@@ -169,8 +169,8 @@ def reserve(plans: Sequence[RankPlan], strategy: str, deadline: Deadline, stop: 
     """A bundle of resources for each rank; None if a signal or the deadline came first.
 
     Raises:
-        ConfigError: no node has what a rank asks for, or all nodes together do not have what the job asks for. With a
-            deadline, a cluster that grows has that time to get it.
+        ConfigError: no node has the resources of a rank, or all nodes together lack those of the job. With a
+            deadline, a growing cluster has until then to get them.
     """
     bundles = [dict(one.role.resources or {"CPU": 1}) for one in plans]
     if (lack := lacking(bundles, plans)) and not deadline.is_finite:
@@ -227,5 +227,5 @@ def say_where(plans: Mapping[int, RankPlan], where: Mapping[int, Where]) -> None
     by_node: dict[str, list[str]] = {}
     for rank, place in where.items():
         by_node.setdefault(f"{place.node} ({place.address})", []).append(plans[rank].name)
-    """Tells the user, once, which rank runs where."""
+    """Shows the user, once, where each rank runs."""
     print("; ".join(f"{node}: {', '.join(names)}" for node, names in by_node.items()), file=sys.stderr)

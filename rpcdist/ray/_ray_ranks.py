@@ -1,4 +1,4 @@
-"""The engine of Ray: ranks are actors, each in its bundle of a placement group."""
+"""The Ray engine: ranks are actors, each in its bundle of a placement group."""
 
 from __future__ import annotations
 
@@ -115,11 +115,11 @@ class RayRanks:
     """See `RankEngine`.
 
     Args:
-        token: the job's secret. It travels as an argument of a method: it is in no environment and in no file.
-        main: the script of the driver; None where functions go by value.
+        token: the job's secret. It travels as an argument of a method, never in an environment or a file.
+        main: the script of the driver; None if functions are sent by value.
         group: a bundle for each rank; removed at the end.
         wake: `reports` returns soon while this is readable.
-        placed: called once with where each rank runs, when all of them do.
+        placed: called once, when all ranks run, with the place of each.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class RayRanks:
         self._wake = wake
         self._placed: Callable[[Mapping[int, Where]], object] | None = placed
         self._actors: dict[int, Any] = {}
-        self._pending: dict[Any, tuple[int, str]] = {}  # what Ray was asked: of which rank, and which method
+        self._pending: dict[Any, tuple[int, str]] = {}  # by the future of a call: its rank and method
         self._where: dict[int, Where] = {}  # of the ranks that run
         self._local_ranks: dict[int, int] = {}
 
@@ -210,13 +210,13 @@ class RayRanks:
             return [(rank, Ready(f"process {where.pid} of {where.node} ({where.address})"))]
         report: Report = answer
         if isinstance(report, Raised | Exited):
-            report = replace(report, moment=now)  # the clock of another machine says nothing here
+            report = replace(report, moment=now)  # the clock of another machine is not comparable
         return self._over(rank, report, 0)
 
     def _over(
         self, rank: int, report: Report | None, returncode: int | None, reason: str = "", has_run: bool = True
     ) -> list[tuple[int, Event]]:
-        """The report of a rank whose actor is of no more use."""
+        """The report of a rank whose actor cannot be used any more."""
         self._kill(rank)
         end = ProcessEnded(returncode, time.monotonic(), reason, has_run)
         return [(rank, end)] if report is None else [(rank, report), (rank, end)]
@@ -228,7 +228,7 @@ class RayRanks:
             ray.kill(self._actors.pop(rank), no_restart=True)
 
     def _place(self, rank: int, where: Where) -> None:
-        """The rank has a process now. When all have one, they are told their places; later ones at once."""
+        """Notes the process of a rank. When all ranks have one, prepares them; prepares later ones at once."""
         self._where[rank] = where
         if self._placed is None:
             self._prepare(rank)
@@ -265,7 +265,7 @@ class RayRanks:
     def _visible(self, rank: int) -> list[str]:
         """The GPUs that a rank sees: those of its role on this node, of which LOCAL_RANK is its own.
 
-        Its own only, where it has several, or where an earlier rank of the node is gone, and the numbers have gaps.
+        Only its own GPUs if it has several, or if the loss of an earlier rank of the node left gaps in the numbers.
         """
         own = list(self._where[rank].gpus)
         by_local_rank = {self._local_ranks[other]: self._where[other].gpus for other in self._neighbours(rank)}
@@ -277,6 +277,6 @@ class RayRanks:
 
 
 def _reason(error: RayActorError) -> str:
-    """Ray's words, without the table of the actor's data."""
+    """Ray's text of the error, without the table of the actor's data."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip() and line[:1] not in "\t "]
     return " ".join(lines)[:500] or type(error).__name__

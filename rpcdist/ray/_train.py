@@ -1,4 +1,4 @@
-"""Ray Train's workers on our collectives, and in RPC if that is wished."""
+"""Runs Ray Train's workers on our collectives and, on request, as RPC workers."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class RpcdistConfig(TorchConfig):  # type: ignore[misc]  # Ray has no types wher
     """For `TorchTrainer(train, torch_config=RpcdistConfig(rpc=True), ...)`.
 
     In `train`, `torch.distributed` runs on rpcdist's collectives, so `prepare_model` makes a DDP over them. With `rpc`,
-    each worker has called `init_rpc`: that of rank 0 is `worker0`. When one is lost, Ray Train starts all again, as its
-    `FailureConfig` says.
+    each worker has called `init_rpc`: the worker of rank 0 is `worker0`. If one is lost, Ray Train restarts all of them
+    according to its `FailureConfig`.
 
     Args:
-        rpc: whether the workers are workers of RPC, too.
-        token: the job's secret; by default that of this process. It travels in a call of Ray's workers.
+        rpc: whether the workers are RPC workers, too.
+        token: the job's secret; by default this process's token. It travels in a call of Ray's workers.
     """
 
     rpc: bool = False
@@ -74,16 +74,16 @@ class _RpcdistBackend(Backend):  # type: ignore[misc]
     def on_shutdown(self, worker_group: Any, backend_config: RpcdistConfig) -> None:
         try:
             ray.get(worker_group.execute_async(_stop), timeout=2 * CLOSE_LIMIT_S)
-        except (RayError, TimeoutError) as exc:  # workers that are lost end nothing; Ray ends the others
+        except (RayError, TimeoutError) as exc:  # lost workers have nothing to end; Ray ends the others
             print(f"rpcdist: some workers did not shut down: {type(exc).__name__}")
 
 
 _held: list[socket.socket] = []
-"""Of a worker: keeps these ports of rank 0 from programs that ask for any, until the process ends."""
+"""In a worker: reserves these ports of rank 0 until the process ends, so that no other program gets them."""
 
 
 def _place() -> tuple[str, int, int]:
-    """Where a worker is, and two ports: torch's group takes one for a store of its own, so RPC has another."""
+    """A worker's address and two ports: torch's group takes one for its own store, and RPC takes the other."""
     host = ray.util.get_node_ip_address()
     holders = [socket.socket() for _ in range(2)]
     for holder in holders:
@@ -105,7 +105,7 @@ def _start(
     if rpc_url is not None:
         from rpcdist import rpc as ours
 
-        # Functions of the program that called the trainer are not importable here: Ray brings them by value.
+        # Functions of the program that called the trainer cannot be imported here: Ray sends them by value.
         options = ours.RpcOptions(init_method=rpc_url, init_timeout=timeout_s, by_value=True)
         ours.init_rpc(f"worker{rank}", rank=rank, world_size=size, rpc_backend_options=options)
     torch_distributed.init_process_group("rpcdist", timeout=timedelta(seconds=timeout_s))

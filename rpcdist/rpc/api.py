@@ -67,13 +67,13 @@ P = ParamSpec("P")
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-# torch's tests and programs reach into these: they are read here each time, so they may be patched.
+# torch's tests and programs patch these, so the code reads them at each use.
 _ignore_rref_leak = True
 _default_pickler = _internal_rpc_pickler
 
 
 def is_available() -> bool:
-    """Always true; torch's function says whether it was built with RPC."""
+    """Always true; torch's function says whether torch was built with RPC."""
     return True
 
 
@@ -82,7 +82,7 @@ def _is_current_rpc_agent_set() -> bool:
 
 
 def _require_initialized(func: Callable[P, T]) -> Callable[P, T]:
-    """Has a function raise `NotInitialized` while RPC is not."""
+    """Makes a function raise `NotInitialized` while RPC is not initialized."""
 
     @functools.wraps(func)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -108,7 +108,7 @@ def _get_current_rpc_agent() -> Any:
 
 
 def _set_and_start_rpc_agent(agent: Any) -> None:
-    """Makes an agent, which runs already, the one of this process. A registered backend may bring any agent."""
+    """Makes a running agent the agent of this process. A registered backend may supply any agent."""
     set_current_agent(agent)
 
 
@@ -120,7 +120,7 @@ def _init_rpc_backend(
     world_size: int | None = None,
     rpc_backend_options: RpcBackendOptions | None = None,
 ) -> None:
-    """Starts the agent of a backend with a store that exists already."""
+    """Starts the agent of a backend with an existing store."""
     if backend is None:
         backend = backend_registry.BackendType["TENSORPIPE"]
     if rpc_backend_options is None:
@@ -137,7 +137,7 @@ def _init_rpc_backend(
 
 
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
-    """Name and id of a worker, by default of this one. Raises `UnknownWorker`."""
+    """Name and id of a worker, this one by default. Raises `UnknownWorker`."""
     return current_agent().get_worker_info(worker_name)
 
 
@@ -160,7 +160,7 @@ def _barrier(worker_names: Iterable[str]) -> None:
 
 
 def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
-    """Returns when every worker of the job has called it. 0 waits as long as the others live."""
+    """Returns when every worker of the job has called it. With 0 it waits as long as the others live."""
     agent = current_agent()
     agent.gatherings.barrier(None, agent.caller.timeout_of(timeout))
 
@@ -172,7 +172,7 @@ def _delete_all_user_and_unforked_owner_rrefs(timeout_s: float = RREF_DELETION_L
 
 @contextmanager
 def _wait_all() -> Iterator[None]:
-    """Waits, at its end, for every `rpc_async` that was called inside by this thread."""
+    """On exit, waits for every `rpc_async` call that this thread made inside the block."""
     _thread_local_var.future_list = []
     try:
         yield
@@ -185,7 +185,7 @@ def _wait_all() -> Iterator[None]:
 
 @contextmanager
 def _use_rpc_pickler(rpc_pickler: Any) -> Iterator[None]:
-    """Names another pickler as the default for the time being. Calls use the value codec in any case."""
+    """Sets another default pickler inside the block. Calls use the value codec in any case."""
     global _default_pickler
     _default_pickler = rpc_pickler
     try:
@@ -201,24 +201,24 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     """Leaves the job; this process may call `init_rpc` again afterwards.
 
     Args:
-        graceful: serve until all workers have called it and no worker has outstanding work. It waits for a process that
-            replaces a dead worker, not for the dead worker. Without it, end immediately: calls in flight fail.
-        timeout: limit of the graceful part, in seconds. 0 uses `RpcOptions.shutdown_timeout`; without that it waits as
-            long as the other workers live.
+        graceful: serve until all workers have called `shutdown` and none has outstanding work. `shutdown` waits for the
+            replacement of a dead worker, not for the dead worker. False ends immediately: calls in flight fail.
+        timeout: limit of the graceful part, in seconds. 0 uses `RpcOptions.shutdown_timeout`; if that is None,
+            `shutdown` waits as long as the other workers live.
 
     Returns:
-        The reasons for workers that were lost and not replaced, by name; empty if all came, and without `graceful`.
+        The reason for each worker that was lost and not replaced, by name; empty if there is none or not `graceful`.
 
     Raises:
-        NotInitialized: there is nothing to shut down.
-        DeadlineExceeded: a worker did not call it in time; the text names it. The local side is closed nevertheless.
-        WorkerLost: the coordinating worker lives, but cannot be reached. The local side is closed nevertheless.
+        NotInitialized: RPC is not initialized.
+        DeadlineExceeded: a worker did not call `shutdown` in time; the text names it. The local side is closed anyway.
+        WorkerLost: the coordinator is alive, but cannot be reached. The local side is closed anyway.
         BlockingInLoop: called on an event loop; nothing is closed.
     """
     if asyncio._get_running_loop() is not None:
         raise BlockingInLoop("rpc.shutdown", "await rpc.shutdown_async()")
     agent = current_agent()
-    if not isinstance(agent, Agent):  # a registered backend's own
+    if not isinstance(agent, Agent):  # the agent of a registered backend
         agent.join(shutdown=True)
         set_current_agent(None)
         return {}
@@ -235,7 +235,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     lost: dict[str, str] = {}
     try:
         if graceful:
-            # By its name in this module: torch's programs replace it there.
+            # Looked up in this module at the call: programs written for torch patch it here.
             lost = agent.join(True, timeout, lambda: _delete_all_user_and_unforked_owner_rrefs())
             finished = True
     finally:
@@ -245,9 +245,9 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
 
 def _finalize_shutdown(agent: Agent, finished: bool, flush: bool) -> None:
     error = sys.exc_info()[1]
-    if isinstance(error, Exception) and agent.flight_log is not None:  # it ends because of that
+    if isinstance(error, Exception) and agent.flight_log is not None:  # the error that ends the job here
         agent.flight_log.failed(error)
-    with agent.ending:  # several threads may have called it; one closes, and the others wait until that is done
+    with agent.ending:  # several threads may call shutdown; one closes, and the others wait for it
         if not agent.has_ended:
             agent.has_ended = True
             _close(agent, finished, flush)
@@ -261,7 +261,7 @@ def _close(agent: Agent, finished: bool, flush: bool) -> None:
     except RRefError as exc:
         leak = exc
     try:
-        if flush:  # also after a shutdown that failed: the others wait for the reason
+        if flush:  # also after a shutdown that failed: the other workers wait for the reason
             agent.autograd.flush()
             agent.leaving.send_last_replies(together=finished)
     finally:
@@ -278,7 +278,7 @@ def _close(agent: Agent, finished: bool, flush: bool) -> None:
 
 
 def get_rpc_timeout() -> float:
-    """The default timeout of calls, in seconds; 0 for none."""
+    """The default timeout of calls, in seconds; 0 means no limit."""
     return current_agent().caller.rpc_timeout_s
 
 
@@ -288,7 +288,7 @@ def _set_rpc_timeout(timeout_s: float) -> None:
 
 
 def enable_gil_profiling(flag: bool) -> None:
-    """Adds `agent.gil_average_wait_time_us`, how long handlers waited for the interpreter lock, to the debug info."""
+    """Adds the time that handlers wait for the interpreter lock, `agent.gil_average_wait_time_us`, to `debug_info`."""
     current_agent().profile_gil(bool(flag))
 
 
@@ -298,15 +298,15 @@ def debug_info() -> dict[str, str]:
 
 
 def inspect_worker(to: str | int | WorkerInfo | None = None) -> WorkerFacts:
-    """The facts of a worker now: its calls, threads, references and the like; see `rpcdist.inspection`.
+    """The current state of a worker: its calls, threads, references and more; see `rpcdist.inspection`.
 
-    Its I/O loop answers, so one that is busy or stuck in Python does, too.
+    The worker's I/O loop answers, even while its Python code is busy or stuck.
 
     Args:
         to: the worker; this one by default.
 
     Raises:
-        ConnectFailed: it does not answer in time; `python -m rpcdist stacks` can say why.
+        ConnectFailed: the worker did not answer in time; `python -m rpcdist stacks` may show why.
         BlockingInLoop: called for another worker on an event loop; use `asyncio.to_thread`.
     """
     agent = current_agent()

@@ -1,27 +1,27 @@
 """Futures: what `rpc_async` returns.
 
-A `Future` is a `torch.futures.Future`, so scripts may hand it to `torch.futures.wait_all`; it can also be awaited,
-cancelled, waited for with a limit, and handed to all functions of asyncio that wait (`asyncio.wait`, `gather`, ...).
+A `Future` is a `torch.futures.Future`, so scripts may pass it to `torch.futures.wait_all`. Code can also await it,
+cancel it, wait for it with a timeout, and pass it to asyncio's waiting functions (`asyncio.wait`, `gather`, ...).
 
 [Note: two halves]
-    The Python half (this class) is the truth. The C++ half, which `torch.futures.collect_all` waits for, is a mirror
-    that is completed right after. They are separate because waiting in C++ ignores Ctrl-C, knows no limit and no event
-    loop, and because completing the C++ half may run callbacks of user code, which the I/O loop must not.
+    The Python half (this class) holds the state. The C++ half, which `torch.futures.collect_all` waits for, mirrors it
+    and is completed right after it. They are separate because waiting in C++ ignores Ctrl-C, timeouts and event loops,
+    and because completing the C++ half may run user callbacks, which must not run on the I/O loop.
 
 Rules:
- 1. A future is completed once. The thread that takes `_once`, a lock that is never given back, completes it.
- 2. Observers are appended first, and `_finished` is checked afterwards; the completing thread sets `_finished` first
-    and takes the observers off the list afterwards. Each is taken by one atomic operation, so it is called exactly
-    once. No lock is held: a signal handler or a finalizer may complete a future in the middle of any of this.
- 3. `_deliver` stores a function that makes the result; the thread that reads the reply calls it. A thread that is
-    blocked in `wait`, `wait_all` or the like makes the result itself, which saves a thread switch; else the caller lets
-    the pool call `_settle`. The result is made once.
+ 1. A future is completed once. The thread that takes `_once`, a lock that is never released, completes it.
+ 2. A thread appends an observer first and checks `_finished` afterwards; the completing thread sets `_finished` first
+    and removes the observers afterwards. One atomic operation removes an observer, so each is called exactly once.
+    No lock is held: a signal handler or a finalizer may complete a future in the middle of any of this.
+ 3. The thread that reads the reply calls `_deliver`, which stores a function that makes the result. A thread that is
+    blocked in `wait`, `wait_all` or the like calls that function itself, which saves a thread switch; otherwise the
+    caller of `_deliver` has the pool call `_settle`. The function is called once.
 
 [Note: frames]
-    An error holds the frames that it has passed, with all that called them, and the future holds the error. So the
-    methods on that way forget `self` when they end: else the future, and all local variables of the functions that
-    waited for it, remote references among them, would live until the garbage collector comes. For the C++ half, which
-    that collector does not see, `rpcdist.rpc._futures.failure` goes further.
+    An error holds the frames that it passed through and their callers, and the future holds the error. So the methods
+    on that path delete `self` when they end: otherwise the future and all local variables of the functions that waited
+    for it, remote references among them, would live until the garbage collector runs. The collector does not see the
+    C++ half; `rpcdist.rpc._futures.failure` takes care of that.
 """
 
 from __future__ import annotations
@@ -78,36 +78,36 @@ class Expected(Protocol):
 
     @property
     def session(self) -> AnySession | None:
-        """By which the result will come; None if that is not known."""
+        """The session that will bring the result; None if it is not known."""
 
     def what(self) -> str:
         """For messages, such as "rpc to 'w1' of torch.add"."""
 
 
 class OnGpus(Protocol):
-    """A result with tensors of GPUs."""
+    """A result with GPU tensors."""
 
     def join_gpus(self) -> None:
-        """Has the current streams of this thread wait for the tensors."""
+        """Makes the current streams of this thread wait for the tensors."""
 
     def followed_by(self, result: object) -> OnGpus:
-        """The tensors that a callback made of it, in the current streams of this thread."""
+        """The tensors that a callback computed from it on the current streams of this thread."""
 
 
 class FutureObserver:
-    """An observer of futures, one for all of them, which can also take over results before their futures are done: so a
-    thread that waits for several makes their results itself, as one that waits for one future does.
+    """One observer for several futures, which can also take over results before their futures are done. So a thread
+    that waits for several futures makes their results itself, like a thread that waits for one.
     """
 
     def note_done(self, future: Future[Any]) -> None:
-        """A future that is observed is done. Called once, on the completing thread; it must be quick."""
+        """An observed future is done. Called once for each, on the completing thread; it must be quick."""
         raise NotImplementedError
 
     def take_over(self, future: Future[Any]) -> bool:
         """The result of a future has arrived and is not decoded yet; called on the thread that has read it.
 
         Returns:
-            Whether a thread that waits will call the future's `_settle`, in any case.
+            True if a waiting thread is certain to call the future's `_settle`.
         """
         raise NotImplementedError
 
@@ -159,7 +159,7 @@ class Future(torch.futures.Future[T]):
         self._expected: Expected | None = None
         self._arrived: OnGpus | None = None
         self.is_quiet = False
-        """Set by code that takes over the responsibility for an error, which is then not logged when unread."""
+        """Set by code that reports the error itself: an unread error is then not logged."""
 
     # -- asking --------------------------------------------------------------------------------------------------------
 
@@ -168,7 +168,7 @@ class Future(torch.futures.Future[T]):
         return self._finished
 
     def cancelled(self) -> bool:
-        """Whether `cancel` ended it."""
+        """Whether `cancel` ended the call."""
         return self._finished and type(self._error) is Cancelled
 
     def wait(self, timeout: float | None = None) -> T:
@@ -176,10 +176,10 @@ class Future(torch.futures.Future[T]):
 
         Args:
             timeout: the limit of this wait, in seconds; None waits until the call ends (by its own deadline at the
-                latest). Running out of it leaves the call alone.
+                latest). The call continues after the timeout.
 
         Raises:
-            DeadlineExceeded: the timeout passed.
+            DeadlineExceeded: the timeout expired.
             BlockingInLoop: called on an event loop's thread before the future is done; write `await`.
             BaseException: the call's own error, the same object each time.
         """
@@ -189,7 +189,7 @@ class Future(torch.futures.Future[T]):
             else:
                 self._block(timeout)
         if self._devices and self._error is None:
-            _Base.wait(self)  # has the current streams wait for pending copies
+            _Base.wait(self)  # makes the current streams wait for pending copies
         try:
             return self._outcome()
         finally:
@@ -245,7 +245,7 @@ class Future(torch.futures.Future[T]):
         if self._failure is not None:
             self._failure.seen = True
         try:
-            # Each wait starts from the traceback that the error came with, or it would grow.
+            # Each wait starts from the original traceback; otherwise the traceback would grow with each wait.
             set_traceback(error, self._traceback)
             raise error
         finally:
@@ -279,13 +279,13 @@ class Future(torch.futures.Future[T]):
             del self  # [Note: frames]
 
     def _not_looked_at(self) -> None:
-        """The waiting thread was interrupted: it is no oversight that the error is unread, so nothing is logged."""
+        """Keeps an unread error out of the log: the waiting thread was interrupted and could not read it."""
         self.is_quiet = True
         if self._failure is not None:
             self._failure.seen = True
 
     def _sleep(self, ends_at: float | None) -> bool:
-        """Waits for one wake-up: True; or until `ends_at`: False."""
+        """Waits for one wake-up; False if `ends_at` comes first."""
         baton = allocate_lock()
         baton.acquire()
         woken = False
@@ -298,17 +298,17 @@ class Future(torch.futures.Future[T]):
                 woken = self._lead(baton, left_s) or acquire(baton, _left_s(ends_at))
             return woken
         finally:
-            # A lock that stayed behind would be chosen by `_deliver`, and nobody would come. So this is one call of a
-            # builtin: Ctrl-C cannot come between, as it could at the beginning of a Python function.
+            # `_deliver` would choose a lock that stayed here, and no thread would make the result. So one call of a
+            # builtin removes it: Ctrl-C cannot interrupt that, as it could the beginning of a Python function.
             if not woken:
                 try:
                     self._observers.remove(baton)
-                except ValueError:  # chosen, even if this thread came away by Ctrl-C or the limit
+                except ValueError:  # removed already, even if Ctrl-C or the limit ended this wait
                     if self._debt:
                         self._settle()
 
     def _lead(self, baton: LockType, timeout_s: float | None) -> bool:
-        """Reads where the result will come from; True when the baton was given to this thread."""
+        """Reads from the session that will bring the result; True when this thread's baton was released."""
         session = self._session()
         return session is not None and session.lead(baton.locked, timeout_s)
 
@@ -317,7 +317,7 @@ class Future(torch.futures.Future[T]):
         return None if expected is None else expected.session
 
     def _give(self, baton: LockType) -> None:
-        """Wakes a thread that waits, which may sleep on its baton, or may be reading."""
+        """Wakes a waiting thread, which may be asleep on its baton or reading from the session."""
         baton.release()
         session = self._session()
         if session is not None:
@@ -341,7 +341,7 @@ class Future(torch.futures.Future[T]):
         """Ends the call: here immediately with `Cancelled`, at the callee when the cancellation arrives.
 
         Args:
-            msg: accepted for asyncio's sake.
+            msg: accepted for compatibility with asyncio, and ignored.
 
         Returns:
             False if the future was done, or its result has arrived and is being decoded.
@@ -372,11 +372,11 @@ class Future(torch.futures.Future[T]):
         return True
 
     def _deliver(self, decode: Callable[[], T]) -> bool:
-        """Hands in the function that makes the result, without running user code on this thread (rule 3).
+        """Stores the function that makes the result, without running user code on this thread (rule 3).
 
         Returns:
-            True if the caller must see to it that `_settle` is called, on a thread that may run user code. False if a
-            thread that waits does it, or if the future was completed already; then `decode` is dropped.
+            True if the caller must have `_settle` called on a thread that may run user code. False if a waiting thread
+            calls it, or if the future was complete already; then `decode` is dropped.
         """
         if not self._once.acquire(False):
             return False
@@ -385,7 +385,7 @@ class Future(torch.futures.Future[T]):
             if type(observer) is LockType and self._forget(observer):
                 self._give(observer)
                 return False
-        # Callbacks of users belong into the pool: they may take long, and the thread waits for other futures, too.
+        # User callbacks run on the pool: they may take long, and an observing thread waits for other futures, too.
         if self._callbacks:
             return True
         for observer in tuple(self._observers):
@@ -394,10 +394,10 @@ class Future(torch.futures.Future[T]):
         return True
 
     def _arrive(self, result: T) -> bool:
-        """Completes the future with a result that no code of users has to make, on the thread that has read it.
+        """Completes the future, on the thread that has read the reply, with a result that needs no user code.
 
         Returns:
-            True if the caller must see to it that `_run_callbacks` is called, on a thread that may run user code.
+            True if the caller must have `_run_callbacks` called on a thread that may run user code.
         """
         if not self._once.acquire(False):
             return False
@@ -405,7 +405,7 @@ class Future(torch.futures.Future[T]):
         return bool(self._callbacks)
 
     def _settle(self) -> None:
-        """Makes the result that was delivered, unless another thread does or did."""
+        """Makes the delivered result, unless another thread makes or made it."""
         try:
             decode = (self._debt or []).pop()
         except IndexError:
@@ -431,7 +431,7 @@ class Future(torch.futures.Future[T]):
         self._finished = True
         if self._observers:
             self._wake()
-        self._expected = None  # after the waking, which rings there; it holds this future, which would be a cycle
+        self._expected = None  # after `_wake`, which uses it; it refers to this future, which would be a cycle
         _base_set_result(self, result)
 
     def _finish_error(self, error: BaseException) -> None:
@@ -465,7 +465,7 @@ class Future(torch.futures.Future[T]):
                 observer()
 
     def _observe(self, observer: FutureObserver | Callable[[], object]) -> None:
-        """Has `observer` called once when the future is done, on the completing thread or at once; it must be quick."""
+        """Calls `observer` once when the future is done, on the completing thread or at once; it must be quick."""
         self._observers.append(observer)
         if self._finished and self._forget(observer):
             if isinstance(observer, FutureObserver):
@@ -474,7 +474,7 @@ class Future(torch.futures.Future[T]):
                 observer()
 
     def _forget(self, observer: LockType | FutureObserver | Callable[[], object]) -> bool:
-        """Takes an observer off the list; False if the completing thread did, and calls it."""
+        """Removes an observer; False if the completing thread has removed it and calls it."""
         try:
             self._observers.remove(observer)
         except ValueError:
@@ -484,10 +484,10 @@ class Future(torch.futures.Future[T]):
     def add_done_callback(
         self, callback: Callable[[Future[T]], object], *, context: contextvars.Context | None = None
     ) -> None:
-        """Has `callback(future)` called when the future is done; an error that it raises is logged.
+        """Calls `callback(future)` when the future is done; an error that the callback raises is logged.
 
-        On the thread of an event loop it is what asyncio's futures do: the callback runs on that loop, in `context` or
-        in a copy of the current one, and never before this returns. If the loop is closed by then, it does not run.
+        On an event loop's thread it behaves like asyncio's futures: the callback runs on that loop, in `context` or a
+        copy of the current one, and never before this method returns. It does not run if the loop is closed by then.
         """
         _check_callable("add_done_callback", callback)
         loop = _get_running_loop()
@@ -498,7 +498,7 @@ class Future(torch.futures.Future[T]):
         self._when_done(callback)
 
     def remove_done_callback(self, callback: Callable[[Future[T]], object]) -> int:
-        """Takes a callback back, as often as it was added; returns that number. A callback that is running goes on."""
+        """Removes a callback as often as it was added, and returns that number. A running callback continues."""
         removed = 0
         for entry in tuple(self._callbacks):
             is_on_loop = isinstance(entry, partial) and entry.func is _call_on_loop
@@ -509,11 +509,11 @@ class Future(torch.futures.Future[T]):
         return removed
 
     def get_loop(self) -> asyncio.AbstractEventLoop:
-        """The running loop: the future belongs to none, so each may wait for it."""
+        """The running loop: the future belongs to no loop, so code on any loop may wait for it."""
         return asyncio.get_running_loop()
 
     def _when_done(self, callback: Callable[[Future[T]], object]) -> None:
-        """`add_done_callback` without a look at loops: the callback runs on the completing thread, or at once."""
+        """`add_done_callback` regardless of event loops: the callback runs on the completing thread, or at once."""
         if self._finished:
             self._call_back(callback)
             return
@@ -522,10 +522,10 @@ class Future(torch.futures.Future[T]):
             self._run_callbacks()
 
     def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
-        """Has `callback(future)` called when the future is done, and returns a future of its result.
+        """Calls `callback(future)` when the future is done, and returns a future of the callback's result.
 
-        An exception of the callback becomes the error of the returned future: as it is if it is a RuntimeError, else
-        wrapped in one, as in torch. Cancelling the returned future cancels this one.
+        An exception of the callback becomes the error of the returned future: unchanged if it is a RuntimeError,
+        otherwise wrapped in one, as in torch. Cancelling the returned future cancels this one.
         """
         _check_callable("then", callback)
         child: Future[S] = Future(devices=self._devices, on_cancel=self.cancel)
@@ -552,7 +552,7 @@ class Future(torch.futures.Future[T]):
             callback(self)
         except BaseException as error:
             logger.error("Got the following error when running the callback: %s", traceback_of(error))
-            if issubclass(type(error), KeyboardInterrupt):  # the callback ran by chance when the user pressed Ctrl-C
+            if issubclass(type(error), KeyboardInterrupt):  # the user pressed Ctrl-C while the callback ran
                 raise
 
     def __repr__(self) -> str:
@@ -578,7 +578,7 @@ def _call_on_loop(
     try:
         loop.call_soon_threadsafe(callback, future, context=context)
     except RuntimeError:
-        if not loop.is_closed():  # else nobody waits there any more
+        if not loop.is_closed():  # on a closed loop nothing waits for the callback
             raise
 
 

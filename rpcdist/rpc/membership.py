@@ -1,4 +1,4 @@
-"""The workers of the job, by name and by role; workers that come and go; and a worker that only serves."""
+"""Finds workers by name and role, reports membership changes, and lets a worker serve calls until it is stopped."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ __all__ = [
 
 
 def workers(role: str | None = None) -> list[WorkerInfo]:
-    """The workers that live, by rank, this one included; those of a role (`init_rpc(..., role=...)`), if one is given.
+    """The living workers, this one included, by rank; with `role`, those that gave it to `init_rpc(..., role=...)`.
 
-    No worker is asked: the coordinator reports all workers that come and go.
+    It makes no call: the coordinator reports every worker that joins or leaves.
     """
     living = current_agent().directory.living()
     return [WorkerInfo(m.identity.name, m.identity.id) for m in living if role is None or m.role == role]
@@ -43,14 +43,14 @@ def workers(role: str | None = None) -> list[WorkerInfo]:
 
 @off_loop("await rpc.wait_for_worker_async(...)")
 def wait_for_worker(name: str, timeout: float = UNSET_RPC_TIMEOUT) -> WorkerInfo:
-    """Waits until a worker of this name is in the job and answers: one that is late, or the replacement of a lost one.
+    """Waits until a worker of this name, or the replacement of a lost one, has joined the job and answers.
 
     Args:
-        name: of the worker.
-        timeout: limit in seconds; 0 for none; by default the `rpc_timeout` of `init_rpc`.
+        name: the worker's name.
+        timeout: limit in seconds; 0 means no limit; by default the `rpc_timeout` of `init_rpc`.
 
     Raises:
-        DeadlineExceeded: the time is over.
+        DeadlineExceeded: the timeout expired.
         BlockingInLoop: called on an event loop.
     """
     agent = current_agent()
@@ -74,16 +74,16 @@ wait_for_worker_async = async_form(wait_for_worker)
 
 @off_loop("await rpc.wait_for_workers_async(...)")
 def wait_for_workers(role: str, count: int, timeout: float = UNSET_RPC_TIMEOUT) -> list[WorkerInfo]:
-    """Waits until so many workers of a role are in the job and answer; all of that role that do, by rank.
+    """Waits until `count` workers of a role have joined and answer; returns all that answer, by rank.
 
     Args:
-        role: which they gave to `init_rpc`.
+        role: the role that the workers gave to `init_rpc`.
         count: the minimum number of workers.
-        timeout: limit in seconds; 0 for none; by default the `rpc_timeout` of `init_rpc`.
+        timeout: limit in seconds; 0 means no limit; by default the `rpc_timeout` of `init_rpc`.
 
     Raises:
         ConfigError: the count is less than 1.
-        DeadlineExceeded: the time is over; the text names the present workers.
+        DeadlineExceeded: the timeout expired; the text names the workers that have joined.
         BlockingInLoop: called on an event loop.
     """
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
@@ -107,7 +107,7 @@ def wait_for_workers(role: str, count: int, timeout: float = UNSET_RPC_TIMEOUT) 
                 f"{listed(info.name for info in found) or 'none'}. Check that the others were started with "
                 f"init_rpc(..., role={role!r}), and look at their logs"
             )
-        time.sleep(next(pauses))  # one that is there by its name, and does not answer, has died or is about to
+        time.sleep(next(pauses))  # a listed worker that does not answer has died or is about to exit
 
 
 wait_for_workers_async = async_form(wait_for_workers)
@@ -123,29 +123,29 @@ def _answers(future: Future[object]) -> bool:
 
 
 def on_membership_change(callback: Callable[[MembershipChange], object]) -> Callable[[], None]:
-    """Has a function called whenever a worker joins, leaves or is lost.
+    """Registers a function that is called whenever a worker joins, leaves or is lost.
 
-    The calls come one at a time, in the order of the changes, on a thread of the pool, so the function may block and
+    The calls come one at a time, in the order of the changes, on a pool thread, so the function may block and
     call other workers. Its exceptions are logged.
 
     Returns:
-        A function that ends that.
+        A function that removes the registration.
     """
     return current_agent().watch.add(callback)
 
 
 @off_loop("await rpc.serve_async(...)")
 def serve(timeout: float | None = None) -> str | None:
-    """Serves the calls of other workers until this one is stopped, and returns the reason; call `shutdown` then.
+    """Serves the calls of other workers until this one is stopped, and returns the reason; call `shutdown` afterwards.
 
-    SIGTERM or Ctrl-C stops it on the main thread (a second one has its usual effect), and so do `stop_serving` on
-    another worker and `shutdown` on another thread.
+    On the main thread, SIGTERM or Ctrl-C stops it (a second signal has its usual effect). `stop_serving` on another
+    worker and `shutdown` on another thread stop it, too.
 
     Args:
-        timeout: limit in seconds; None for none. When it is over, the result is None.
+        timeout: limit in seconds, after which `serve` returns None; None means no limit.
 
     Raises:
-        CoordinatorLost: rank 0 was lost, and no process took its place within `RpcOptions(orphan_timeout=...)`.
+        CoordinatorLost: rank 0 was lost, and no process replaced it within `RpcOptions(orphan_timeout=...)`.
         BlockingInLoop: called on an event loop.
     """
     return current_agent().serving.wait(timeout)
@@ -157,7 +157,7 @@ serve_async = async_form(serve)
 
 @off_loop("await rpc.stop_serving_async(...)")
 def stop_serving(to: Destination, timeout: float = UNSET_RPC_TIMEOUT) -> None:
-    """Ends `serve` on another worker, even if that calls it later. Arguments and errors as for `rpc_sync`."""
+    """Ends `serve` on another worker, even if that worker calls it later. Arguments and errors as for `rpc_sync`."""
     agent = current_agent()
     limit_s = agent.caller.timeout_of(timeout)
     agent.caller.gather(

@@ -1,7 +1,7 @@
-"""Options of `init_rpc`: ours (`RpcOptions`), and torch's names for scripts that are ported.
+"""Options of `init_rpc`: ours (`RpcOptions`), and torch's names for ported scripts.
 
     RpcBackendOptions                    rpc_timeout and init_method: what every backend has
-    └── RpcOptions                       everything that rpcdist can be told; all of it has defaults
+    └── RpcOptions                       all options of rpcdist; each has a default
         └── TensorPipeRpcBackendOptions  the same, with the constructor that torch's scripts call
 
 Options are plain values: constructing them opens nothing. `rpc_timeout`, `init_method`, `num_worker_threads`, the
@@ -32,7 +32,7 @@ from rpcdist.time_limits import LOG_CALLS_AFTER_S
 from rpcdist.transport import TlsOptions
 
 by_value_by_default = False
-"""Set by a launcher whose ranks cannot import the program, as those of a notebook on Ray."""
+"""Set by a launcher whose ranks cannot import the program, such as the ranks of a notebook on Ray."""
 
 __all__ = [
     "DeviceMap",
@@ -50,19 +50,19 @@ DeviceMap = dict[torch.device, torch.device]
 
 MAX_ROLE_LENGTH = 128
 
-# Private arguments that torch accepts. The transport layer negotiates channels, so the names have no effect; but where
-# "cuda_ipc" is not among them, tensors of GPUs travel through host memory.
+# Private arguments that torch accepts. The transport layer negotiates channels, so the names have no effect, except
+# that GPU tensors travel through host memory if "cuda_ipc" is not among them.
 _TRANSPORTS = frozenset({"ibv", "shm", "uv"})
 _CHANNELS = frozenset({"basic", "cma", "cuda_basic", "cuda_gdr", "cuda_ipc", "cuda_xth", "mpt_uv", "xth"})
 
 
 class RpcBackendOptions:
-    """The options that every backend has: a default timeout, and where the workers find each other.
+    """The options that every backend has: a default timeout, and the URL at which the workers find each other.
 
     Backends that are added with `backend_registry.register_backend` derive their options from this class.
 
     Args:
-        rpc_timeout: seconds that a call may take when it names no timeout itself; 0 means no limit.
+        rpc_timeout: the default timeout of calls, in seconds; 0 means no limit.
         init_method: `env://`, `tcp://host:port` or `file:///path`, as for `init_process_group`.
 
     Raises:
@@ -76,7 +76,7 @@ class RpcBackendOptions:
 
     @property
     def rpc_timeout(self) -> float:
-        """Seconds that a call may take when it names no timeout itself; 0 means no limit."""
+        """The default timeout of calls, in seconds; 0 means no limit."""
         return self._rpc_timeout
 
     @rpc_timeout.setter
@@ -113,57 +113,57 @@ class RpcBackendOptions:
 
 
 class RpcOptions(RpcBackendOptions):
-    """Everything that `init_rpc` can be told. All arguments are keywords, and all have defaults.
+    """All options of `init_rpc`. All arguments are keyword-only, and all have defaults.
 
     Args:
-        num_worker_threads: accepted for torch's sake and reported as `agent.thread_pool_size`. Threads start on demand.
-        max_worker_threads: the cap on threads that run synchronous functions; the error at the cap names it.
-        rpc_timeout: seconds that a call may take when it names no timeout itself; 0 means no limit.
+        num_worker_threads: accepted for compatibility, reported as `agent.thread_pool_size`. Threads start on demand.
+        max_worker_threads: the cap on threads that run synchronous functions; the error at the cap names this option.
+        rpc_timeout: the default timeout of calls, in seconds; 0 means no limit.
         init_method: `env://`, `tcp://host:port` or `file:///path`.
-        device_maps: per callee, which of its devices receives the tensors of which of ours.
+        device_maps: for each callee, the map from this worker's devices to the callee's.
         devices: the local CUDA devices that calls may use; by default those of the device maps.
-        init_timeout: seconds that `init_rpc` waits for the other workers; by default 60, or `rpc_timeout` where that is
+        init_timeout: seconds that `init_rpc` waits for the other workers; by default 60, or `rpc_timeout` if that is
             longer (or 0, no limit).
-        peer_timeout: seconds without a sign of life after which a peer is declared lost.
+        peer_timeout: seconds of silence after which a peer is declared lost.
         shutdown_timeout: seconds that `shutdown` waits for the other workers if it has no timeout argument; None waits
-            as long as they live, because a server calls it immediately and its trainers hours later.
-        orphan_timeout: seconds that a worker looks for the replacement of a lost rank 0; then `serve` raises
+            as long as they live, because a server may call `shutdown` hours before its trainers do.
+        orphan_timeout: seconds that a worker waits for the replacement of a lost rank 0; then `serve` raises
             `CoordinatorLost`. By default 600; 0 means no limit.
         host: the address to bind; by default loopback, or the interface that reaches the coordinator.
         port: the port to bind; 0 lets the system choose, and the choice is published to the peers.
-        ports: where this process may listen otherwise, for raw connections and where `port` is 0, such as
-            "29600-29700"; by default `RPCDIST_PORTS`, or else any port. A process needs two, and its processes on one
-            host share the range.
-        job: the job's name; by default `RPCDIST_JOB`, or else "default". Processes of another job are refused, even if
-            they have the token.
+        ports: the ports for raw connections, and for all others if `port` is 0, such as "29600-29700"; by default
+            `RPCDIST_PORTS`, or else any port. Each process needs two ports; the processes of one host share the
+            range.
+        job: the job's name; by default `RPCDIST_JOB`, or else "default". Workers refuse processes of another job, even
+            if those have the token.
         token: the job's secret; by default `RPCDIST_TOKEN`, or else a file that only this user can read.
-        tls: False turns encryption off, for networks that are declared trusted; None does what `RPCDIST_TLS` says;
+        tls: False turns encryption off, for networks that are declared trusted; None follows `RPCDIST_TLS`;
             `TlsOptions` names certificates of your own.
         by_value: send functions that the callee cannot import (lambdas, local functions) as code, by cloudpickle; False
             by default.
         allow_functions: patterns `module:qualname` of the callables that peers may call; None allows all. `*` and `?`
-            are wildcards, so `torch:*` allows every function of the module `torch`, but not of `torch.nn`. A name for
-            which a wildcard stands is looked for in the dictionaries of modules and classes alone, without their
-            `__getattr__`; a module is imported only if its whole name is in a pattern.
+            are wildcards, so `torch:*` allows every function of the module `torch`, but not of `torch.nn`. A name that
+            matches only a wildcard is looked up in the dictionaries of modules and classes alone, without their
+            `__getattr__`; a module is imported only if a pattern contains its whole name.
         autograd_mode: of `rpcdist.autograd.backward`: "smart", or "fast" for torch's, which hangs on unused results.
-        allow_pickle: whether values that need pickle may be received, and sent. Without it only plain values get
-            through: None, bool, numbers, str, bytes, tensors, and lists, tuples and dicts of them; and what arrives
-            through shared memory is copied, since the peer could change it while it is read. Where there is no
-            `allow_functions` either, only functions of modules that are loaded are found.
-        role: a name of your choice for the purpose of this worker, such as "ps"; `rpc.workers("ps")` finds it by that.
+        allow_pickle: whether this worker receives and sends values that need pickle. False allows only plain values:
+            None, bool, numbers, str, bytes, tensors, and lists, tuples and dicts of them; and the receiver copies
+            values from shared memory, since the peer could change them while they are read. If `allow_functions` is
+            None as well, peers find only functions of modules that are loaded.
+        role: a name of your choice for the purpose of this worker, such as "ps"; `rpc.workers("ps")` then lists it.
         share_payloads: whether tensors of 64 KiB and more travel through shared memory between processes of one host.
-            A received one then behaves as after `share_memory_()`: a forked child sees the same memory, and it cannot
-            be resized to more bytes.
-        max_incoming_bytes: what one peer may have announced and not sent yet, what its calls that are not answered hold
-            (their arguments, and 5 KiB each), and the answers that it has not read, on all its connections. A call, or
-            a result, with more fails with `SerializationError`, and its bytes are dropped as they come; a call for
-            which, or for whose answer, there is no room fails with `Overloaded`; shared memory of a peer beyond that is
-            not used. None: the memory of this machine.
-        max_in_flight_bytes: bytes of arguments of the calls to one worker that have not ended; a thread that makes
-            another one waits. One that is larger goes alone; calls of less than 4 KiB, and those that handlers make, do
-            not wait.
-        log_calls_after: seconds after which a call that has not ended is logged, once, with the stack of the thread or
-            coroutine that serves it, or that waits for it; 0 means never.
+            A received tensor then behaves as after `share_memory_()`: a forked child sees the same memory, and the
+            tensor cannot be resized to more bytes.
+        max_incoming_bytes: limit for one peer, on all its connections: the bytes that it has announced and not sent
+            yet, its unanswered calls (their arguments, and 5 KiB each), and the answers that it has not read. A call or
+            a result that exceeds the limit fails with `SerializationError`, and its bytes are dropped as they arrive; a
+            call fails with `Overloaded` if there is no room for it or for its answer; shared memory of a peer beyond
+            the limit is not used. None: the memory of this machine.
+        max_in_flight_bytes: limit for the arguments of unfinished calls to one worker, in bytes; a thread that makes
+            another call waits. A call that exceeds the limit is sent alone; calls of less than 4 KiB, and calls that
+            handlers make, do not wait.
+        log_calls_after: seconds after which an unfinished call is logged, once, with the stack of the thread or
+            coroutine that serves it or waits for it; 0 means never.
         _transports: torch's private argument; the names are checked and otherwise ignored.
         _channels: the same.
 
@@ -237,7 +237,7 @@ class RpcOptions(RpcBackendOptions):
         _known("transport", _transports, _TRANSPORTS)
         _known("channel", _channels, _CHANNELS)
         self.lends_gpu_memory = _channels is None or "cuda_ipc" in _channels
-        """Whether other processes of this host may be given memory of GPUs to read."""
+        """Whether other processes of this host may read GPU memory of this process."""
 
     @property
     def startup_limit_s(self) -> float | None:
@@ -256,7 +256,7 @@ class RpcOptions(RpcBackendOptions):
 
     @property
     def num_worker_threads(self) -> int:
-        """The number of threads asked for; see the class."""
+        """The requested number of threads; see the class."""
         return self._num_worker_threads
 
     @num_worker_threads.setter
@@ -265,7 +265,7 @@ class RpcOptions(RpcBackendOptions):
 
     @property
     def device_maps(self) -> dict[str, DeviceMap]:
-        """Per callee, which of its devices receives the tensors of which of ours (a copy)."""
+        """For each callee, the map from this worker's devices to the callee's (a copy)."""
         return {name: dict(map_) for name, map_ in self._device_maps.items()}
 
     @device_maps.setter
@@ -286,10 +286,10 @@ class RpcOptions(RpcBackendOptions):
 
         Args:
             to: the callee's name.
-            device_map: our device (int, str or `torch.device`) to the callee's.
+            device_map: maps this worker's devices (int, str or `torch.device`) to the callee's.
 
         Raises:
-            ValueError: two of our devices would map to one of the callee's, or one of ours to two.
+            ValueError: two devices of this worker would map to one of the callee's, or one device to two.
         """
         merged = dict(self._device_maps.get(to, {}))
         added = to_device_map(device_map)
@@ -314,7 +314,7 @@ class RpcOptions(RpcBackendOptions):
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.allow_functions)
 
     def __repr__(self) -> str:
-        # The token stays out: reprs end in logs.
+        # Without the token, since reprs appear in logs.
         return (
             f"<{type(self).__name__} init_method={self.init_method!r} rpc_timeout={self.rpc_timeout:g} s "
             f"[at most {self.max_worker_threads} threads, {len(self._device_maps)} device maps]>"
@@ -431,7 +431,7 @@ def _known(kind: str, names: Sequence[str] | None, known: frozenset[str]) -> Non
 
 
 def to_device_map(device_map: Mapping[DeviceType, DeviceType]) -> DeviceMap:
-    """The map that a user has written. Raises `ValueError` where it is not one to one."""
+    """Converts a user's device map. Raises `ValueError` if it is not one to one."""
     return _one_to_one((torch.device(source), torch.device(target)) for source, target in device_map.items())
 
 

@@ -1,4 +1,4 @@
-"""Remote references: a handle on a value that lives on one worker, for use on any.
+"""Remote references: handles on values that live on one worker, for use on any worker.
 
     rref = rpc.remote("worker1", torch.zeros, args=(3,))    # returns at once; worker1 owns the tensor
     rref.to_here()                                          # a copy
@@ -38,7 +38,7 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 Later = Coroutine[Any, Any, R] | torch.futures.Future[R]
-"""The result of a coroutine function or an `async_execution` function at the callee, which waits for it."""
+"""The result of a coroutine function or an `async_execution` function; the callee waits for it."""
 
 Items = Iterator[R] | AsyncIterator[R]
 """The result of a generator function at the callee. Its caller gets a `Stream`."""
@@ -51,12 +51,12 @@ USE_AFTER_DELETION = "Cannot call to_here() on it after deletion."
 class RRef(Generic[T]):
     """A reference to a value on one worker, its owner. Any thread may call any method.
 
-    Made from a value, the reference is an owner: it holds the value itself. Others come from `rpc.remote`, or arrive in
-    arguments and results. Two references to one value are different objects and compare unequal.
+    A reference that is made from a value is its owner's: it holds the value itself. Others come from `rpc.remote`, or
+    arrive in arguments and results. Two references to one value are different objects and compare unequal.
 
     Args:
-        value: anything. It does not move: others get at it through this worker.
-        type_hint: for a TorchScript module only, as in torch, and ignored; the type is read from the value.
+        value: any object. It stays on this worker; other workers reach it through this one.
+        type_hint: for a TorchScript module only, as in torch; ignored, since the type is read from the value.
 
     Raises:
         NotInitialized: before `init_rpc`, or after `shutdown`.
@@ -101,7 +101,7 @@ class RRef(Generic[T]):
         self._type_future: Future[type] | None = None
         self._profiled: Future[Any] | None = None
 
-    if not TYPE_CHECKING:  # checkers know the attributes that there are
+    if not TYPE_CHECKING:  # type checkers know the existing attributes
 
         def __getattr__(self, name: str) -> NoReturn:
             if name.startswith("_"):
@@ -118,7 +118,7 @@ class RRef(Generic[T]):
         return self._handle.state.owned is not None
 
     def owner(self) -> WorkerInfo:
-        """The worker on which the value lives; good as a destination of calls."""
+        """The worker on which the value lives; calls accept it as their destination."""
         state = self._handle.state
         return WorkerInfo(state.owner_name, state.owner.worker)
 
@@ -127,24 +127,24 @@ class RRef(Generic[T]):
         return self._handle.state.owner_name
 
     def confirmed_by_owner(self) -> bool:
-        """Whether the owner counts this reference. For what `remote` returned: whether the value was created."""
+        """Whether the owner counts this reference; for a result of `remote`, whether the value was created."""
         return self._handle.state.confirmed
 
     # ------------------------------------------------------------ the value
 
     def to_here(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:
-        """The value; at the owner the object itself, elsewhere a copy. Waits until the value exists.
+        """Waits until the value exists, and returns it: the object itself at the owner, a copy elsewhere.
 
         Args:
-            timeout: limit in seconds for creation and transfer together; -1: the default of `init_rpc`, 0: none. At the
-                owner, the default is the time that is left for the call that is being handled.
+            timeout: limit in seconds for creation and transfer together; -1 uses the default of `init_rpc`, 0 means no
+                limit. At the owner, the default is the remaining time of the call that this thread handles.
 
         Raises:
-            DeadlineExceeded: the time is over.
+            DeadlineExceeded: the timeout expired.
             OwnerLost: the owner died.
             LeaseExpired: the owner received nothing from this process for too long.
             BlockingInLoop: called on an event loop's thread; write `await rref`.
-            Exception: the one that the function of `remote` raised.
+            Exception: the error of the function that `remote` called.
         """
         if self.is_owner():
             return self._wait_for_value(timeout)
@@ -156,7 +156,7 @@ class RRef(Generic[T]):
             raise self._calls.fetch_error(state, exc) from exc
 
     def __await__(self) -> Generator[Any, None, T]:
-        """`to_here` without blocking. Cancelling the task ends the transfer, and leaves the value alone."""
+        """`to_here` without blocking. Cancelling the task ends the transfer; the value stays as it is."""
         state = self._handle.state
         state.check(USE_AFTER_DELETION)
         if state.owned is not None:
@@ -167,7 +167,7 @@ class RRef(Generic[T]):
             raise self._calls.fetch_error(state, exc) from exc
 
     def local_value(self) -> T:
-        """The value itself, at the owner. Waits until it exists.
+        """Waits until the value exists, and returns the value itself; for the owner only.
 
         Raises:
             RRefError: this process is not the owner.
@@ -214,9 +214,9 @@ class RRef(Generic[T]):
     @overload
     def call(self, method: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R: ...
     def call(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """`rref.call(Counter.add, 1)` is `rref.rpc_sync().add(1)`, and type checkers see arguments and result.
+        """`rref.call(Counter.add, 1)` is `rref.rpc_sync().add(1)` with arguments and result that type checkers know.
 
-        A subclass's own method of that name runs where the value is of the subclass.
+        If the value is of a subclass that overrides the method, the override runs.
         """
         return getattr(self.rpc_sync(), method_name(method))(*args, **kwargs)
 
@@ -231,12 +231,12 @@ class RRef(Generic[T]):
     @overload
     def call_async(self, method: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]: ...
     def call_async(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """`await rref.call_async(Counter.add, 1)` is `await rref.rpc_async().add(1)`, checked as `call` is."""
+        """`await rref.call_async(Counter.add, 1)` is `await rref.rpc_async().add(1)`, type-checked like `call`."""
         future: Future[Any] = getattr(self.rpc_async(), method_name(method))(*args, **kwargs)
         return future
 
     def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
-        """The type of the value, which is fetched from the owner once. With `blocking=False` a future of it."""
+        """The type of the value, fetched from the owner once; with `blocking=False`, a future of the type."""
         future = self._type_future
         if future is None or (future.done() and future.exception() is not None):
             future = self._type_future = self._ask_type(timeout)
@@ -245,11 +245,11 @@ class RRef(Generic[T]):
         try:
             return future.wait()
         except BaseException:
-            # The caller has the error, whose frames hold this reference: it would live until the next collection.
+            # The frames of the error hold this reference: with the future, it would live until the next collection.
             self._type_future = None
             raise
         finally:
-            del future  # it has the error, and that has this frame
+            del future  # it holds the error, and the error holds this frame
 
     def _ask_type(self, timeout: float) -> Future[type]:
         if self.is_owner():
@@ -262,18 +262,18 @@ class RRef(Generic[T]):
         return asked
 
     def cancel(self) -> bool:
-        """Ends the creation of the value, where `rpc.remote` or `rref.remote()` on this worker began it.
+        """Cancels the creation of the value if `rpc.remote` or `rref.remote()` on this worker began it.
 
         The reference fails with an `RRefError` that says so. A coroutine is cancelled at the owner; a plain function
         continues there, and its result is dropped. An actor that exists ends with its last reference.
 
         Returns:
-            False if the value existed already, or another worker created it: then nothing has changed.
+            False if the value existed already, or another worker created it; nothing changes then.
         """
         return self._creation is not None and self._creation.cancel()
 
     def _get_future(self) -> Future[Any]:
-        """The future of the call of `remote` that made this reference; a finished one if none did."""
+        """The future of the `remote` call that made this reference; a completed future if no such call did."""
         if self._creation is not None:
             self._calls.flush(self._handle.state.owner.worker)
             return self._creation.future()
@@ -282,7 +282,7 @@ class RRef(Generic[T]):
         return done
 
     def _get_profiling_future(self) -> Future[Any] | None:
-        """Done when the profile that ran where `remote` made this reference has that call; None if none ran."""
+        """Done when the profile that ran during the `remote` call includes that call; None if no profile ran."""
         return self._profiled
 
     @off_loop("await rref.backward_async(...)")
@@ -290,9 +290,9 @@ class RRef(Generic[T]):
         """Runs the backward pass with the value as root; blocks.
 
         Args:
-            dist_autograd_ctx_id: the context of a distributed backward, which begins at the owner; -1, at the owner
-                only, runs a local one.
-            retain_graph: keep the graph for another backward.
+            dist_autograd_ctx_id: the context of a distributed backward pass, which begins at the owner; -1, at the
+                owner only, runs a local pass.
+            retain_graph: keep the graph for another pass.
 
         Raises:
             RRefError: the value is not a tensor, or this is not the owner and no context is given. Otherwise as
@@ -351,7 +351,7 @@ class RRef(Generic[T]):
         raise RRefError(NOT_PICKLABLE)
 
     def _serialize(self) -> NoReturn:
-        """torch's name for pickling by hand. A share needs a receiver, so there is no such thing here."""
+        """torch's name for manual pickling, which is not supported: sharing a reference needs a receiver."""
         self._calls.check_sharable(self)
         raise RRefError(TRAVELS_IN_CALLS)
 

@@ -1,4 +1,4 @@
-"""The worker's side: it carries out one request after the other on its main thread, until the test's process ends.
+"""The worker's side: it handles one request after the other on its main thread, until the test's process ends.
 
 A request is a number and a pickled (function, args, kwargs); the answer is the number and the pickled value or
 `CallFailure`.
@@ -24,7 +24,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class CallFailure:
-    """The error that a function raised, and where."""
+    """The error that a function raised, and its traceback."""
 
     error: BaseException
     trace: str
@@ -54,13 +54,13 @@ def serve(
     os.environ.update(environment)
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)  # the workers of a test share few cores
-    gc.freeze()  # what the server has imported stays: collecting it takes a fifth of a second, each time
+    gc.freeze()  # the server's imports stay: each collection of them would take a fifth of a second
     with contextlib.suppress(EOFError, OSError):
         while True:
             _carry_out_next(connection)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # the test is over: a worker that was not shut down has nobody left to talk to
+    os._exit(0)  # the test is over: a worker that was not shut down has no peers any more
 
 
 def _redirect_output(path: str) -> None:
@@ -74,7 +74,7 @@ def _redirect_output(path: str) -> None:
 
 
 def _die_with(lifeline: Connection[Any, Any]) -> None:
-    """Has the kernel kill this process when the test's process ends, even while it hangs in C, and what it forked.
+    """Has the kernel kill this process and its forks when the test's process ends, even while it hangs in C.
 
     `PR_SET_PDEATHSIG` does not help: the parent is the fork server, which lives as long as its workers.
     """
@@ -85,11 +85,11 @@ def _die_with(lifeline: Connection[Any, Any]) -> None:
         fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_ASYNC)
     if select.select([descriptor], [], [], 0)[0]:
-        os._exit(0)  # it ended before we began
+        os._exit(0)  # it has ended already
 
 
 def _carry_out_next(connection: Connection[Any, Any]) -> None:
-    """Keeps nothing: what a worker holds is what its functions stored."""
+    """Handles one request and keeps nothing: a worker holds only the objects that its functions stored."""
     connection.poll(None)
     number, packed = unpack(connection.recv_bytes())
     connection.send_bytes(pack((number, _outcome_of(packed))))

@@ -7,7 +7,7 @@
         cluster.kill("server")
         cluster.restart("server")
 
-All of them share the interpreter: module globals, the interpreter lock, Ctrl-C and a crash. A test that is about one of
+The workers share the interpreter: module globals, the interpreter lock, Ctrl-C and crashes. A test that is about one of
 these needs a `WorkerPool`.
 """
 
@@ -39,16 +39,16 @@ class InProcessCluster:
     """RPC workers by name. Use it as a context manager: the end of the block shuts all of them down.
 
     Args:
-        names: of the workers, by rank; the first one coordinates.
-        elastic: workers may come and go (`world_size=None`).
-        options: of `RpcOptions`, for all workers.
+        names: the workers' names, by rank; the first worker coordinates.
+        elastic: workers may join and leave (`world_size=None`).
+        options: arguments of `RpcOptions`, for all workers.
 
     Raises:
-        ConfigError: two workers have one name; later, also where a method is given a name that no living worker has.
+        ConfigError: two workers have the same name; methods raise it for a name that no living worker has.
 
     Attributes:
-        names: of the workers that live.
-        network: connects them; faults are made there.
+        names: the names of the living workers.
+        network: connects the workers; its methods cause faults.
     """
 
     def __init__(self, *names: str, elastic: bool = False, **options: Any) -> None:
@@ -87,7 +87,7 @@ class InProcessCluster:
         return tuple(self._agents)
 
     def use(self, name: str) -> AbstractContextManager[Agent]:
-        """The functions of `rpcdist.rpc` are those of this worker while the `with` block lasts, on this thread."""
+        """Makes the functions of `rpcdist.rpc` act as this worker, on this thread, inside the `with` block."""
         return use_agent(self._agent(name))
 
     def run(self, name: str, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -96,27 +96,27 @@ class InProcessCluster:
             return function(*args, **kwargs)
 
     def begin(self, name: str, function: Callable[..., T], *args: Any, **kwargs: Any) -> Future[T]:
-        """Calls a function as this worker, on a thread of its own, and does not wait."""
+        """Calls a function as this worker on a new thread, and does not wait."""
         return self._in_thread(self.run, name, function, *args, **kwargs)
 
     def join(self, name: str, rank: int) -> None:
-        """Adds a worker, or replaces one that died."""
+        """Adds a worker, or replaces a dead one."""
         self._ranks[name] = rank
         self._in_threads(self._start, (name,))  # an agent that starts on the main thread would take Ctrl-C for itself
 
     def restart(self, name: str) -> None:
-        """A new worker replaces a killed one."""
+        """Replaces a killed worker by a new one."""
         self.join(name, self._ranks[name])
 
     def kill(self, name: str) -> None:
-        """A worker dies silently: the others see that its connections break, and that its address does not answer."""
+        """Kills a worker silently: its connections break, and its address does not answer."""
         agent = self._agent(name)
         del self._agents[name]
         self.network.kill(self._nodes.pop(name))
         _end(agent)
 
     def shutdown(self, *names: str, **arguments: Any) -> None:
-        """The named workers, by default all, call `rpc.shutdown(**arguments)` at the same time."""
+        """Calls `rpc.shutdown(**arguments)` on the named workers, by default all, at the same time."""
 
         def leave(name: str) -> None:
             self.run(name, rpc.shutdown, **arguments)
@@ -125,11 +125,11 @@ class InProcessCluster:
         self._in_threads(leave, names or self.names)
 
     def close(self) -> None:
-        """Ends everything immediately; idempotent. Calls that `begin` began and that still run get a limited time to
+        """Ends everything immediately; idempotent. Running calls that `begin` started get a limited time to
         end.
 
         Raises:
-            AssertionError: such a call did not end. Its thread goes on, and Python waits for it when it exits.
+            AssertionError: such a call did not end. Its thread continues, and Python waits for it at exit.
         """
         for agent in list(self._agents.values()):
             _end(agent)
@@ -159,8 +159,8 @@ class InProcessCluster:
         )
 
     def _in_threads(self, function: Callable[[str], None], names: Iterable[str]) -> None:
-        """Calls it for all names at the same time, because joining and leaving wait for the others. Raises the first
-        error."""
+        """Calls the function for all names at the same time, because joining and leaving wait for the others.
+        Raises the first error."""
         calls = {name: self._in_thread(function, name) for name in names}
         _, running = wait(calls.values(), LIMIT_S)
         assert not running, f"{[name for name in calls if calls[name] in running]} did not finish within {LIMIT_S} s"

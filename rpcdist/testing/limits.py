@@ -1,9 +1,9 @@
-"""The time limits of tests, and waits for facts that no event reports.
+"""The time limits of tests, and waits for conditions that no event reports.
 
-The limits are multiples of one unit, which `RPCDIST_TEST_SCALE` stretches on slow machines.
+The limits are multiples of one unit; `RPCDIST_TEST_SCALE` makes it longer on slow machines.
 
 A limit only affects the duration of a failing test; a passing test never waits for one. Limits that a test is *about*
-(a lease that ends, a peer that is silent) are small multiples of `UNIT_S`.
+(a lease that expires, a silent peer) are small multiples of `UNIT_S`.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ __all__ = [
 ]
 
 UNIT_S = 0.1 * float(os.environ.get("RPCDIST_TEST_SCALE", "1"))
-"""Seconds. The shortest time in which every worker of a loaded machine runs at least once."""
+"""In seconds: the shortest time in which every worker of a loaded machine runs at least once."""
 
 LIMIT_S = 600 * UNIT_S
-"""For a call of a worker, and for everything else that a test waits for unless it says otherwise."""
+"""The default limit for a call of a worker, and for everything else that a test waits for."""
 
 END_LIMIT_S = 20 * UNIT_S
-"""For a worker that was told to end: after that it is killed."""
+"""The limit for the end of a worker; then it is killed."""
 
 STACKS_LIMIT_S = 20 * UNIT_S
-"""For the stacks of a worker that did not answer in time."""
+"""The limit for the stacks of a worker that did not answer in time."""
 
 
 POLL_S = 0.005
 NUM_LOOKS = 4
-"""A thread that sleeps at so many looks, one after the other, waits for something that others have to do."""
+"""A thread that sleeps at this number of consecutive checks waits for another thread or process."""
 
 T = TypeVar("T")
 
@@ -50,26 +50,26 @@ T = TypeVar("T")
 def eventually(condition: Callable[[], T], what: str = "the condition", within_s: float = LIMIT_S) -> T:
     """Calls `condition` until it returns a true value, and returns that value.
 
-    Prefer an event, a barrier or the result of a call: this is for what nothing reports, such as a file that another
-    process writes or a table that is cleaned in the background.
+    Prefer an event, a barrier or the result of a call: this is for changes that nothing reports, such as a file that
+    another process writes or a table that is cleaned in the background.
 
     Args:
-        condition: called again and again in this thread.
-        what: the fact, for the error: "the client waits".
+        condition: called repeatedly in this thread.
+        what: the condition in words, for the error: "the client waits".
         within_s: the time limit in seconds.
 
     Raises:
-        AssertionError: the limit has passed; it shows the last value.
+        AssertionError: the limit has passed; the text shows the last value.
     """
     for value in _looks(condition, what, within_s):
         if value:
             return value
-        time.sleep(POLL_S)  # nothing tells this process of the change
+        time.sleep(POLL_S)  # no event reports the change
     raise AssertionError("unreachable")
 
 
 async def eventually_async(condition: Callable[[], T], what: str = "the condition", within_s: float = LIMIT_S) -> T:
-    """As `eventually`, in a coroutine, without blocking its loop."""
+    """`eventually` for coroutines; does not block the event loop."""
     for value in _looks(condition, what, within_s):
         if value:
             return value
@@ -85,10 +85,10 @@ def _looks(condition: Callable[[], T], what: str, within_s: float) -> Iterator[T
 
 
 def wait_until_asleep(thread: threading.Thread | int, within_s: float = LIMIT_S) -> None:
-    """Waits until a thread sleeps in the kernel, which means that it waits for others.
+    """Waits until a thread sleeps in the kernel, which means that it waits for something.
 
     Args:
-        thread: a thread of this process, or a process id, for the main thread of that process.
+        thread: a thread of this process, or a process id for the main thread of that process.
         within_s: the time limit in seconds.
     """
     pid, tid = (thread, thread) if isinstance(thread, int) else (os.getpid(), thread.native_id)
@@ -105,7 +105,7 @@ def wait_until_asleep(thread: threading.Thread | int, within_s: float = LIMIT_S)
 
 
 def wait_until_stopped(pid: int, within_s: float = LIMIT_S) -> None:
-    """Waits until all threads of a process stand still: a SIGSTOP takes effect when one of them next runs."""
+    """Waits until all threads of a process have stopped: a SIGSTOP takes effect when one of them next runs."""
     tasks = Path(f"/proc/{pid}/task")
 
     def stands_still() -> bool:

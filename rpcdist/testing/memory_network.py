@@ -1,14 +1,14 @@
 """A network in memory that delays, drops and cuts on command.
 
     network = MemoryNetwork()
-    network.delay("a", "b", 0.2)     # what a and b send to each other arrives 0.2 s later
-    network.drop("a", "b")           # it disappears silently: the peers notice after their `peer_timeout`
-    network.cut("a", "b")            # their connections break at once, and new ones are refused
-    network.refuse("a", "b")         # new ones are refused, and those that there are stay
+    network.delay("a", "b", 0.2)     # messages between a and b arrive 0.2 s later
+    network.drop("a", "b")           # messages disappear silently: the peers notice after their `peer_timeout`
+    network.cut("a", "b")            # the connections break at once, and new ones are refused
+    network.refuse("a", "b")         # new connections are refused, and existing ones stay
     network.heal("a", "b")
-    network.break_after("a", "b", 3) # of what a sends to b, three more envelopes arrive; then their connections break
+    network.break_after("a", "b", 3) # three more envelopes from a reach b; then the connections break
 
-Envelopes, sessions, heartbeats and the lists of members are the product's own; only sockets and the handshake that
+Envelopes, sessions, heartbeats and membership lists are the product's own; only sockets and the handshake that
 proves the job token are left out. Time is real.
 """
 
@@ -44,11 +44,11 @@ __all__ = ["MemoryConnection", "MemoryNetwork", "MemoryNode"]
 
 
 class Path:
-    """The way from one worker to another: delay, loss and cuts of everything that is sent on it. Used on the I/O loop.
+    """The path from one worker to another: delay, loss and cuts of all data on it. Used on the I/O loop.
 
     Attributes:
-        delay_s: how much later it arrives, in seconds.
-        drops: whether it disappears, as behind a firewall that answers nothing.
+        delay_s: the delay of all data, in seconds.
+        drops: whether data disappears, as behind a firewall that answers nothing.
     """
 
     __slots__ = ("_num_intact", "_on_break", "_timer", "_under_way", "delay_s", "drops")
@@ -62,11 +62,11 @@ class Path:
         self._timer: asyncio.TimerHandle | None = None
 
     def break_after(self, num_envelopes: int, on_break: Callable[[], object]) -> None:
-        """So many more envelopes arrive; the next one does not, nor anything behind it, and `on_break` is called."""
+        """Lets `num_envelopes` more envelopes arrive; drops the next one and all later ones, and calls `on_break`."""
         self._num_intact, self._on_break = num_envelopes, on_break
 
     def carry(self, channel: MemoryChannel, data: bytes | None) -> None:
-        """Has data arrive at the far end of a channel, in order; None is the end of the channel."""
+        """Carries data to the far end of a channel, in order; None is the end of the channel."""
         if self._on_break is not None and data is not None:
             self._num_intact -= 1
             if self._num_intact < 0:
@@ -78,13 +78,13 @@ class Path:
             return
         due = time.monotonic() + self.delay_s
         if self._under_way:
-            due = max(due, self._under_way[-1][0])  # a path that got faster does not overtake itself
+            due = max(due, self._under_way[-1][0])  # data must not overtake older data when the delay shrinks
         self._under_way.append((due, channel, data))
         if self._timer is None:
             self._deliver()
 
     def _deliver(self) -> None:
-        """Delivers what is due, and waits for the rest. A timer of the loop may ring some milliseconds early."""
+        """Delivers the data that is due, and waits for the rest. A timer of the loop may fire a few ms early."""
         self._timer = None
         while self._under_way:
             wait_s = self._under_way[0][0] - time.monotonic()
@@ -99,10 +99,10 @@ class MemoryChannel:
     """One end of a channel; see `Channel`. Used on the I/O loop.
 
     Args:
-        path: what it writes takes this path.
+        path: carries the data that this end writes.
 
     Attributes:
-        has_lost: whether something that was on its way to this end has disappeared.
+        has_lost: whether data for this end has been dropped.
     """
 
     def __init__(self, path: Path) -> None:
@@ -132,12 +132,12 @@ class MemoryChannel:
             self._path.carry(self._far, None)
 
     def arrive(self, data: bytes | None) -> None:
-        """Something has come from the far end; None says that it has closed the channel."""
+        """Takes data from the far end; None means that the far end has closed the channel."""
         self._arrived.put_nowait(data)
 
 
 def channel_pair(there: Path, back: Path) -> tuple[MemoryChannel, MemoryChannel]:
-    """The two ends of a new channel: what the first one writes goes `there`, the other one's envelopes come `back`."""
+    """The two ends of a new channel: the first end writes to the path `there`, the second to `back`."""
     near, far = MemoryChannel(there), MemoryChannel(back)
     near._far, far._far = far, near
     return near, far
@@ -153,12 +153,12 @@ class MemoryNode:
     Args:
         wires: the network.
         io: the I/O loop of the network.
-        name: of the worker that will live here.
-        peer_timeout_s: silence after which a peer is declared lost, in seconds.
+        name: the name of the worker that will live here.
+        peer_timeout_s: seconds of silence after which a peer is declared lost.
 
     Attributes:
-        identity: the worker's identity to others; set when it joins a job.
-        address: where it is served, or None.
+        identity: the identity that other workers see; set when the worker joins a job.
+        address: the address at which the node serves, or None.
     """
 
     def __init__(self, wires: MemoryNetwork, io: IoLoop, name: str, peer_timeout_s: float) -> None:
@@ -200,7 +200,7 @@ class MemoryNode:
         self.services.update({(descriptor.name, method): handler for method, handler in methods.items()})
 
     def release(self) -> None:
-        """The worker has left: its address answers no more."""
+        """The worker has left: its address does not answer any more."""
         self.io.run(self.close("the peer shut down"), CLOSE_LIMIT_S)
 
     # ------------------------------------------------------------ I/O loop
@@ -238,7 +238,7 @@ class MemoryNode:
         taker = await target.roles.handler(role) or NullHandler()
         if (refusal := target.roles.refusal(hello)) is not None:
             raise AuthenticationFailed(refusal)
-        if self._wires.node_at(self, address) is not target:  # the connection was cut before it stood
+        if self._wires.node_at(self, address) is not target:  # the connection was cut before it was established
             raise ConnectFailed(address, "connection refused")
         near, far = channel_pair(there, back)
         id = secrets.token_bytes(16)
@@ -323,7 +323,7 @@ T = TypeVar("T")
 class MemoryNetwork:
     """Connects the workers of one process. Use it as a context manager; methods may be called on any thread.
 
-    Workers are named, not nodes: a fault between two names also concerns a worker that takes the place of one.
+    Faults apply to names of workers, not to nodes: a fault between two names also affects a replacement of a worker.
     """
 
     def __init__(self) -> None:
@@ -344,39 +344,39 @@ class MemoryNetwork:
         self.close()
 
     def node(self, name: str, peer_timeout_s: float) -> MemoryNode:
-        """A place for a worker; give it to the agent.
+        """Makes the node of a worker, for its agent.
 
         Args:
-            name: of the worker.
-            peer_timeout_s: silence after which a peer is declared lost, in seconds.
+            name: the worker's name.
+            peer_timeout_s: seconds of silence after which a peer is declared lost.
         """
         return MemoryNode(self, self._io, name, peer_timeout_s)
 
     # ------------------------------------------------------------ faults
 
     def delay(self, a: str, b: str, seconds: float) -> None:
-        """Messages between two workers arrive so much later, in order."""
+        """Delays messages between two workers; they arrive in order."""
         self._run(self._set(a, b, delay_s=seconds))
 
     def drop(self, a: str, b: str) -> None:
-        """Messages between two workers disappear: each is silent to the other one."""
+        """Drops messages between two workers: neither hears anything from the other."""
         self._run(self._set(a, b, drops=True))
 
     def cut(self, a: str, b: str) -> None:
-        """The connections of two workers break, and new ones are refused."""
+        """Breaks the connections of two workers, and refuses new ones."""
         self._run(self._cut(a, b))
 
     def refuse(self, a: str, b: str) -> None:
-        """New connections of two workers are refused; those that there are work on, as through some firewalls."""
+        """Refuses new connections of two workers; existing ones continue to work, as through some firewalls."""
         self._run(self._refuse(a, b))
 
     def break_after(self, a: str, b: str, num_envelopes: int) -> threading.Event:
-        """Of what `a` sends to `b`, so many more envelopes arrive; with the next one their connections break, once.
+        """Lets `num_envelopes` more envelopes from `a` reach `b`; at the next one breaks their connections, once.
 
-        They may connect again at once. So a test can break a connection at each step of what it tests.
+        The workers may reconnect at once. So a test can break a connection at each step of an operation.
 
         Returns:
-            Set when the connections have broken.
+            An event that is set when the connections have broken.
         """
         broken = threading.Event()
         self._run(self._break_after(a, b, num_envelopes, broken))
@@ -387,7 +387,7 @@ class MemoryNetwork:
         self._run(self._heal(a, b))
 
     def kill(self, node: MemoryNode) -> None:
-        """A worker's process dies: its connections break, and nobody listens at its address."""
+        """Simulates the death of a worker's process: its connections break, and its address does not answer."""
         self._run(node.close("the process was killed"))
 
     def close(self) -> None:
@@ -441,7 +441,7 @@ class MemoryNetwork:
     # ------------------------------------------------------------ for nodes
 
     def register(self, node: MemoryNode) -> str:
-        """A free address for a node that begins to serve."""
+        """Assigns a free address to a node that begins to serve."""
         with self._lock:
             address = f"127.0.0.1:{next(self._ports)}"
             self._nodes[address] = node
@@ -455,7 +455,7 @@ class MemoryNetwork:
         return node
 
     def path(self, source: MemoryNode, target: MemoryNode) -> Path:
-        """The way of messages from `source` to `target`."""
+        """The path of messages from `source` to `target`."""
         return self._path(source.name, target.name)
 
     def _path(self, source: str, target: str) -> Path:

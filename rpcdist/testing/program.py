@@ -1,6 +1,6 @@
-"""A Python program in an interpreter of its own, whose output a test reads line by line.
+"""A Python program in its own interpreter, whose output a test reads line by line.
 
-For tests of the start and the end of a program, its output and its exit status, which a `Worker` cannot show.
+For tests of a program's start, end, output and exit status, which a `Worker` cannot show.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ __all__ = ["Program", "free_port"]
 
 
 class Program:
-    """A Python program; the end of the `with` block kills what still runs of it and of the processes that it started.
+    """A Python program; the end of the `with` block kills it and the processes that it started, if they still run.
 
-    It leads a process group of its own, which Ctrl-C in a terminal does not reach.
+    It leads its own process group, which Ctrl-C in a terminal does not reach.
 
     Args:
         code: the source; common indentation does not matter.
-        arguments: what it finds in `sys.argv[1:]`.
+        arguments: the program's `sys.argv[1:]`.
         environment: variables that differ from this process's; None removes one.
 
     Attributes:
-        output: the lines that `line` has returned, and all of them after `end`.
-        process: its process.
+        output: the lines that `line` has returned; all lines after `end`.
+        process: the program's process.
     """
 
     def __init__(self, code: str, *arguments: object, environment: Mapping[str, str | None] | None = None) -> None:
@@ -57,7 +57,7 @@ class Program:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(ProcessLookupError):  # the group has nobody left; while it has, its number is taken
+        with contextlib.suppress(ProcessLookupError):  # the group is empty; otherwise its number is still in use
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(LIMIT_S)
         self._read_to_the_end(LIMIT_S)
@@ -65,7 +65,7 @@ class Program:
         self.process.stdout.close()
 
     def line(self, limit_s: float = LIMIT_S) -> str:
-        """Waits for the next line of output; fails when none comes."""
+        """Waits for the next line of output; fails if none comes."""
         try:
             line = self._lines.get(timeout=limit_s)
         except queue.Empty:
@@ -75,7 +75,7 @@ class Program:
         return line.strip()
 
     def end(self, limit_s: float = LIMIT_S) -> int:
-        """Waits for the end of the program; its status, or minus the signal that ended it."""
+        """Waits for the end of the program; returns its exit status, or minus the signal that ended it."""
         try:
             status = self.process.wait(limit_s)
         except subprocess.TimeoutExpired:
@@ -84,7 +84,7 @@ class Program:
         return status
 
     def signal(self, number: signal.Signals) -> None:
-        """Sends it a signal."""
+        """Sends a signal to the program."""
         self.process.send_signal(number)
 
     def _read_to_the_end(self, limit_s: float) -> None:
@@ -108,10 +108,10 @@ class Program:
 def free_port() -> int:
     """A TCP port of this host that is currently free.
 
-    It is below those that the system chooses from, so that no connection and no other server gets it before it is used.
+    It is outside the range from which the system chooses, so no connection and no other server gets it before its use.
 
     Raises:
-        OSError: no port can be bound, and why.
+        OSError: no port can be bound; the text says why.
     """
     ports = secrets.SystemRandom().sample(range(20_000, 29_000), 100)
     for port in ports:

@@ -1,8 +1,8 @@
-"""A fixture for pytest: RPC workers in the process of the test. In `conftest.py`:
+"""A pytest fixture: RPC workers in the process of the test. In `conftest.py`:
 
     pytest_plugins = ["rpcdist.testing.pytest_plugin"]
 
-It is no plugin that pytest finds by itself, since its import takes as long as that of torch.
+pytest does not load it automatically, since its import takes as long as torch's.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ __all__ = ["rpc_cluster"]
 
 @pytest.fixture
 def rpc_cluster(request: pytest.FixtureRequest) -> Iterator[InProcessCluster]:
-    """A new cluster of `worker0`, `worker1` and `worker2`; the functions of `rpcdist.rpc` are those of `worker0`.
+    """A new cluster of `worker0`, `worker1` and `worker2`; the functions of `rpcdist.rpc` act as `worker0`.
 
-    `@pytest.mark.parametrize("rpc_cluster", [["trainer", "server"]], indirect=True)` gives other names. A worker that
-    the test leaves dead is no error.
+    `@pytest.mark.parametrize("rpc_cluster", [["trainer", "server"]], indirect=True)` sets other names. A worker that
+    is dead at the end of the test is not an error.
     """
     names: list[str] = getattr(request, "param", ["worker0", "worker1", "worker2"])
     cluster = InProcessCluster(*names)

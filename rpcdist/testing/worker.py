@@ -6,8 +6,8 @@
     worker.kill()                             # SIGKILL
     pending.error(WorkerEnded)
 
-Functions are pickled by name, so they stand at the top of a module that the worker can import. A `Worker` belongs to
-one thread of the test's process.
+Functions are pickled by name, so define them at the top level of a module that the worker can import. A `Worker`
+belongs to one thread of the test's process.
 
 [Note: the fork server] Workers are forked from a server process that has imported torch and rpcdist, and does nothing
 else: importing torch takes two seconds, forking takes milliseconds. Forking is safe there, because the server never
@@ -40,15 +40,15 @@ _context = multiprocessing.get_context("forkserver")
 
 
 def preload(*modules: str) -> None:
-    """Has the server import these modules as well; without effect once the first worker has started.
+    """Makes the fork server import these modules as well; has no effect once the first worker has started.
 
-    A module that workers use and that takes long to import is worth it. It must start no thread when it is imported.
+    Use it for modules of the workers that take long to import. Their import must not start a thread.
     """
     _modules.extend(modules)
 
 
 def server_pid() -> int:
-    """The process from which the workers are forked; starts it when there is none. It outlives every test."""
+    """The id of the process from which workers are forked; starts it if necessary. It outlives every test."""
     _context.set_forkserver_preload(_modules)
     given = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"  # OpenMP reads it once, when the server imports torch; workers share few cores
@@ -71,7 +71,7 @@ T = TypeVar("T")
 
 
 class WorkerEnded(Exception):
-    """The process ended before it had finished a request."""
+    """The process ended before it finished a request."""
 
 
 class WorkerTimeout(AssertionError):
@@ -79,7 +79,7 @@ class WorkerTimeout(AssertionError):
 
 
 class Pending(Generic[T]):
-    """A call that a worker was told to make."""
+    """A call that a worker is making."""
 
     def __init__(self, worker: Worker, number: int, what: str) -> None:
         self.worker = worker
@@ -90,15 +90,15 @@ class Pending(Generic[T]):
         """Waits for the call, and returns its result. Call it once.
 
         Raises:
-            BaseException: what the function raised, with the worker's traceback as a note.
+            BaseException: the function's error, with the worker's traceback as a note.
             WorkerEnded: the process has ended.
-            WorkerTimeout: it did not return within the limit. The worker goes on with it.
+            WorkerTimeout: the function did not return within the limit. It continues on the worker.
         """
         value: T = self.worker._outcome(self._number, self._what, limit_s)
         return value
 
     def error(self, kind: type[BaseException] = Exception, limit_s: float = LIMIT_S) -> Any:
-        """Waits for the call, and returns the exception that it raised, which has to be a `kind`."""
+        """Waits for the call, and returns the exception that it raised, which must be a `kind`."""
         try:
             value = self.result(limit_s)
         except kind as exc:
@@ -114,12 +114,12 @@ class Worker:
     """A process that calls functions for a test, one after the other, on its main thread.
 
     Args:
-        name: for messages, and of its RPC worker if it joins one.
+        name: the name in messages, and of its RPC worker if it joins a job.
         environment: the whole environment of the process.
         output: the file that receives its stdout and stderr.
 
     Attributes:
-        pid: of the process.
+        pid: the process id.
         stopped: whether `stop` was called, and `resume` not yet.
     """
 
@@ -149,7 +149,7 @@ class Worker:
     # ------------------------------------------------------------ calls
 
     def begin(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> Pending[T]:
-        """Tells the worker to call a function, and does not wait for the call.
+        """Makes the worker call a function, and does not wait for the call.
 
         Raises:
             WorkerTimeout: a stopped or busy worker did not take arguments that are too large for the pipe.
@@ -166,11 +166,11 @@ class Worker:
         return Pending(self, self._num_begun, f"{what}{args}")
 
     def run(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Tells the worker to call a function, and waits for the result."""
+        """Makes the worker call a function, and waits for the result."""
         return self.begin(function, *args, **kwargs).result()
 
     def is_idle(self, within_s: float) -> bool:
-        """Whether the worker is done with all that it was told, after at most `within_s`."""
+        """Whether the worker finishes all its calls within `within_s`."""
         try:
             return self._answered(self._num_begun, within_s)
         except WorkerEnded:
@@ -184,8 +184,8 @@ class Worker:
         return self._process.is_alive()
 
     def kill(self) -> None:
-        """SIGKILL; waits until the process is gone. One that has ended by itself is left alone."""
-        if self.alive:  # else its number may be another process's by now
+        """Sends SIGKILL, and waits until the process is gone. Does nothing if it has ended already."""
+        if self.alive:  # otherwise another process may have its number by now
             with contextlib.suppress(ProcessLookupError):  # it has ended since then
                 os.kill(self.pid, signal.SIGKILL)
         self.wait()
@@ -195,22 +195,22 @@ class Worker:
         os.kill(self.pid, number)
 
     def stop(self) -> None:
-        """SIGSTOP; waits until the process stands still. To others it looks like a host that hangs."""
+        """Sends SIGSTOP, and waits until the process has stopped. To other workers it looks like a host that hangs."""
         os.kill(self.pid, signal.SIGSTOP)
         self.stopped = True
         self.wait_until_stopped()
 
     def wait_until_stopped(self, limit_s: float = LIMIT_S) -> None:
-        """Waits until the process stands still, whichever process has stopped it."""
+        """Waits until the process has stopped, even if another process stopped it."""
         wait_until_stopped(self.pid, limit_s)
 
     def resume(self) -> None:
-        """SIGCONT."""
+        """Sends SIGCONT."""
         os.kill(self.pid, signal.SIGCONT)
         self.stopped = False
 
     def wait(self, limit_s: float = LIMIT_S) -> int:
-        """Waits for the end of the process; its exit code, or minus the signal that ended it."""
+        """Waits for the end of the process; returns its exit code, or minus the signal that ended it."""
         self._process.join(limit_s)
         code = self._process.exitcode
         if code is None:
@@ -218,9 +218,9 @@ class Worker:
         return code
 
     def end(self, limit_s: float = END_LIMIT_S) -> None:
-        """Ends the process: an idle one by itself, a busy or stopped one by SIGKILL after the limit. Idempotent.
+        """Ends the process: an idle one exits, a busy or stopped one gets SIGKILL after the limit. Idempotent.
 
-        Processes that it forked and that hold what they inherited are killed.
+        Forked children that hold inherited descriptors are killed.
         """
         if self._connection.closed:
             return
@@ -243,21 +243,21 @@ class Worker:
         return ""
 
     def num_output_bytes(self) -> int:
-        """How much the process has written so far."""
+        """The number of bytes that the process has written so far."""
         return self._output.stat().st_size if self._output.exists() else 0
 
     def stacks(self) -> str:
-        """The stacks of its threads, as `faulthandler` writes them."""
+        """The stacks of its threads, in the format of `faulthandler`."""
         if not self._writes_stacks():
             return "(the process has only just been started)"
         before = self.num_output_bytes()
         os.kill(self.pid, signal.SIGUSR1)
-        with contextlib.suppress(AssertionError):  # then it shows what there is; the main thread's stack comes last
+        with contextlib.suppress(AssertionError):  # then the output so far is shown; the main thread's stack comes last
             eventually(lambda: self.output(before).endswith(" in <module>\n"), "the stacks", STACKS_LIMIT_S)
         return self.output(before)
 
     def _writes_stacks(self) -> bool:
-        """Whether it handles SIGUSR1 by now, which would end it otherwise."""
+        """Whether the process handles SIGUSR1 already; otherwise the signal would end it."""
         status = Path(f"/proc/{self.pid}/status").read_text()
         caught = int(status.partition("SigCgt:")[2].split()[0], 16)
         return bool(caught >> (signal.SIGUSR1 - 1) & 1)
@@ -274,9 +274,9 @@ class Worker:
         return True
 
     def _receive(self) -> None:
-        """Takes one outcome from the connection, which is readable unless the process has ended.
+        """Reads one outcome from the connection, which is readable unless the process has ended.
 
-        The end of the process counts, not that of the connection: a child that the worker forked may hold it open.
+        The end of the process counts, not the end of the connection: a forked child of the worker may hold that open.
         """
         try:
             if not self._connection.poll():
@@ -318,7 +318,7 @@ _running: Final[set[Worker]] = set()
 
 
 def _kill_at_exit() -> None:
-    """At the exit of a process that did not end its workers; else it would wait for them for ever."""
+    """Kills workers at the exit of a process that did not end them; otherwise it would wait for them forever."""
     for worker in _running:
         worker._lifeline.close()
 
@@ -327,7 +327,7 @@ atexit.register(_kill_at_exit)
 
 
 def wait_for_any(pending: Iterable[Pending[Any]], limit_s: float = LIMIT_S) -> list[Pending[Any]]:
-    """Waits until at least one of several workers' calls has ended; those that have, or none if the time is over."""
+    """Waits until at least one of several workers' calls has ended; returns the ended ones, none after the limit."""
     waiting = list(pending)
     limit = time.monotonic() + limit_s
     while not (ended := [one for one in waiting if _has_ended(one)]):

@@ -4,7 +4,7 @@ with WorkerPool() as pool:
     worker = pool.start("a", environment={"MY_OPTION": "1"})
     assert worker.run(os.getpid) == worker.pid
 
-`RankPool` has workers that stay alive from test to test and act as the ranks of groups.
+The workers of `RankPool` stay alive from test to test and act as the ranks of groups.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class RpcWorld:
     """The workers of one RPC job.
 
     Args:
-        start: starts a process of a name.
-        url: the `init_method` of all.
-        size: `world_size`; None for workers that come and go.
-        options: of `RpcOptions`, for all workers.
+        start: starts a process with a given name.
+        url: the `init_method` of all workers.
+        size: the `world_size`; None if workers may join and leave.
+        options: arguments of `RpcOptions`, for all workers.
     """
 
     def __init__(self, start: Callable[[str], Worker], url: str, size: int | None, options: dict[str, Any]) -> None:
@@ -45,17 +45,17 @@ class RpcWorld:
         return iter(self._workers.values())
 
     def begin_join(self, name: str, rank: int, **options: Any) -> Pending[None]:
-        """Starts one more worker, or the replacement of one, and does not wait until it has joined."""
+        """Starts one more worker, or a replacement, and does not wait until it has joined."""
         worker = self._workers[name] = self._start(name)
         return worker.begin(join, name, rank, self.size, self.url, **{**self.options, **options})
 
     def join(self, name: str, rank: int, **options: Any) -> Worker:
-        """Starts one more worker, or the replacement of one, and waits until it has joined."""
+        """Starts one more worker, or a replacement, and waits until it has joined."""
         self.begin_join(name, rank, **options).result()
         return self._workers[name]
 
     def shutdown(self, *names: str, **arguments: Any) -> None:
-        """Has the named workers, by default all, call `rpc.shutdown(**arguments)`, and waits for them."""
+        """Calls `rpc.shutdown(**arguments)` on the named workers, by default all, and waits for them."""
         leaving = [worker.begin(leave, **arguments) for worker in self if not names or worker.name in names]
         for pending in leaving:
             pending.result()
@@ -80,14 +80,14 @@ __all__ = ["WorkerPool"]
 
 
 class WorkerPool:
-    """Starts workers, and ends all of them with the `with` block.
+    """Starts workers; the end of the `with` block ends all of them.
 
     Args:
         environment: variables that all workers get in addition to those of this process; None removes one.
 
     Attributes:
-        environment: the same; a change counts for workers that start afterwards.
-        folder: for files of the test; it is removed at the end.
+        environment: the same; a change applies to workers that start afterwards.
+        folder: a folder for files of the test; removed at the end.
     """
 
     def __init__(self, environment: Mapping[str, str | None] | None = None) -> None:
@@ -112,11 +112,11 @@ class WorkerPool:
         return iter(self._workers)
 
     def start(self, name: str, environment: Mapping[str, str | None] | None = None) -> Worker:
-        """A new process, which has joined nothing yet.
+        """Starts a process, which does not join a job yet.
 
         Args:
-            name: for messages, and of its RPC worker.
-            environment: variables that differ from this process's at this moment; None removes one.
+            name: the name in messages, and of its RPC worker.
+            environment: variables that differ from this process's current ones; None removes one.
         """
         variables = {**os.environ, **self.environment, **(environment or {})}
         given = {variable: value for variable, value in variables.items() if value is not None}
@@ -131,7 +131,7 @@ class WorkerPool:
         worker.end()
 
     def new_file(self) -> str:
-        """An unused path, for a file store, or for a function to signal that it runs."""
+        """An unused path, for a file store, or as a signal that a function runs."""
         self._num_files += 1
         return str(self.folder / f"file{self._num_files}")
 
@@ -143,9 +143,9 @@ class WorkerPool:
         """An RPC job that no worker has joined yet.
 
         Args:
-            size: its `world_size`; None for workers that come and go.
+            size: its `world_size`; None if workers may join and leave.
             url: its `init_method`; by default a new file.
-            options: of `RpcOptions`, for all workers.
+            options: arguments of `RpcOptions`, for all workers.
         """
         return RpcWorld(self.start, url or self.new_url(), size, options)
 
@@ -153,10 +153,10 @@ class WorkerPool:
         """Starts workers that join one RPC job; their ranks are in the order of the names.
 
         Args:
-            names: of the workers.
-            world_size: -1 for as many as there are names; None for workers that come and go.
+            names: the names of the workers.
+            world_size: -1 for the number of names; None if workers may join and leave.
             url: the `init_method`; by default a new file.
-            options: of `RpcOptions`, for all workers.
+            options: arguments of `RpcOptions`, for all workers.
         """
         world = self.new_world(len(names) if world_size == -1 else world_size, url, **options)
         joining = [world.begin_join(name, rank) for rank, name in enumerate(names)]
@@ -180,12 +180,12 @@ T = TypeVar("T")
 
 
 class RankPool:
-    """Workers by rank; they start when they are first needed, and a dead or hung one is replaced.
+    """Workers by rank; they start when they are first needed, and dead or hung ones are replaced.
 
     ranks = RankPool()
     ranks.run(3, my_module.all_reduce_ones, ranks.new_file())   # calls all_reduce_ones(rank, 3, path) on ranks 0, 1, 2
 
-    A worker keeps what its functions store in their modules.
+    A worker keeps the objects that its functions store in their modules.
 
     Args:
         environment: variables that all workers get in addition to those of this process; None removes one.
@@ -221,27 +221,27 @@ class RankPool:
         while len(self.workers) < size:
             self.workers.append(self._new(len(self.workers)))
         for rank, worker in enumerate(self.workers[:size]):
-            if not worker.alive or not worker.is_idle(END_LIMIT_S):  # what a failed test has left hanging is killed
+            if not worker.alive or not worker.is_idle(END_LIMIT_S):  # kills workers that a failed test has left hanging
                 self._pool.discard(worker)
                 self.workers[rank] = self._new(rank)
         self._written = {worker: worker.num_output_bytes() for worker in self.workers[:size]}
         return self.workers[:size]
 
     def begin(self, size: int, function: Callable[..., T], *args: Any) -> list[Pending[T]]:
-        """Has the first `size` ranks call `function(rank, size, *args)`, and does not wait."""
+        """Makes the first `size` ranks call `function(rank, size, *args)`, and does not wait."""
         return [worker.begin(function, rank, size, *args) for rank, worker in enumerate(self.prepare(size))]
 
     def run(self, size: int, function: Callable[..., T], *args: Any, limit_s: float = LIMIT_S) -> list[T]:
-        """Has the first `size` ranks call `function(rank, size, *args)`; the results by rank.
+        """Makes the first `size` ranks call `function(rank, size, *args)`; returns the results by rank.
 
         Raises:
-            Exception: that of the first rank that raised one.
+            Exception: the error of the first rank that raised one.
             WorkerTimeout: a rank did not return in time; it is killed, and replaced when it is needed again.
         """
         return self.finish(self.begin(size, function, *args), limit_s)
 
     def finish(self, pending: Sequence[Pending[T]], limit_s: float = LIMIT_S) -> list[T]:
-        """The results of what `begin` began; raises as `run`."""
+        """Waits for the calls that `begin` started, and returns their results; raises as `run`."""
         outcomes = self.outcomes(pending, limit_s)
         for outcome in outcomes:
             if isinstance(outcome, Exception):

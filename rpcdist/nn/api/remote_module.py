@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, Generic, NoReturn, Protocol, Self
 
 from torch import Tensor, nn
-from typing_extensions import ParamSpec, TypeVar  # those of `typing` know no defaults before Python 3.13
+from typing_extensions import ParamSpec, TypeVar  # `typing` has no defaults before Python 3.13
 
 import rpcdist.rpc as rpc
 from rpcdist.errors import ConfigError, NotInitialized, RpcdistError, SerializationError
@@ -88,7 +88,7 @@ _REMOTE_MODULE_PICKLED_ATTRIBUTES = (
     "generated_methods",
     "module_rref",
 )
-# Attributes that the receiver makes again.
+# Attributes that the receiver recreates.
 _OWN_METHODS = ("forward_async", "forward")
 
 
@@ -98,7 +98,7 @@ R_co = TypeVar("R_co", default=Any, covariant=True)
 
 
 class _HasForward(Protocol[P, R_co]):
-    """A module, to type checkers: a handle on it is called as it is."""
+    """A module, for type checkers: a handle takes the same arguments as the module."""
 
     def forward(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
 
@@ -140,8 +140,8 @@ class _RemoteModule(nn.Module, Generic[P, R]):
 
     Args:
         remote_device, module_cls, args, kwargs: as for `RemoteModule`.
-        _module_interface_cls: a class made with `torch.jit.interface`: the module is compiled by TorchScript at its
-            owner. Calls are made by Python in any case, so the handle itself cannot be compiled.
+        _module_interface_cls: a class made with `torch.jit.interface`: TorchScript compiles the module at its
+            owner. Python makes the calls in any case, so the handle itself cannot be compiled.
     """
 
     forward: Callable[P, R]
@@ -181,7 +181,7 @@ class _RemoteModule(nn.Module, Generic[P, R]):
         self._install_methods()
 
     def _install_methods(self) -> None:
-        # They do not refer to this object: the cycle would keep the remote module alive until garbage collection.
+        # They must not refer to this object: the cycle would keep the remote module alive until garbage collection.
         for name, method in zip(_OWN_METHODS, self.generated_methods, strict=True):
             setattr(self, name, partial(method, self.module_rref, self.device, self.is_device_map_set))
 
@@ -205,7 +205,7 @@ class _RemoteModule(nn.Module, Generic[P, R]):
     # ------------------------------------------------------------ calls
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """`forward`."""
+        """Calls `forward`."""
         return self.forward(*args, **kwargs)
 
     def _ask(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -243,7 +243,7 @@ class _RemoteModule(nn.Module, Generic[P, R]):
 
     @off_loop("await asyncio.to_thread(module.remote_parameters, ...)")
     def remote_parameters(self, recurse: bool = True) -> list[RRef[nn.Parameter]]:
-        """References to the parameters, as a `DistributedOptimizer` takes them.
+        """References to the parameters, for a `DistributedOptimizer`.
 
         Args:
             recurse: include the parameters of submodules.
@@ -265,7 +265,7 @@ class _RemoteModule(nn.Module, Generic[P, R]):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Not supported for direct calls; a local module that contains this one finds a module without parameters.
+        """Not supported for direct calls; a local module that contains this one sees a module without parameters.
 
         Raises:
             ConfigError: (a ValueError) called directly.
@@ -275,7 +275,7 @@ class _RemoteModule(nn.Module, Generic[P, R]):
         return iter(() if self in memo else ((prefix, self),))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Does nothing when the local module around it is moved or converted; see `to`."""
+        """Does nothing: moving or converting the enclosing local module does not change this one; see `to`."""
         return self
 
     # ------------------------------------------------------------ state
@@ -284,11 +284,11 @@ class _RemoteModule(nn.Module, Generic[P, R]):
     def state_dict(  # type: ignore[override]
         self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
-        """The state of the module on the CPU. The state of a local module around it contains it.
+        """The state of the module on the CPU. The state of an enclosing local module contains it.
 
         Args:
             destination: dictionary to which the state is added; a new one by default.
-            prefix: put before the names.
+            prefix: the prefix of the names.
             keep_vars: accepted for compatibility with `torch.nn.Module`; the state is always a copy.
         """
         state: Any = self._ask(_owner_functions.state_dict)
@@ -305,7 +305,7 @@ class _RemoteModule(nn.Module, Generic[P, R]):
 
     @off_loop("await asyncio.to_thread(module.load_state_dict, ...)")
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads a state into the module at its owner. Returns, and raises, what `torch.nn.Module` does."""
+        """Loads a state into the module at its owner. Results and errors are as in `torch.nn.Module`."""
         return self._ask(_owner_functions.load_state_dict, state_dict, strict, assign)
 
     def _load_from_state_dict(
@@ -318,7 +318,7 @@ class _RemoteModule(nn.Module, Generic[P, R]):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Loads the part of a state that a local module around it loads."""
+        """Loads this module's part of a state that the enclosing local module loads."""
         mine = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
         assign = bool(local_metadata.get("assign_to_params_buffers", False))
         try:
@@ -353,8 +353,8 @@ class _RemoteModule(nn.Module, Generic[P, R]):
         )
 
 
-# A handle that arrived in a call lacks the attributes that `nn.Module.__init__` sets. As a submodule of a local module
-# it needs some of them, so the class has empty ones.
+# A handle that arrived in a call lacks the attributes that `nn.Module.__init__` sets. It needs some of them as a
+# submodule of a local module, so the class has empty ones.
 for _name, _empty in {
     "training": True,
     "_parameters": MappingProxyType({}),
@@ -370,14 +370,14 @@ for _name in REFUSED:
 
 
 class RemoteModule(_RemoteModule[P, R]):
-    """A handle on a module that lives on another worker.
+    """A handle to a module that lives on another worker.
 
         net = RemoteModule("ps0/cuda:0", nn.Linear, args=(20, 30))
-        out = net(torch.randn(8, 20))               # runs there, and waits
+        out = net(torch.randn(8, 20))               # runs there; waits for the result
         out = net.forward_async(torch.randn(8, 20)) # a future: wait for it, or await it
 
-    Inside `autograd.context()` gradients flow through it, and `remote_parameters()` is what `DistributedOptimizer`
-    takes. It may be an argument or a result of calls: the receiver gets another handle on the same module. The module
+    Inside `autograd.context()` gradients flow through it, and `DistributedOptimizer` takes its `remote_parameters()`.
+    A handle may be an argument or a result of calls: the receiver gets another handle to the same module. The module
     lives as long as one of its handles.
 
     As a submodule of a local module, it adds the remote state to that module's `state_dict`, follows its `train` and
@@ -397,10 +397,10 @@ class RemoteModule(_RemoteModule[P, R]):
 
     Raises:
         NotInitialized: before `init_rpc`.
-        ConfigError: (a ValueError) `remote_device` cannot be read.
+        ConfigError: (a ValueError) `remote_device` cannot be parsed.
         UnknownWorker: there is no such worker.
 
-    An error of the module's constructor is raised by the first use of the handle.
+    If the module's constructor fails, the first use of the handle raises its error.
     """
 
     def __init__(
