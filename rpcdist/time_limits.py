@@ -113,7 +113,8 @@ ORPHAN_TIMEOUT_S: Final = 600.0
 """Workers that have lost their coordinator look this long for its replacement. Then `serve` raises `CoordinatorLost`.
 The default of `orphan_timeout`."""
 NEWS_PAUSE_S: Final = 3.0
-"""Pause between two announcements of workers that joined or left, for each 1,000 workers of the world beyond 64."""
+"""Pause between two announcements of workers that joined or left, for each 1,000 workers of the world beyond 64. In
+worlds of up to 64 workers there is no pause."""
 PARKED_LIMIT_S: Final = 7 * 24 * 3600.0
 """The longest wait of a request at the store or the coordinator, whatever it asks for, measured by the server."""
 GROUP_TIMEOUT_S: Final = 1800.0

@@ -29,7 +29,7 @@ DEPENDENCIES: Final = (
     ("RPC_TIMEOUT_S", ("PEER_TIMEOUT_S",), "a call to a dead worker ends as WorkerLost, not by its own timeout"),
     ("PEER_TIMEOUT_S", ("REFUSED_GRACE_S",), "refused connections are the quick sign of a dead worker"),
     ("PEER_TIMEOUT_S", ("TICK_S",), "leases, which last longer, end at ticks"),
-    ("HANDSHAKE_LIMIT_S", ("ATTEMPT_LIMIT_S",), "the connecting side gives up the local channel first"),
+    ("HANDSHAKE_LIMIT_S", ("ATTEMPT_LIMIT_S",), "the connecting side abandons the local channel first"),
     ("HANDSHAKE_LIMIT_S", ("SIDE_ATTEMPT_LIMIT_S",), "the handshake on gRPC goes on if the TCP channel fails"),
     ("GROUP_CONNECT_LIMIT_S", ("HANDSHAKE_LIMIT_S",), "a slow handshake must not look like a rank that is gone"),
     (
@@ -37,7 +37,7 @@ DEPENDENCIES: Final = (
         ("GROUP_ANSWER_LIMIT_S", "CHECK_INTERVAL_S"),
         "rank 0 collects answers first, and messages take time",
     ),
-    ("GROUP_TIMEOUT_S", ("ELASTIC_TIMEOUT_S",), "a rank that does not come is left behind before forming fails"),
+    ("GROUP_TIMEOUT_S", ("ELASTIC_TIMEOUT_S",), "a missing rank is left out before the setup fails"),
     (
         "ELASTIC_TIMEOUT_S",
         ("QUICK_ANSWER_LIMIT_S", "CHECK_INTERVAL_S"),
@@ -46,13 +46,13 @@ DEPENDENCIES: Final = (
     ("STORE_TIMEOUT_S", ("STORE_GRACE_S",), "the grace extends a wait and does not replace it"),
     ("STORE_GRACE_S", ("CONNECTION_CLOSE_LIMIT_S",), "closing a client is bounded by the grace"),
     ("STORE_GRACE_S", ("SIDE_ATTEMPT_LIMIT_S",), "the error that names the cause is raised within the grace"),
-    ("CLOSE_LIMIT_S", ("STORE_LINGER_S",), "the lingering is a part of the stop"),
+    ("CLOSE_LIMIT_S", ("STORE_LINGER_S",), "the stop includes this wait"),
     ("ANSWER_GRACE_S", ("QUICK_ANSWER_LIMIT_S",), "the farewell to the coordinator is bounded by twice the grace"),
-    ("PEER_TIMEOUT_S", ("RETURN_LONGEST_PAUSE_S",), "survivors come to the next coordinator within its recovery"),
-    ("ORPHAN_TIMEOUT_S", ("PEER_TIMEOUT_S",), "the search outlasts the recovery by far"),
-    ("JOB_STOP_LIMIT_S", ("CLOSE_LIMIT_S", "CLOSE_LIMIT_S"), "the ranks are ended meanwhile"),
+    ("PEER_TIMEOUT_S", ("RETURN_LONGEST_PAUSE_S",), "the other workers find the next coordinator while it recovers"),
+    ("ORPHAN_TIMEOUT_S", ("PEER_TIMEOUT_S",), "the search lasts much longer than the recovery"),
+    ("JOB_STOP_LIMIT_S", ("CLOSE_LIMIT_S", "CLOSE_LIMIT_S"), "the ranks are ended in this time"),
     ("CLOSE_LIMIT_S", ("CLOSE_STEP_LIMIT_S",), "tasks and async generators are ended before a loop is closed"),
-    ("PARKED_LIMIT_S", ("GROUP_TIMEOUT_S",), "a server lets a setup wait as long as its default timeout says"),
+    ("PARKED_LIMIT_S", ("GROUP_TIMEOUT_S",), "a server lets a setup wait for its default timeout"),
     (
         "CLOSE_LIMIT_S",
         ("LEAVE_LIMIT_S", "CONNECTION_CLOSE_LIMIT_S", "CONNECTION_CLOSE_LIMIT_S", "GRPC_STOP_GRACE_S"),
@@ -61,7 +61,7 @@ DEPENDENCIES: Final = (
     (
         "SLOW_WORK_LIMIT_S",
         ("CLOSE_LIMIT_S", "CLOSE_LIMIT_S", "CLOSE_STEP_LIMIT_S"),
-        "a rank that ends in order closes its agent, its transport and its groups first",
+        "a rank that ends normally closes its agent, its transport and its groups first",
     ),
     ("SEGMENTS_TRIM_S", ("CONTROL_DELAY_S",), "a segment is returned before it is given back to the system"),
     ("LONGEST_PAUSE_S", ("FIRST_PAUSE_S",), "pauses grow"),
@@ -69,8 +69,8 @@ DEPENDENCIES: Final = (
     ("LOCK_LONGEST_PAUSE_S", ("LOCK_FIRST_PAUSE_S",), "pauses grow"),
     ("SLOW_ANSWER_LIMIT_S", ("LOCK_LONGEST_PAUSE_S",), "a lock is tried more than once"),
     ("POOL_STALL_S", ("POLL_S",), "the monitor measures the stall in ticks"),
-    ("POOL_EXHAUSTED_LIMIT_S", ("POOL_STALL_S",), "a stall starts threads first, up to the cap"),
-    ("TICK_S", ("NCCL_POLL_S",), "the watchdog asks for errors between its looks"),
+    ("POOL_EXHAUSTED_LIMIT_S", ("POOL_STALL_S",), "a stall starts threads first, up to the maximum"),
+    ("TICK_S", ("NCCL_POLL_S",), "the watchdog asks for errors between its checks"),
 )
 """A limit, those whose sum it must exceed, and why."""
 
