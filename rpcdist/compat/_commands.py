@@ -55,7 +55,7 @@ def _port(arguments: argparse.Namespace) -> int:
 
 
 def _scripts_below(folder: Path) -> list[Path]:
-    """Without hidden folders and virtual environments, whose packages are others' programs."""
+    """The scripts in a folder, except in hidden folders and virtual environments, which hold other programs."""
     found = []
     for here, folders, files in os.walk(folder):
         place = Path(here)
@@ -65,7 +65,7 @@ def _scripts_below(folder: Path) -> list[Path]:
 
 
 def _port_file(path: Path, *, write: bool) -> int:
-    """Ports a file; returns 0, 1 if something is left to do, or 2 if it cannot be read."""
+    """Ports a file; returns 0, or 1 if changes by hand are left, or 2 if the file cannot be read."""
     from rpcdist.compat._porting import port
 
     content = path.read_bytes()
@@ -110,7 +110,7 @@ def run_script(script: str, arguments: list[str], is_module: bool = False) -> No
     """Runs a program as `python` would: a file (source or byte code) as the main module, with its folder first on
     `sys.path`; a folder or a zip file by its `__main__`; or a module, as `python -m` does.
 
-    The module takes the place of `__main__`, as the processes that it starts import the script by its path.
+    The module replaces `__main__`, because the processes that it starts import the script by its path.
     """
     main = ModuleType("__main__")
     main.__dict__["__builtins__"] = builtins
@@ -148,7 +148,7 @@ def _run_program(arguments: argparse.Namespace) -> int:
         frames = error.__traceback__
         while frames is not None and frames.tb_frame.f_globals.get("__name__") in (__name__, "runpy"):
             frames = frames.tb_next
-        # Told as `python script.py` would, without the way here.
+        # Printed as `python script.py` would, without the frames of this command.
         sys.excepthook(type(error), error.with_traceback(frames), frames)
         return 1
     return 0

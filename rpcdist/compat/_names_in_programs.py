@@ -1,6 +1,6 @@
-"""The meaning of the names in a module: which import binds them, as seen from the place of their use.
+"""Resolves the names in a module to the imports that bind them, at the place of each use.
 
-It also says which of our names stands for one of torch's.
+It also maps torch's names to ours.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MODULES: Final = {theirs: ours.split() for theirs, ours in (VIEWS | ALIASES).it
 """torch's modules, and ours that have their names."""
 
 _PARTS: Final = ("torch.nn.parallel", "torch.utils.data")
-"""Modules of which only what we have is replaced: the rest has nothing to do with processes."""
+"""Modules of which only the names that we have are replaced: the rest has nothing to do with processes."""
 
 _CLASSES: Final = dict.fromkeys(
     ("torch.nn.SyncBatchNorm", "torch.nn.modules.SyncBatchNorm", "torch.nn.modules.batchnorm.SyncBatchNorm"),
@@ -38,12 +38,12 @@ _CHECKPOINT: Final = (
 
 @dataclass(frozen=True)
 class Meaning:
-    """The fate of one of torch's names.
+    """The replacement of one of torch's names.
 
     Attributes:
-        ours: the full name of ours that takes its place; None where torch's stays.
-        module: what has to be imported before `ours` may be written.
-        advice: why it cannot be replaced, and what to do; None if there is nothing to do.
+        ours: our full name that replaces it; None if torch's name stays.
+        module: the module that must be imported before `ours` can be used.
+        advice: why the name cannot be replaced, and what to do; None if there is nothing to do.
     """
 
     ours: str | None = None
@@ -53,7 +53,7 @@ class Meaning:
 
 @cache
 def meaning_of(name: str) -> Meaning:
-    """The meaning of a full name such as `torch.distributed.rpc.api.remote`; any name may be asked for."""
+    """The meaning of a full name such as `torch.distributed.rpc.api.remote`; accepts any name."""
     for theirs, ours in _CLASSES.items():
         if _is_within(name, theirs):
             return Meaning(ours + name.removeprefix(theirs), ours.rpartition(".")[0])
@@ -84,7 +84,7 @@ def _is_within(name: str, outer: str) -> bool:
 
 
 def _find(module: str, names: str) -> str | None:
-    """The innermost module that has to be imported for `module.names`, or None if there is nothing of this name."""
+    """The innermost module that must be imported for `module.names`, or None if the name does not exist."""
     first, _, rest = names.partition(".")
     loaded = importlib.import_module(module)
     if hasattr(loaded, "__path__") and importlib.util.find_spec(f"{module}.{first}") is not None:
@@ -104,7 +104,7 @@ class Import:
     """A name that an import binds.
 
     Attributes:
-        means: the full name of what it stands for.
+        means: the full name of the imported object.
         local: the name in the program.
         alias: the part of the statement that binds it.
     """
@@ -118,8 +118,8 @@ class Import:
 
 @dataclass(eq=False)
 class Scope:
-    """A module, function, class or comprehension, and what it binds: a name maps to None if something else than an
-    import binds it."""
+    """A module, function, class or comprehension, and the names that it binds: a name maps to None if it is not bound
+    by an import."""
 
     is_class: bool = False
     names: dict[str, Import | None] = field(default_factory=dict)
@@ -128,10 +128,10 @@ class Scope:
 
 @dataclass(frozen=True)
 class Use:
-    """A place where an imported name is used, with the attributes that are read of it.
+    """A use of an imported name, with the attributes that the program reads from it.
 
     Attributes:
-        written: as it is in the program, `dist.ReduceOp.SUM`.
+        written: the text in the program, `dist.ReduceOp.SUM`.
         means: the full name, `torch.distributed.ReduceOp.SUM`.
     """
 
@@ -160,8 +160,8 @@ def _uses(node: ast.AST, scopes: list[Scope], imports: list[Import]) -> Iterator
         if not isinstance(child, _SCOPES):
             yield from _uses(child, scopes, imports)
             continue
-        # Decorators, defaults and bases belong to the scope around; as they see no less there, reading them with the
-        # names of the inner one only matters where a parameter is called like the import.
+        # Decorators, defaults and bases belong to the enclosing scope, but see the same names in the inner one, unless
+        # a parameter has the name of the import.
         inner = _read_scope(child, imports)
         yield from _uses(child, [*(scope for scope in scopes if not scope.is_class), inner], imports)
 
@@ -219,7 +219,7 @@ def _read_import(statement: ast.Import | ast.ImportFrom, scope: Scope) -> None:
 
 
 def _own_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """The nodes inside of a scope, without those inside of scopes in it."""
+    """The nodes inside a scope, without the nodes of nested scopes."""
     for child in ast.iter_child_nodes(node):
         yield child
         if not isinstance(child, _SCOPES):

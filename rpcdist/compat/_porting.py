@@ -1,4 +1,4 @@
-"""Decides about each name of torch's in a program, and changes the text: what is between the names stays as it is."""
+"""Replaces torch's names in a program by ours where possible; the text between the names stays as it is."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ class Text:
         for line in source.split("\n"):
             starts.append(starts[-1] + len(line) + 1)
         self._line_starts = starts
-        self._edits: list[tuple[int, int, str]] = []  # start, end, and what comes there
+        self._edits: list[tuple[int, int, str]] = []  # start, end, and the new text
 
     def start_of(self, node: ast.expr | ast.stmt | ast.alias) -> int:
-        """Where a node starts."""
+        """The position of a node's start."""
         return self._position(node.lineno, node.col_offset)
 
     def end_of(self, node: ast.expr | ast.stmt | ast.alias) -> int:
-        """Where a node ends."""
+        """The position of a node's end."""
         assert node.end_lineno is not None and node.end_col_offset is not None, "ast.parse sets both"
         return self._position(node.end_lineno, node.end_col_offset)
 
     def replace(self, start: int, end: int, text: str) -> None:
-        """Puts `text` in the place of what is from `start` to `end`; the changes of one text must not overlap."""
+        """Replaces the text from `start` to `end` by `text`; the changes of one text must not overlap."""
         self._edits.append((start, end, text))
 
     def add_after(self, statement: ast.stmt, lines: list[str]) -> None:
@@ -51,10 +51,10 @@ class Text:
         self.replace(rest.end(), rest.end(), "".join(f"{end_of_line}{indentation}{line}" for line in lines))
 
     def remove_from_import(self, statement: ast.ImportFrom, gone: list[ast.alias]) -> dict[ast.alias, str]:
-        """Takes names out of a `from` import, of which at least one name stays.
+        """Removes names from a `from` import, in which at least one name stays.
 
         Returns:
-            For each of the names the comment that stood on its line, if it had the line for itself.
+            For each removed name that had its own line, the comment on that line.
         """
         kept = [alias for alias in statement.names if alias not in gone]
         comments = {}
@@ -68,7 +68,7 @@ class Text:
                 comments[alias] = (rest[1] or "").strip()
                 start, end = line_start, rest.end()
             self.replace(start, end, "")
-        # After the last name that stays there may be a comma that belonged to one that is gone.
+        # After the last remaining name there may be a comma that belonged to a removed one.
         after_kept = re.compile(r"\s*,\s*").match(self.source, self.end_of(kept[-1]))
         if statement.names[-1] in gone and after_kept is not None and not self._has_parentheses(statement):
             self.replace(self.end_of(kept[-1]), after_kept.end(), "")
@@ -91,7 +91,7 @@ class Text:
 
 @dataclass(frozen=True, order=True)
 class Left:
-    """A change to make by hand: the line in the text as it was, the name that stands there, and advice."""
+    """A change to make by hand: the line in the original text, the name there, and advice."""
 
     line: int
     name: str
@@ -100,7 +100,7 @@ class Left:
 
 @dataclass(frozen=True)
 class Result:
-    """The text that a program becomes, and what is left to do; `changes` counts the places that are not as before."""
+    """The new text of a program, and the changes left to make by hand; `changes` counts the changed places."""
 
     text: str
     left: list[Left]
@@ -108,11 +108,11 @@ class Result:
 
 
 def port(source: str) -> Result:
-    """Changes imports of `torch.distributed`, its submodules, DDP, `SyncBatchNorm` and the sampler to ours; names that
-    are written out in full, too. Everything else stays as it is.
+    """Changes imports of `torch.distributed`, its submodules, DDP, `SyncBatchNorm` and the sampler to ours, and full
+    names of these. Everything else stays as it is.
 
     Raises:
-        SyntaxError: `source` is no Python.
+        SyntaxError: `source` is not valid Python.
     """
     return _Porting(source).run()
 
@@ -125,7 +125,7 @@ class _Porting:
         self._changes = 0
         self._added: defaultdict[ast.stmt, list[str]] = defaultdict(list)
         self._imported: defaultdict[Scope, set[str]] = defaultdict(set)
-        """Modules that are imported under their full names, by scope, when all is done."""
+        """By scope, the modules that the new text imports under their full names."""
 
     def run(self) -> Result:
         imports, uses = read_uses(self._tree)
@@ -213,7 +213,7 @@ class _Porting:
         return True
 
     def _change_use(self, use: Use) -> bool:
-        """Changes a name with its attributes where the import alone does not do it; returns whether it did."""
+        """Changes a name with its attributes if a changed import is not enough; returns whether it changed anything."""
         binding = use.binding
         meaning = meaning_of(use.means)
         new_binding = meaning_of(binding.means).ours
@@ -236,7 +236,7 @@ class _Porting:
         return True
 
     def _keep_torch(self, bound: Import, imports: list[Import], kept: list[Use]) -> None:
-        """Imports torch itself where only `import torch.distributed` did, and torch is used for more."""
+        """Imports torch itself if only `import torch.distributed` did so, and the program uses more of torch."""
         ported = isinstance(bound.statement, ast.Import) and meaning_of(bound.alias.name).ours is not None
         if not ported or bound.local != "torch" or bound.alias.asname is not None:
             return
@@ -257,7 +257,7 @@ class _Porting:
         self._leave(node, f'"{node.value}"', f"is a string, and stays as it is{advice}")
 
     def _replace(self, node: ast.expr | ast.alias, start: int, end: int, expected: str, new: str) -> bool:
-        # Inside of f-strings, Python 3.11 says other positions than those in the text.
+        # Inside f-strings, Python 3.11 reports positions that differ from those in the text.
         if self._text.source[start:end] != expected:
             self._leave(node, expected, f"write {new}")
             return False

@@ -1,8 +1,8 @@
 """Modules of torch in which the program finds our names, while torch's own code finds torch's.
 
 torch's DDP hooks, its compiler, and our adapters to torch's groups need `torch.distributed` as it is; the program wants
-`torch.distributed.all_reduce` to be ours, also where it writes the name out in full. So a module that is viewed gets a
-class whose attribute access looks at who asks.
+`torch.distributed.all_reduce` to be ours, even when it uses the full name. So a viewed module gets a class whose
+attribute access depends on the calling module.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _name_for_program(own: Mapping[str, Any], name: str) -> Any:
 
 
 class _NamesForProgram(dict[str, Any]):
-    """The namespace of a viewed module that `vars` gives to a program; the module gets all that is written there."""
+    """The namespace that `vars` of a viewed module returns to a program; writes to it reach the module."""
 
     def __init__(self, own: dict[str, Any]) -> None:
         super().__init__(own, **{name: _name_for_program(own, name) for name in own["_rpcdist_names"]})
@@ -111,7 +111,7 @@ def install_late(views: Mapping[str, str], refused: Mapping[str, str]) -> None:
 def _view(ours: str, module: ModuleType) -> None:
     """Lets the program find names of our modules, with spaces between them, in a loaded module of torch.
 
-    Of a name that several have, the first counts.
+    If several have a name, the first one counts.
     """
     names: dict[str, str] = {}
     for lent in map(importlib.import_module, ours.split()):
@@ -129,7 +129,7 @@ def _refuse(names: str, module: ModuleType) -> None:
         for each in classes:
             owner = getattr(owner, each)
         if not hasattr(owner, last):
-            continue  # another torch has it
+            continue  # only other versions of torch have it
         original = getattr(owner, last)
         advice = advice_against(module.__name__) or (
             f"rpcdist.compat cannot replace {module.__name__}.{name}, which is for groups of torch: use new_group or "
@@ -161,7 +161,7 @@ def refuse_torch_groups() -> None:
 
 
 def own_names(module: ModuleType) -> dict[str, Any]:
-    """The namespace of a module without what programs find there instead."""
+    """The namespace of a module without the replacements that programs see."""
     names: dict[str, Any] = object.__getattribute__(module, "__dict__")
     return names
 
@@ -190,14 +190,14 @@ class _ChangingFinder(MetaPathFinder):
 
 
 def _offered(module: ModuleType) -> set[str]:
-    """The names of our module that are meant to be used, and not merely imported there."""
+    """The names that our module offers, without the names that it merely imports."""
     listed = getattr(module, "__all__", None) or dir(module)
     private = {name for name in vars(module) if name.startswith("_")}  # of torch, where torch has them
     return {name for name in {*listed, *private} if not name.startswith("__")}
 
 
 def _is_value(module: ModuleType, name: str) -> bool:
-    # `type` and not `isinstance`, which would use what warns of being deprecated.
+    # `type` and not `isinstance`, which would trigger the warnings of deprecated objects.
     return not issubclass(type(vars(module)[name]), ModuleType)
 
 

@@ -103,7 +103,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         A parameter without a gradient in the context stays as it is. The step does not change any `.grad`.
 
         Args:
-            context_id: of `autograd.context()`, after `backward`.
+            context_id: the id from `autograd.context()`, after `backward`.
             hogwild: let the backward passes of other trainers that have saved the parameters before this step continue
                 with the new values. Without it they fail: torch sees that a saved tensor changed.
 
@@ -146,7 +146,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         workers that have stepped; no worker steps twice. To clip gradients by their norm, make the two calls instead.
 
         Args:
-            context_id: of `autograd.context()`.
+            context_id: the id from `autograd.context()`.
             roots: scalars, computed in the context on this worker.
             hogwild: as for `step`.
             timeout: limit in seconds for both together; 0 means no limit; by default the `rpc_timeout` of `init_rpc`.
@@ -217,7 +217,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         `backward` and `step`; `get_gradients` shows the result as well.
 
         Args:
-            context_id: of `autograd.context()`, after `backward`.
+            context_id: the id from `autograd.context()`, after `backward`.
             max_norm: the largest norm.
             norm_type: the p of the p-norm; infinity for the greatest absolute value.
             error_if_nonfinite: raise if the norm is infinite or not a number, and change nothing.
