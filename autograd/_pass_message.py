@@ -151,7 +151,7 @@ class PassMessage:
                 numbers = [*map(len, self.gradients), *absent]
             table = compact_tensors(present, shares_memory=False)
             if table is not None:
-                rest, large = table.body, table.large
+                rest, large = table
             else:
                 flags |= _VALUE
                 value = value_pb2.Value()

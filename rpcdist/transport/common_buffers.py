@@ -16,10 +16,10 @@ from typing import Final, TypeVar
 
 from rpcdist.at_exit import AtEnd
 from rpcdist.transport.lending import MAX_FREE_COMMON, MAX_LENT_BYTES, Pack, offsets, packs, size_class
-from rpcdist.transport.memory_copies import OutgoingBuffer
+from rpcdist.transport.memory_copies import LargeBuffer
 from rpcdist.transport.shared_memory import MappedSegment, Segment, SegmentError, unavailable
 
-B = TypeVar("B", bound=OutgoingBuffer)
+B = TypeVar("B", bound=LargeBuffer)
 
 MAX_COMMON_BYTES: Final = MAX_LENT_BYTES // 2
 """A session lends at most twice this. Larger buffers are lent to each receiver separately, or sent on its socket."""

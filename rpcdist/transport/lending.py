@@ -20,7 +20,7 @@ travel in the socket, and the size of a segment is sealed and checked before it 
 pickles, bodies of values) is copied out first, so it cannot change while it is read. A tensor is not copied: a peer
 that writes to memory after lending it can change the tensor between two reads by torch, which relies on the first (it
 counts the mask of an index, then fills the result). That amounts to running code here, so tensors of peers that may not
-run code are copied (`CopiedBuffer`).
+run code are copied (`ReceiveBuffer.copied`).
 
 [Note: forked children] A forked child also maps the memory of the received tensors, and keeps it when the parent frees
 them. Such a segment must never be written to again: when its lease ends in the parent, the borrower reports it as kept,
@@ -49,7 +49,7 @@ from typing import Final
 from rpcdist.at_exit import AtEnd
 from rpcdist.errors import ProtocolViolation
 from rpcdist.transport.announced_bytes import AnnouncedBytes
-from rpcdist.transport.memory_copies import OutgoingBuffer
+from rpcdist.transport.memory_copies import LargeBuffer
 from rpcdist.transport.shared_memory import MappedSegment, Segment, SegmentError
 
 logger = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ PACK_BYTES: Final = 8 << 20
 
 _ALIGNMENT: Final = 64
 
-Pack = Sequence[tuple[int, OutgoingBuffer]]
+Pack = Sequence[tuple[int, LargeBuffer]]
 """Buffers that share a segment, in order, each with its index in the message."""
 
 # One array type for all lengths: otherwise ctypes would make (and keep) a class for each length.
@@ -101,12 +101,12 @@ def offsets(sizes: Iterable[int]) -> tuple[list[int], int]:
     return starts, end
 
 
-def packs(buffers: Sequence[OutgoingBuffer]) -> Iterator[Pack]:
+def packs(buffers: Sequence[LargeBuffer]) -> Iterator[Pack]:
     """Groups the buffers of a message by segment. Buffers in no pack are too small to be lent. [Note: packs]"""
     if len(buffers) < MANY_BUFFERS:
         yield from ([each] for each in enumerate(buffers) if each[1].size >= LEND_FROM_BYTES)
         return
-    pack: list[tuple[int, OutgoingBuffer]] = []
+    pack: list[tuple[int, LargeBuffer]] = []
     num_bytes = 0
     for index, buffer in enumerate(buffers):
         if buffer.size >= PACK_BELOW_BYTES:
@@ -336,7 +336,7 @@ class Lender:
                     self._common.pop(number, None)
                     self._count(-mapped.size_bytes)
 
-    def unread(self, number: int) -> dict[int, OutgoingBuffer]:
+    def unread(self, number: int) -> dict[int, LargeBuffer]:
         """The buffers of a refused segment, by index: they are sent, since the borrower could not read them."""
         with self._lock:
             pack, mapped = self._refused.pop(number, None), self._lent.pop(number, None)
@@ -348,7 +348,7 @@ class Lender:
         view = memoryview(_memory_of(mapped)).cast("B")
         starts, _ = offsets(buffer.size for _, buffer in pack)
         return {
-            index: OutgoingBuffer(view[start : start + buffer.size])
+            index: LargeBuffer(view[start : start + buffer.size])
             for start, (index, buffer) in zip(starts, pack, strict=True)
         }
 

@@ -164,8 +164,9 @@ def copy_view(target: int, view: memoryview) -> None:
         copy_memory(target, source, view.nbytes)
 
 
-class OutgoingBuffer:
-    """Bytes sent separately from their message. They must not change until they are sent; the object keeps them alive.
+class LargeBuffer:
+    """Bytes that travel separately from their message. They must not change until they are sent; the object keeps them
+    alive.
 
     Attributes:
         size: size in bytes.

@@ -48,7 +48,7 @@ from rpcdist.transport._framing.incoming import Delivery, Incoming, IncomingBuff
 from rpcdist.transport._framing.outgoing import Outgoing
 from rpcdist.transport.announced_bytes import AnnouncedBytes
 from rpcdist.transport.io_loop import IoLoop
-from rpcdist.transport.memory_copies import OutgoingBuffer
+from rpcdist.transport.memory_copies import LargeBuffer
 from rpcdist.transport.session_writer import SessionWriter
 from rpcdist.transport.shared_payloads import SharedPayloads
 from rpcdist.transport.striping import OpenConnections, Striping
@@ -297,7 +297,7 @@ class Session:
 
     # ---------------------------------------------------------------- any thread
 
-    def send(self, message: WireMessage, buffers: Sequence[OutgoingBuffer] = ()) -> int:
+    def send(self, message: WireMessage, buffers: Sequence[LargeBuffer] = ()) -> int:
         """Queues a message; any thread may call it, and it never blocks.
 
         Args:

@@ -17,11 +17,11 @@ from rpcdist.transport._framing.outgoing import Outgoing
 from rpcdist.transport.announced_bytes import AnnouncedBytes
 from rpcdist.transport.common_buffers import CommonBuffers, CommonPack
 from rpcdist.transport.lending import Borrower, Lender, Pack, offsets, packs
-from rpcdist.transport.memory_copies import OutgoingBuffer
+from rpcdist.transport.memory_copies import LargeBuffer
 from rpcdist.transport.shared_memory import unavailable
 from rpcdist.transport.wire_messages import Loan, WireMessage, set_large, stream_of
 
-_NOTHING: Final = OutgoingBuffer(memoryview(b""))
+_NOTHING: Final = LargeBuffer(memoryview(b""))
 """Takes the place of a lent buffer in a message's list of buffers: no chunk of it follows."""
 
 
@@ -90,7 +90,7 @@ class SharedPayloads:
         """Takes back segments of a message that the peer will not receive."""
         self._lender.take_back(numbers)
 
-    def lend(self, message: WireMessage, buffers: Sequence[OutgoingBuffer]) -> Sequence[OutgoingBuffer]:
+    def lend(self, message: WireMessage, buffers: Sequence[LargeBuffer]) -> Sequence[LargeBuffer]:
         """Moves buffers of a message into shared memory; returns the buffers that the socket must carry.
 
         It also queues news for the peer, which travels in the same envelope, without a wake-up of its own.
@@ -104,7 +104,7 @@ class SharedPayloads:
             self._queue_news()
         return buffers
 
-    def _put_in(self, message: WireMessage, buffers: Sequence[OutgoingBuffer]) -> Sequence[OutgoingBuffer]:
+    def _put_in(self, message: WireMessage, buffers: Sequence[LargeBuffer]) -> Sequence[LargeBuffer]:
         """Copies buffers of a message, which is sent next, into segments, and names the segments in the message.
 
         Returns:
@@ -273,5 +273,5 @@ class SharedPayloads:
         self._borrower.close()
 
 
-def _size_of(buffers: Sequence[OutgoingBuffer]) -> int:
+def _size_of(buffers: Sequence[LargeBuffer]) -> int:
     return sum(buffer.size for buffer in buffers)

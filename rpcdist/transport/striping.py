@@ -47,7 +47,7 @@ from rpcdist.transport._channels.stream_sockets import break_when_silent
 from rpcdist.transport._framing.incoming import MAX_STRIPES, Delivery, Incoming, StripeCursor
 from rpcdist.transport._tls.tls_socket import NO_SIGPIPE, TlsSocket
 from rpcdist.transport.io_loop import IoLoop
-from rpcdist.transport.memory_copies import OutgoingBuffer
+from rpcdist.transport.memory_copies import LargeBuffer
 
 _HEAD: Final = struct.Struct("<QI")
 
@@ -66,7 +66,7 @@ class StripedTransfer:
 
     number: int
     ordinal: int
-    buffers: Sequence[OutgoingBuffer]
+    buffers: Sequence[LargeBuffer]
     sizes: Sequence[int]
     num_stripes: int
     is_aborted: bool = False
@@ -329,7 +329,7 @@ class Striping:
             with suppress(RpcdistError):  # the loop is closed, and the session with it
                 self._io.call_soon(self._begin_opening, opening)
 
-    def take(self, number: int, ordinal: int, buffers: Sequence[OutgoingBuffer], sizes: Sequence[int]) -> bool:
+    def take(self, number: int, ordinal: int, buffers: Sequence[LargeBuffer], sizes: Sequence[int]) -> bool:
         """Sends the buffers of the message whose announcement was the `ordinal`th; False if it does not take them."""
         total = sum(sizes)
         self.note(total)

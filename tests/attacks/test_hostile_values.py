@@ -25,6 +25,7 @@ from rpcdist.ids import Identity
 from rpcdist.rpc._peers.network import Demultiplexer, Lifetime
 from rpcdist.rpc._rref.messages import decode_messages
 from rpcdist.rpc._values import decode, encode_into
+from rpcdist.rpc._values.buffers import copy_of
 from rpcdist.rpc._values.rebuild import MAX_UNTRUSTED_TENSORS, TENSOR_BYTES
 from rpcdist.rpc.options import RpcOptions
 from rpcdist.testing import WorkerPool
@@ -142,7 +143,7 @@ def test_small_dicts_of_colliding_keys_take_no_more_time_than_they_weigh(one: va
 )
 def test_large_dicts_of_ordinary_keys_arrive(wanted: dict[object, object]) -> None:
     value = encode(wanted, plain_only=True)
-    received = decode(value.value, [buffer.copy() for buffer in value.large], plain_only=True)
+    received = decode(value.value, [copy_of(buffer) for buffer in value.large], plain_only=True)
     assert received == wanted and list(received) == list(wanted)
 
 
@@ -350,7 +351,7 @@ def test_a_value_costs_three_times_its_weight_and_1_mib(kind: str) -> None:
     """Of one byte each, a million empty dicts took 72 MiB. Honest values that take more come with enough weight."""
     value = COSTLY[kind]()
     message, large = encode(value, plain_only=True)
-    received = [buffer.copy() for buffer in large]  # torch's memory, which is not traced
+    received = [copy_of(buffer) for buffer in large]  # torch's memory, which is not traced
     weight = len(message.body) + sum(buffer.size for buffer in received)
     tracemalloc.start()
     try:
@@ -389,7 +390,7 @@ def weight_and_memory(kind: str) -> tuple[int, int]:
     weight = len(data) + sum(buffer.size for buffer in large)
     ctypes.CDLL(None).malloc_trim(0)  # what is used again counts
     before = resident_bytes()
-    received = [buffer.copy() for buffer in large]
+    received = [copy_of(buffer) for buffer in large]
     arrived = parsed(value_pb2.Value, data)
     made: Any = decode(arrived, received, plain_only=True)
     taken = len(data) + resident_bytes() - before

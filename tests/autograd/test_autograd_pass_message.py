@@ -17,6 +17,7 @@ from torch import Tensor
 from rpcdist.autograd._pass_message import PassMessage, UnknownMessages, begins, read_message
 from rpcdist.errors import ProtocolViolation, SerializationError
 from rpcdist.rpc._values import INLINE_LIMIT
+from rpcdist.rpc._values.buffers import copy_of
 from rpcdist.transport._framing.frames import parse, pass_frame
 from rpcdist.transport.wire_messages import CompactPass
 
@@ -45,7 +46,7 @@ def with_gradients(gradients: Sequence[Sequence[Tensor | None]]) -> PassMessage:
 
 def arrived(message: PassMessage, sent: Any, plain_only: bool = False) -> PassMessage:
     part, large = message.encode(7, 9)
-    buffers: Any = [buffer.copy() for buffer in large]
+    buffers: Any = [copy_of(buffer) for buffer in large]
     if not large:
         [part] = parse(pass_frame(part), [])  # type: ignore[assignment]
     assert isinstance(part, CompactPass) and (part.context, part.backward) == (7, 9)

@@ -222,7 +222,7 @@ def arrived(value: object, autograd: Any = None) -> ArrivedCompact:
     assert writer is not None
     compact = compact_value(writer)
     assert compact is not None
-    payload = ArrivedCompact(ReplyMessage(1, compact.body, compact.num_tensors), (), Identity("b", 1, 7))
+    payload = ArrivedCompact(ReplyMessage(1, compact[0], len(writer.tensors)), (), Identity("b", 1, 7))
     payload.autograd = autograd
     return payload
 

@@ -15,6 +15,7 @@ from torch.nn import Buffer, Parameter
 from values_helpers import round_trip
 
 from rpcdist.errors import SerializationError
+from rpcdist.rpc._values.buffers import copy_of
 from rpcdist.rpc._values.codec import write_plain
 from rpcdist.rpc._values.compact import compact_value, read_compact
 
@@ -98,9 +99,9 @@ def arrived(value: Any) -> Any:
     """As calls send it: in compact form where it has one."""
     writer = write_plain(value)
     compact = None if writer is None else compact_value(writer)
-    if compact is None:
+    if writer is None or compact is None:
         return round_trip(value)[1]
-    return read_compact(compact.body, compact.num_tensors, [buffer.copy() for buffer in compact.large])
+    return read_compact(compact[0], len(writer.tensors), [copy_of(buffer) for buffer in compact[1]])
 
 
 def can_be(kind: str, tensor: Tensor) -> bool:

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 from rpcdist._proto import value_pb2
 from rpcdist.errors import SerializationError
-from rpcdist.rpc._values.buffers import received_buffers
+from rpcdist.rpc._values.buffers import copy_of, received_buffers
 from rpcdist.rpc._values.codec import decode, encode_into, write_plain
 from rpcdist.rpc._values.compact import compact_value
 from rpcdist.rpc._values.plain import MAX_LISTED
@@ -28,7 +28,7 @@ def echo(value: object, plain_only: bool = False) -> tuple[value_pb2.Value, list
     """What was sent, and what arrived."""
     message = value_pb2.Value()
     large = encode_into(message, value, plain_only=plain_only)
-    arrived = decode(message, [buffer.copy() for buffer in large], plain_only=plain_only)
+    arrived = decode(message, [copy_of(buffer) for buffer in large], plain_only=plain_only)
     assert isinstance(arrived, list)
     return message, arrived
 
@@ -216,7 +216,7 @@ def test_collections_pause_while_very_many_are_made() -> None:
 
     message = value_pb2.Value()
     large = encode_into(message, [torch.ones(1) for _ in range(PAUSED_FROM)])
-    received = [buffer.copy() for buffer in large]
+    received = [copy_of(buffer) for buffer in large]
     gc.collect()
     gc.callbacks.append(count)
     try:

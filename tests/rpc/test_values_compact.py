@@ -12,23 +12,26 @@ from torch.nn import Parameter
 from values_helpers import Box, Boxes
 
 from rpcdist.errors import SerializationError
-from rpcdist.rpc._values import INLINE_LIMIT
+from rpcdist.rpc._values import INLINE_LIMIT, LargeBuffer
+from rpcdist.rpc._values.buffers import copy_of
 from rpcdist.rpc._values.codec import write_plain
-from rpcdist.rpc._values.compact import CompactValue, compact_value, read_compact
+from rpcdist.rpc._values.compact import compact_value, read_compact
 from rpcdist.rpc._values.tensors import DTYPE_CODES
 
 LARGE = INLINE_LIMIT // 4 + 1  # floats
 
 
-def compact(obj: object) -> CompactValue | None:
+def compact(obj: object) -> tuple[bytes, list[LargeBuffer], int] | None:
     writer = write_plain(obj, Boxes())
-    return None if writer is None else compact_value(writer)
+    value = None if writer is None else compact_value(writer)
+    return None if writer is None or value is None else (value[0], list(value[1]), len(writer.tensors))
 
 
 def round_trip(obj: object) -> Any:
     value = compact(obj)
     assert value is not None
-    return read_compact(value.body, value.num_tensors, [buffer.copy() for buffer in value.large])
+    body, large, num_tensors = value
+    return read_compact(body, num_tensors, [copy_of(buffer) for buffer in large])
 
 
 @pytest.mark.parametrize("value", [None, 1, "text", (1, {"a": [2.5, b"x"]}), [torch.float32, torch.Size([1, 2])]])
@@ -80,9 +83,10 @@ def test_tensors_that_require_grad() -> None:
     seen: list[bool] = []
     value = compact((leaf, leaf * 2, other))
     assert value is not None
-    large = [buffer.copy() for buffer in value.large]
+    body, large, num_tensors = value
+    buffers = [copy_of(buffer) for buffer in large]
     found: Any = read_compact(
-        value.body, value.num_tensors, large, lambda tensors: seen.extend(one.requires_grad for one in tensors)
+        body, num_tensors, buffers, lambda tensors: seen.extend(one.requires_grad for one in tensors)
     )
     assert seen == [one.requires_grad for one in found] == [True, True, False]
     assert all(one.is_leaf for one in found) and torch.equal(found[1], leaf * 2)
@@ -123,38 +127,37 @@ def test_a_tensor_whose_memory_is_gone_is_refused() -> None:
 
 GOOD = compact((torch.arange(3.0), torch.rand(LARGE), "text"))
 assert GOOD is not None
+BODY, [SEPARATE], _ = GOOD
 
 
 @pytest.mark.parametrize(
     ("body", "count", "large", "says"),
     [
-        (GOOD.body, 3, 1, "dtype number|rebuilt"),
-        (GOOD.body, 1, 1, "1 large buffers arrived for a value that has 0"),
-        (GOOD.body, 2, 0, "did not arrive as announced"),
-        (GOOD.body, 2, 2, "2 large buffers arrived for a value that has 1"),
-        (GOOD.body[:10], 2, 1, "cannot be rebuilt"),
-        (GOOD.body[:20], 1, 0, "cut off"),
-        (b"\xfe" + GOOD.body[1:], 2, 1, "dtype number 254"),
-        (b"\x00\x09" + GOOD.body[2:], 2, 1, "9 dimensions"),
-        (b"\x00\x01\x04" + GOOD.body[3:], 2, 1, "flags 4"),
+        (BODY, 3, 1, "dtype number|rebuilt"),
+        (BODY, 1, 1, "1 large buffers arrived for a value that has 0"),
+        (BODY, 2, 0, "did not arrive as announced"),
+        (BODY, 2, 2, "2 large buffers arrived for a value that has 1"),
+        (BODY[:10], 2, 1, "cannot be rebuilt"),
+        (BODY[:20], 1, 0, "cut off"),
+        (b"\xfe" + BODY[1:], 2, 1, "dtype number 254"),
+        (b"\x00\x09" + BODY[2:], 2, 1, "9 dimensions"),
+        (b"\x00\x01\x04" + BODY[3:], 2, 1, "flags 4"),
         (bytes([DTYPE_CODES[torch.int32], 0, 2, 0]) + bytes(4), 1, 0, "floating point"),
-        (b"\x00\x01\x00\x00" + b"\xff" * 8 + GOOD.body[12:], 2, 1, "tensor of shape"),
-        (b"\x00\x01\x00\x00" + b"\xff" * 7 + b"\x7f" + GOOD.body[12:], 2, 1, "more bytes than can be counted"),
+        (b"\x00\x01\x00\x00" + b"\xff" * 8 + BODY[12:], 2, 1, "tensor of shape"),
+        (b"\x00\x01\x00\x00" + b"\xff" * 7 + b"\x7f" + BODY[12:], 2, 1, "more bytes than can be counted"),
         (b"\x00\x01\x01\x00" + bytes(8), 1, 0, "did not arrive as announced"),
-        (GOOD.body[:-1], 2, 1, "damaged"),
+        (BODY[:-1], 2, 1, "damaged"),
     ],
 )
 def test_damage_is_named(body: bytes, count: int, large: int, says: str) -> None:
-    assert GOOD is not None
-    buffers = [GOOD.large[0].copy() for _ in range(large)]
+    buffers = [copy_of(SEPARATE) for _ in range(large)]
     with pytest.raises(SerializationError, match=says):
         read_compact(body, count, buffers)
 
 
 @given(st.binary(max_size=60), st.integers(0, 3), st.integers(0, 2))
 def test_random_bytes_are_a_value_or_damage(body: bytes, count: int, large: int) -> None:
-    assert GOOD is not None
     try:
-        read_compact(body, count, [GOOD.large[0].copy() for _ in range(large)])
+        read_compact(body, count, [copy_of(SEPARATE) for _ in range(large)])
     except SerializationError as exc:
         assert str(exc)

@@ -19,6 +19,7 @@ from values_helpers import encode, round_trip, wire
 from rpcdist._proto import value_pb2
 from rpcdist.errors import SerializationError
 from rpcdist.rpc._values import INLINE_LIMIT, decode, pickled, register_reducer
+from rpcdist.rpc._values.buffers import copy_of
 
 PICKLE = value_pb2.Value.PICKLE
 
@@ -260,6 +261,6 @@ def test_cyclic_objects_with_large_parts() -> None:
     holder = Holder(None)
     holder.item = [holder, torch.randn(INLINE_LIMIT)]
     encoded = encode(holder)
-    result: Any = decode(wire(encoded), [buffer.copy() for buffer in encoded.large])
+    result: Any = decode(wire(encoded), [copy_of(buffer) for buffer in encoded.large])
     assert result.item[0] is result
     assert torch.equal(result.item[1], holder.item[1])

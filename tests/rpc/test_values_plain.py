@@ -19,6 +19,7 @@ from values_helpers import Box, Boxes, encode, round_trip, wire
 from rpcdist._proto import value_pb2
 from rpcdist.errors import SerializationError
 from rpcdist.rpc._values import INLINE_LIMIT, ReceiveBuffer, codec, decode, encode_into
+from rpcdist.rpc._values.buffers import copy_of
 from rpcdist.rpc._values.plain import MAX_DEPTH, read_plain
 from rpcdist.transport._framing.message_parts import parsed
 
@@ -375,7 +376,7 @@ def test_what_takes_much_for_its_size_is_sent_with_enough_weight(make: Callable[
     value = make()
     encoded = encode(value, plain_only=True)
     message = parsed(value_pb2.Value, encoded.value.SerializeToString())
-    received = decode(message, [buffer.copy() for buffer in encoded.large], plain_only=True)
+    received = decode(message, [copy_of(buffer) for buffer in encoded.large], plain_only=True)
     assert str(received) == str(value)
 
 

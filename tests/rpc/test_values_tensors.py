@@ -20,6 +20,7 @@ from values_helpers import encode, round_trip, wire
 from rpcdist._proto import value_pb2
 from rpcdist.errors import SerializationError
 from rpcdist.rpc._values import INLINE_LIMIT, LargeBuffer, ReceiveBuffer, decode
+from rpcdist.rpc._values.buffers import copy_of
 from rpcdist.rpc._values.compact import compact_tensors, read_compact_tensors
 from rpcdist.rpc._values.tensors import DTYPES, KEPT_HOLES_BYTES
 from rpcdist.transport._framing.incoming import MissingBuffer
@@ -289,7 +290,7 @@ def test_inference_tensors_and_inference_mode() -> None:
     with torch.inference_mode():
         tensor = torch.ones(3)
         encoded = encode((tensor, torch.ones(INLINE_LIMIT)))
-        results: Any = decode(wire(encoded), [buffer.copy() for buffer in encoded.large])
+        results: Any = decode(wire(encoded), [copy_of(buffer) for buffer in encoded.large])
     for result in results:
         assert not result.is_inference()
         (result * torch.ones((), requires_grad=True)).sum().backward()
@@ -443,7 +444,7 @@ def test_a_device_that_the_receiver_lacks() -> None:
 
 def test_a_copy_of_a_large_buffer_is_independent() -> None:
     data = bytearray(b"abc")
-    copied = LargeBuffer(memoryview(data)).copy()
+    copied = copy_of(LargeBuffer(memoryview(data)))
     data[0] = 0
     assert bytes(copied.view) == b"abc"
 
@@ -455,7 +456,7 @@ def test_a_tensor_over_borrowed_memory_is_an_ordinary_one(dtype: torch.dtype, sh
     memory = memoryview(bytearray(tensor.view(torch.uint8).numpy().tobytes()))
     header = compact_tensors([torch.empty(shape, dtype=dtype)])
     assert header is not None
-    [received], _ = read_compact_tensors(header.body, 1, [ReceiveBuffer.borrowed(memory)])
+    [received], _ = read_compact_tensors(header[0], 1, [ReceiveBuffer.borrowed(memory)])
     assert torch.equal(received, tensor) and received.dtype == dtype
     assert received.is_contiguous() and not received._is_view() and received.is_leaf
     received.fill_(0)

@@ -12,7 +12,7 @@ from rpcdist.ids import Identity, new_incarnation
 from rpcdist.transport import Link, Node, NodeOptions, Session
 from rpcdist.transport._channels.socket_channel import SocketChannel
 from rpcdist.transport._framing.incoming import IncomingBuffer
-from rpcdist.transport.memory_copies import OutgoingBuffer
+from rpcdist.transport.memory_copies import LargeBuffer
 from rpcdist.transport.session import NullHandler
 from rpcdist.transport.wire_messages import ReplyMessage
 
@@ -23,7 +23,7 @@ LIMIT_S = 20.0
 UNIT_S = 0.4
 
 
-class Memory(OutgoingBuffer):
+class Memory(LargeBuffer):
     """Bytes to be sent."""
 
     def __init__(self, data: bytes) -> None:

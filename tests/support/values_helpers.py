@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from rpcdist._proto import rpc_pb2, value_pb2
 from rpcdist.rpc._values import Externals, LargeBuffer, decode, encode_into
+from rpcdist.rpc._values.buffers import copy_of
 from rpcdist.rpc._values.codec import fill_pickled
 from rpcdist.rpc._values.failures import exception_of, failure_of
 
@@ -62,7 +63,7 @@ def wire(encoded: Encoded) -> value_pb2.Value:
 def round_trip(obj: object, **options: Any) -> tuple[Encoded, Any]:
     """Encodes, sends and decodes `obj`."""
     encoded = encode(obj, **options)
-    large = [buffer.copy() for buffer in encoded.large]
+    large = [copy_of(buffer) for buffer in encoded.large]
     return encoded, decode(wire(encoded), large, plain_only=options.get("plain_only", False))
 
 
@@ -75,7 +76,7 @@ class Failed(NamedTuple):
     def arrived(self, may_unpickle: bool = True) -> Exception:
         """The exception at the caller."""
         failure = rpc_pb2.Failure.FromString(self.failure.SerializeToString())
-        large = [buffer.copy() for buffer in self.large]
+        large = [copy_of(buffer) for buffer in self.large]
         has_original = may_unpickle and failure.HasField("exception")
         return exception_of(failure, (lambda: decode(failure.exception, large)) if has_original else None)
 

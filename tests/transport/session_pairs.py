@@ -12,7 +12,7 @@ from rpcdist._proto import rpc_pb2, value_pb2
 from rpcdist.errors import TransportError
 from rpcdist.ids import Identity
 from rpcdist.transport._channels.socket_channel import SocketChannel
-from rpcdist.transport.memory_copies import OutgoingBuffer
+from rpcdist.transport.memory_copies import LargeBuffer
 from rpcdist.transport.session import NullHandler, Session
 from rpcdist.transport.wire_messages import CallMessage, ReplyMessage
 
@@ -33,7 +33,7 @@ __all__ = [
 LIMIT_S = 20.0
 
 
-class Bytes(OutgoingBuffer):
+class Bytes(LargeBuffer):
     """A large buffer of the sender."""
 
     def __init__(self, data: bytes) -> None:

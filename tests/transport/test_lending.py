@@ -26,7 +26,7 @@ from rpcdist.transport.lending import (
     packs,
     size_class,
 )
-from rpcdist.transport.memory_copies import OutgoingBuffer
+from rpcdist.transport.memory_copies import LargeBuffer
 from rpcdist.transport.shared_memory import MappedSegment, unavailable
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=f"memory cannot be shared here: {unavailable()}")
@@ -44,7 +44,7 @@ class Pair:
 
     def lend(self, data: memoryview) -> int | None:
         """Lends a copy of the data."""
-        return self.lender.lend([(0, OutgoingBuffer(data))])
+        return self.lender.lend([(0, LargeBuffer(data))])
 
     def offer(self, size: int = SIZE) -> int | None:
         made = self.lender.offer(size)
@@ -171,7 +171,7 @@ def test_common_memory_whose_changes_stay_is_not_used_again(pair: Pair, monkeypa
 
 def test_small_buffers_are_not_lent(pair: Pair) -> None:
     pair.offer()
-    small, large = (OutgoingBuffer(memoryview(bytearray(size))) for size in (SIZE - 1, SIZE))
+    small, large = (LargeBuffer(memoryview(bytearray(size))) for size in (SIZE - 1, SIZE))
     assert list(packs([small])) == []
     assert list(packs([small, large, small])) == [[(1, large)]]
     assert pair.lender.offer(SIZE) is not None
@@ -180,14 +180,14 @@ def test_small_buffers_are_not_lent(pair: Pair) -> None:
 def test_many_buffers_share_segments_and_large_ones_do_not() -> None:
     mib = 1 << 20
     sizes = [mib] * 10 + [3 * mib] + [40_000] * 3 + [mib]
-    found = list(packs([OutgoingBuffer(memoryview(bytearray(size))) for size in sizes]))
+    found = list(packs([LargeBuffer(memoryview(bytearray(size))) for size in sizes]))
     assert sorted(index for pack in found for index, _ in pack) == list(range(len(sizes)))
     assert [[index for index, _ in pack] for pack in found] == [list(range(7)), [10], [7, 8, 9, 11, 12, 13, 14]]
     assert offsets([1, 64, 65, 0, 3]) == ([0, 64, 128, 256, 256], 259)
 
 
 def test_many_buffers_too_small_for_a_segment_together_are_not_lent() -> None:
-    assert list(packs([OutgoingBuffer(memoryview(bytearray(100))) for _ in range(20)])) == []
+    assert list(packs([LargeBuffer(memoryview(bytearray(100))) for _ in range(20)])) == []
 
 
 def test_nothing_is_lent_beyond_the_limit() -> None:
@@ -220,7 +220,7 @@ def test_what_was_not_needed_for_a_while_is_given_back(pair: Pair) -> None:
 
 
 def test_a_message_makes_no_segment_while_others_have_many_without_an_answer(pair: Pair) -> None:
-    data = [(0, OutgoingBuffer(memoryview(bytearray(SIZE))))]
+    data = [(0, LargeBuffer(memoryview(bytearray(SIZE))))]
     for _ in range(lending.MAX_OPEN_OFFERS):
         assert pair.lender.may_make
         made = pair.lender.offer(SIZE)
@@ -233,7 +233,7 @@ def test_a_message_makes_no_segment_while_others_have_many_without_an_answer(pai
 def test_what_lies_in_a_segment_that_was_refused_can_still_be_sent(pair: Pair) -> None:
     made = pair.lender.offer(2 * SIZE)
     assert made is not None
-    pack = [(3, OutgoingBuffer(memoryview(b"a" * SIZE))), (5, OutgoingBuffer(memoryview(b"b" * 100)))]
+    pack = [(3, LargeBuffer(memoryview(b"a" * SIZE))), (5, LargeBuffer(memoryview(b"b" * 100)))]
     assert pair.lender.lend(pack, made[0]) == made[0]
     with pytest.raises(ProtocolViolation, match="not refused"):
         pair.lender.unread(made[0])
@@ -243,7 +243,7 @@ def test_what_lies_in_a_segment_that_was_refused_can_still_be_sent(pair: Pair) -
 def test_a_refused_segment_is_read_once_more_and_then_gone(pair: Pair) -> None:
     made = pair.lender.offer(2 * SIZE)
     assert made is not None
-    pack = [(3, OutgoingBuffer(memoryview(b"a" * SIZE))), (5, OutgoingBuffer(memoryview(b"b" * 100)))]
+    pack = [(3, LargeBuffer(memoryview(b"a" * SIZE))), (5, LargeBuffer(memoryview(b"b" * 100)))]
     assert pair.lender.lend(pack, made[0]) == made[0]
     pair.lender.answered(made[0], False)
     unread = pair.lender.unread(made[0])
@@ -257,7 +257,7 @@ def test_a_refused_segment_is_read_once_more_and_then_gone(pair: Pair) -> None:
 
 
 def test_a_loan_that_is_given_up_before_its_segment_is_answered_waits_for_the_answer(pair: Pair) -> None:
-    data = [(0, OutgoingBuffer(memoryview(bytearray(SIZE))))]
+    data = [(0, LargeBuffer(memoryview(bytearray(SIZE))))]
     for accepted, left in ((True, f"<Lender 0 lent, 1 free, {SIZE} B>"), (False, f"<Lender 0 lent, 1 free, {SIZE} B>")):
         made = pair.lender.offer(SIZE)
         assert made is not None and pair.lender.lend(data, made[0]) == made[0]
@@ -269,7 +269,7 @@ def test_a_loan_that_is_given_up_before_its_segment_is_answered_waits_for_the_an
 def test_a_refused_loan_that_is_given_up_is_gone(pair: Pair) -> None:
     made = pair.lender.offer(SIZE)
     assert made is not None
-    assert pair.lender.lend([(0, OutgoingBuffer(memoryview(bytearray(SIZE))))], made[0]) == made[0]
+    assert pair.lender.lend([(0, LargeBuffer(memoryview(bytearray(SIZE))))], made[0]) == made[0]
     pair.lender.answered(made[0], False)
     pair.lender.take_back([made[0]])
     assert repr(pair.lender) == "<Lender 0 lent, 0 free, 0 B>"
@@ -377,7 +377,7 @@ def test_a_loan_that_is_given_up_may_have_been_returned_already() -> None:
     number = offer[0]
     lender.answered(number, accepted=True)
 
-    class Failing(OutgoingBuffer):
+    class Failing(LargeBuffer):
         def copy_to(self, address: int) -> None:
             lender.returned([number])
             raise BufferError("cannot be copied")
@@ -385,7 +385,7 @@ def test_a_loan_that_is_given_up_may_have_been_returned_already() -> None:
     data = memoryview(bytearray(LEND_FROM_BYTES))
     with pytest.raises(BufferError, match="cannot be copied"):
         lender.lend([(0, Failing(data))])
-    assert lender.lend([(0, OutgoingBuffer(data))]) == offer[0]
+    assert lender.lend([(0, LargeBuffer(data))]) == offer[0]
     lender.returned([offer[0]])
     lender.take_back([offer[0]])
     assert repr(lender) == f"<Lender 0 lent, 1 free, {LEND_FROM_BYTES} B>"

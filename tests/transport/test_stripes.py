@@ -26,7 +26,7 @@ from rpcdist.transport._framing.incoming import (
 )
 from rpcdist.transport._framing.outgoing import Outgoing
 from rpcdist.transport.announced_bytes import AnnouncedBytes
-from rpcdist.transport.memory_copies import OutgoingBuffer
+from rpcdist.transport.memory_copies import LargeBuffer
 from rpcdist.transport.striping import Striping
 from rpcdist.transport.wire_messages import CallMessage
 
@@ -215,7 +215,7 @@ class Taken:
 
 
 def queue(outgoing: Outgoing, id: int, size: int) -> int:
-    buffers: list[OutgoingBuffer] = [Bytes(b"x" * size)] if size else []
+    buffers: list[LargeBuffer] = [Bytes(b"x" * size)] if size else []
     return outgoing.add(call(id), buffers)
 
 

@@ -137,10 +137,11 @@ class Marshal:
         ):
             value = compact_value(writer)
             if value is not None:
-                message.body, message.num_tensors = value.body, value.num_tensors
+                message.body, large = value
+                message.num_tensors = len(writer.tensors)
                 if autograd is not None and writer.tensors:
                     message.history = autograd.sending(writer.tensors, written.to)
-                return value.large, ()
+                return large, ()
         message.value = value_pb2.Value()
         return self.fill(message.value, written, autograd)
 

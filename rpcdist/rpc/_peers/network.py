@@ -20,13 +20,14 @@ from rpcdist.deadline import Deadline
 from rpcdist.errors import CallRefused, abridged
 from rpcdist.ids import Identity
 from rpcdist.inspection import Strangers
-from rpcdist.rpc._values.buffers import CopiedBuffer, LargeBuffer, ReceiveBuffer
+from rpcdist.rpc._values.buffers import ReceiveBuffer, copy_of
 from rpcdist.rpc.options import RpcOptions
 from rpcdist.time_limits import CONNECTION_CLOSE_LIMIT_S
 from rpcdist.transport._channels.polling_and_signals import SignalShield
 from rpcdist.transport.announced_bytes import AnnouncedBytes
 from rpcdist.transport.credentials import Records
 from rpcdist.transport.io_loop import IoLoop
+from rpcdist.transport.memory_copies import LargeBuffer
 from rpcdist.transport.session import Session, SessionHandler
 from rpcdist.transport.wire_messages import CallMessage, CompactPass, ReplyMessage, WireMessage
 
@@ -57,7 +58,7 @@ class Loopback:
         return time.monotonic()
 
     def send(self, message: WireMessage, buffers: Sequence[LargeBuffer] = ()) -> int:
-        copies: list[ReceiveBuffer] = [buffer.copy() for buffer in buffers]
+        copies: list[ReceiveBuffer] = [copy_of(buffer) for buffer in buffers]
         # Ctrl-C would become the failure of the call: the callee's side answers with any exception that is raised
         # there.
         self._shield.run(lambda: self._deliver(self, [(message, copies)]))
@@ -248,7 +249,7 @@ class Demultiplexer:
         self._handlers: dict[str | type | None, Handler] = {}
         self.shares_payloads = options.share_payloads
         # A peer that may not send pickles is trusted with values only, and must not change them during their use.
-        self.borrow = ReceiveBuffer.borrowed if options.allow_pickle else CopiedBuffer
+        self.borrow = ReceiveBuffer.borrowed if options.allow_pickle else ReceiveBuffer.copied
         self._limit_bytes = options.max_incoming_bytes
         self._holder_of = holder_of
         self._lock = threading.Lock()

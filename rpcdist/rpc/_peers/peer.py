@@ -40,7 +40,6 @@ from rpcdist.own_shortage import own_shortage
 from rpcdist.rpc._peers.control import ControlBody, ControlOutbox
 from rpcdist.rpc._peers.directory import Member, PeerEvents
 from rpcdist.rpc._peers.network import Connection, Demultiplexer, Lifetime, Network, SendObserver
-from rpcdist.rpc._values.buffers import LargeBuffer
 from rpcdist.rpc._values.exceptions import text_of
 from rpcdist.time_limits import (
     FIRST_PAUSE_S,
@@ -51,6 +50,7 @@ from rpcdist.time_limits import (
     ONE_WAY_IN_PEER_TIMEOUTS,
     REFUSED_GRACE_S,
 )
+from rpcdist.transport.memory_copies import LargeBuffer
 from rpcdist.transport.session import Session
 from rpcdist.transport.wire_messages import WireMessage
 

@@ -21,8 +21,9 @@ from rpcdist.rpc._peers.control import ControlBody, ControlReceiver, kind_of
 from rpcdist.rpc._peers.directory import Directory, PeerEvents
 from rpcdist.rpc._peers.network import AnySession, Demultiplexer, Lifetime, Loopback, Network, PoolJob, SendObserver
 from rpcdist.rpc._peers.peer import Peer, PeerState, Unsent
-from rpcdist.rpc._values.buffers import LargeBuffer, ReceiveBuffer
+from rpcdist.rpc._values.buffers import ReceiveBuffer
 from rpcdist.time_limits import QUICK_ANSWER_LIMIT_S, THREAD_GRACE_S
+from rpcdist.transport.memory_copies import LargeBuffer
 from rpcdist.transport.session import TURNS_TO_READ, Session
 from rpcdist.transport.wire_messages import WireMessage
 

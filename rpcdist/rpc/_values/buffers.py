@@ -17,7 +17,7 @@ import torch
 from rpcdist._proto import value_pb2
 from rpcdist.errors import SerializationError, TransportError
 from rpcdist.own_shortage import free_memory
-from rpcdist.transport.memory_copies import OutgoingBuffer, copy_memory, copy_view
+from rpcdist.transport.memory_copies import LargeBuffer, copy_memory, copy_view
 
 INLINE_LIMIT: Final = 32 * 1024
 """Buffers up to this many bytes travel inside the message. Copying 32 KiB costs 2 us; a transfer costs more."""
@@ -44,18 +44,6 @@ def memory_view(address: int, size: int, owner: object) -> memoryview:
     memory = _Memory.from_address(address)
     memory.owner = owner  # type: ignore[attr-defined]
     return memoryview(memory).cast("B")[:size]
-
-
-class LargeBuffer(OutgoingBuffer):
-    """Bytes of the sender that are not copied; the view keeps their owner (a tensor, an array) alive."""
-
-    __slots__ = ()
-
-    def copy(self) -> ReceiveBuffer:
-        """A copy as the receiver would have it; for calls of a worker to itself."""
-        received = ReceiveBuffer.allocate(self.size)
-        received.view[:] = self.view
-        return received
 
 
 class TensorBuffer(LargeBuffer):
@@ -136,6 +124,13 @@ class GpuBuffer(LargeBuffer):
         return self._host
 
 
+def copy_of(buffer: LargeBuffer) -> ReceiveBuffer:
+    """The buffer as its receiver would have it; for calls of a worker to itself."""
+    received = ReceiveBuffer.allocate(buffer.size)
+    received.view[:] = buffer.view
+    return received
+
+
 def takes_long(buffers: Sequence[LargeBuffer]) -> bool:
     """Whether a thread that sends these is busy for a while: it copies them into shared memory, a few threads at a
     time.
@@ -152,12 +147,15 @@ class ReceiveBuffer:
         size: size in bytes.
     """
 
-    __slots__ = ("_memory", "_view", "size")
+    __slots__ = ("_lent", "_memory", "_view", "size")
 
-    def __init__(self, size: int, memory: torch.Tensor | None, view: memoryview | None) -> None:
+    def __init__(
+        self, size: int, memory: torch.Tensor | None, view: memoryview | None, lent: memoryview | None = None
+    ) -> None:
         self.size = size
         self._memory = memory  # each of the two is made on demand: most buffers need only one
         self._view = view
+        self._lent = lent  # not copied yet
 
     @property
     def view(self) -> memoryview:
@@ -170,10 +168,19 @@ class ReceiveBuffer:
 
     @property
     def memory(self) -> torch.Tensor:
-        """The bytes as a uint8 tensor, aligned to 64 bytes; its storage is resizable unless it is borrowed."""
+        """The bytes as a uint8 tensor, aligned to 64 bytes; its storage is resizable unless it is borrowed.
+
+        Raises `SerializationError` if there is no memory for a copy.
+        """
         memory = self._memory
         if memory is None:
-            memory = self._memory = torch.frombuffer(self._view, dtype=torch.uint8)
+            if self._lent is None:
+                memory = torch.frombuffer(self._view, dtype=torch.uint8)
+            else:
+                memory = ReceiveBuffer.allocate(self.size).memory
+                copy_view(memory.data_ptr(), self._lent)
+                self._lent = None
+            self._memory = memory
         return memory
 
     @property
@@ -208,29 +215,14 @@ class ReceiveBuffer:
         """
         return cls(view.nbytes, None, view)
 
+    @classmethod
+    def copied(cls, view: memoryview) -> ReceiveBuffer:
+        """Memory that another process may write to at any time: readers get a copy, made on demand.
 
-class CopiedBuffer(ReceiveBuffer):
-    """Memory that another process may write to at any time: readers get a copy, made on demand.
-
-    torch reads some tensors twice (a mask: to count, then to fill what it has counted), and relies on them not to
-    change.
-    """
-
-    __slots__ = ("_lent",)
-
-    def __init__(self, lent: memoryview) -> None:
-        super().__init__(lent.nbytes, None, None)
-        self._lent: memoryview | None = lent
-
-    @property
-    def memory(self) -> torch.Tensor:
-        """The copy. Raises `SerializationError` if there is no memory for it."""
-        lent = self._lent
-        if lent is not None:
-            memory = ReceiveBuffer.allocate(self.size).memory
-            copy_view(memory.data_ptr(), lent)
-            self._memory, self._lent = memory, None
-        return super().memory
+        torch reads some tensors twice (a mask: to count, then to fill what it has counted), and relies on them not to
+        change.
+        """
+        return cls(view.nbytes, None, None, view)
 
 
 def _ask_for_huge_pages(address: int, size: int) -> None:

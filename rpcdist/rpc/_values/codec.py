@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 from rpcdist._proto import value_pb2
 from rpcdist.errors import SerializationError
-from rpcdist.rpc._values.buffers import INLINE_LIMIT, LargeBuffer, ReceiveBuffer, add_buffer, received_buffers
+from rpcdist.rpc._values.buffers import INLINE_LIMIT, ReceiveBuffer, add_buffer, received_buffers
 from rpcdist.rpc._values.pickled import PickledParts, read_pickle, write_pickle
 from rpcdist.rpc._values.plain import (
     FREE_BYTES,
@@ -29,6 +29,7 @@ from rpcdist.rpc._values.plain import (
 from rpcdist.rpc._values.rebuild import TENSOR_BYTES, GpuArrivals, rebuild_tensors, tensors_cost
 from rpcdist.rpc._values.tensors import DTYPE_CODES, DeviceRoute, Externals, Internalize, NotPlain, pack_tensors
 from rpcdist.transport._framing.message_parts import missing_weight
+from rpcdist.transport.memory_copies import LargeBuffer
 
 MAX_TRIALS = 1000
 """Limit on the parts that are pickled to find the one that fails."""

@@ -15,15 +15,16 @@ from ctypes import c_ssize_t, c_void_p, memmove, py_object, pythonapi
 from math import prod
 from struct import Struct
 from struct import error as StructError
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 
 from rpcdist.errors import SerializationError
-from rpcdist.rpc._values.buffers import INLINE_LIMIT, LargeBuffer, ReceiveBuffer, TensorBuffer
+from rpcdist.rpc._values.buffers import INLINE_LIMIT, ReceiveBuffer, TensorBuffer
 from rpcdist.rpc._values.plain import FREE_BYTES, PlainWriter, allowed_bytes, read_plain, too_much_for_its_weight
 from rpcdist.rpc._values.rebuild import TENSOR_BYTES, contiguous_strides, over_storage
 from rpcdist.rpc._values.tensors import DTYPE_CODES, DTYPES, address_of
+from rpcdist.transport.memory_copies import LargeBuffer
 from rpcdist.transport.wire_messages import MAX_COMPACT_BODY_BYTES
 
 MAX_DIMS: Final = 8  # tensors with more dimensions are not worth a compact form
@@ -39,18 +40,8 @@ _bytes_at: Any = pythonapi["PyBytes_FromStringAndSize"]  # `ctypes.string_at` is
 _bytes_at.restype, _bytes_at.argtypes = py_object, (c_void_p, c_ssize_t)
 
 
-class CompactValue(NamedTuple):
-    """An outgoing value.
-
-    Attributes:
-        body: the table and the plain body.
-        num_tensors: the number of entries in the table.
-        large: the buffers beside it.
-    """
-
-    body: bytes
-    num_tensors: int
-    large: Sequence[LargeBuffer]
+CompactValue = tuple[bytes, Sequence[LargeBuffer]]
+"""An outgoing value: the table of its tensors with the plain body, and the buffers beside it."""
 
 
 def compact_value(writer: PlainWriter) -> CompactValue | None:
@@ -67,7 +58,7 @@ def compact_value(writer: PlainWriter) -> CompactValue | None:
     if writer.cost_bytes + TENSOR_BYTES * len(tensors) > FREE_BYTES:  # a `Value` can weigh more than its parts
         return None
     if not tensors:
-        return CompactValue(bytes(body), 0, ())
+        return bytes(body), ()
     return compact_tensors(tensors, body)
 
 
@@ -117,7 +108,7 @@ def compact_tensors(
     if shares_memory and len(spans) > 1 and not _are_apart(spans):
         return None
     parts.append(body)
-    return CompactValue(b"".join(parts), len(tensors), large)
+    return b"".join(parts), large
 
 
 def _are_apart(spans: list[tuple[int, int]]) -> bool:

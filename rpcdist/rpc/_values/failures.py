@@ -20,7 +20,6 @@ from rpcdist.errors import (
     RRefError,
     SerializationError,
 )
-from rpcdist.rpc._values.buffers import LargeBuffer
 from rpcdist.rpc._values.exceptions import (
     args_of,
     cut,
@@ -36,6 +35,7 @@ from rpcdist.rpc._values.exceptions import (
 from rpcdist.rpc._values.function_names import FunctionLookupError, look_up_quietly
 from rpcdist.rpc._values.pickled import PickledParts, read_pickle, write_pickle
 from rpcdist.rpc._values.tensors import Externals
+from rpcdist.transport.memory_copies import LargeBuffer
 
 Kind = rpc_pb2.Failure.Kind
 

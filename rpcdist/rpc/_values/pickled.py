@@ -47,9 +47,10 @@ def register_reducer(cls: type, reducer: Reducer) -> None:
 
 @dataclass(slots=True, eq=False)
 class PickledParts:
-    """A pickle, and the objects to which it refers by index.
+    """A pickle, and the objects to which it refers by index. Both picklers fill it.
 
     Attributes:
+        source: recognizes remote references.
         body: the pickle.
         tensors: strided tensors.
         externals: objects for `Externals.externalize`.
@@ -58,6 +59,7 @@ class PickledParts:
 
     lists_tensors = False  # see `PlainWriter`: the pickle names each
 
+    source: Externals | None
     body: bytes = b""
     tensors: list[torch.Tensor] = field(default_factory=list)
     externals: list[object] = field(default_factory=list)
@@ -70,6 +72,54 @@ class PickledParts:
         except BufferError:  # not contiguous
             return True
         return False
+
+    def reduce(self, obj: Any) -> Any:
+        """The pickler's `reducer_override`: decides how an object of the value is pickled."""
+        kind = type(obj)
+        if kind is torch.Tensor or kind is Parameter:
+            return self._tensor(obj)
+        reducer = _reducers.get(kind)
+        if reducer is not None:
+            return reducer(obj)
+        if kind is types.FunctionType or kind is type:
+            return NotImplemented
+        if self.source is not None and self.source.is_external(obj):
+            self.externals.append(obj)
+            return external_, (len(self.externals) - 1,)
+        if issubclass(kind, BaseException):
+            return reduce_exception(obj)
+        if isinstance(obj, torch.UntypedStorage):
+            return _reduce_storage(obj)
+        if isinstance(obj, torch.storage.TypedStorage):
+            return _typed_storage, (obj._untyped_storage, obj.dtype)
+        if kind is torch.jit.ScriptFunction:
+            return script_function, (obj.qualified_name,)
+        if isinstance(obj, torch.futures.Future):
+            raise SerializationError("Can not pickle torch.futures.Future; wait for it, and send its value")
+        if isinstance(obj, FakeTensor):
+            raise SerializationError("a FakeTensor has no values to send; make the tensor outside FakeTensorMode")
+        return NotImplemented
+
+    def _tensor(self, tensor: torch.Tensor) -> Any:
+        reduced = self._reduced(tensor)
+        attributes = _attributes_of(tensor)
+        if attributes and reduced is not NotImplemented:  # torch's own way also sends them
+            return (*reduced, attributes, None, None, _set_attributes)
+        return reduced
+
+    def _reduced(self, tensor: torch.Tensor) -> Any:
+        is_in_table = tensor.layout is torch.strided or tensor.layout is torch.sparse_coo
+        if is_in_table and not tensor.is_nested and tensor.dtype in DTYPE_CODES:
+            self.tensors.append(tensor)
+            return tensor_, (len(self.tensors) - 1,)
+        if type(tensor) is Parameter:
+            return Parameter, (tensor.detach(), tensor.requires_grad)
+        if tensor.dtype in _QUANTIZED and not tensor.is_nested:
+            return _reduce_quantized(tensor)
+        # torch splits the others into strided tensors and storages, and loses that a sparse one requires grad.
+        if tensor.requires_grad and tensor.layout is not torch.strided:
+            return _requiring_grad, (tensor.detach(),)
+        return NotImplemented
 
 
 def write_pickle(obj: object, source: Externals | None, by_value: bool) -> PickledParts:
@@ -85,14 +135,16 @@ def write_pickle(obj: object, source: Externals | None, by_value: bool) -> Pickl
         SerializationError: a future, or a value that is nested too deeply. Errors of a user's `__reduce__` pass
             through.
     """
-    parts = PickledParts()
+    parts = PickledParts(source)
     file = io.BytesIO()
-    pickler: pickle.Pickler
+    pickler: Any
     if by_value:
         send_main_by_value()
-        pickler = _ByValuePickler(file, parts, source)
+        pickler = _ByValuePickler(file, 5, buffer_callback=parts.add_buffer)
+        pickler.reduce = parts.reduce
     else:
-        pickler = _ValuePickler(file, parts, source)
+        pickler = _ValuePickler(file, 5, buffer_callback=parts.add_buffer)
+        pickler.reducer_override = parts.reduce
     try:
         pickler.dump(obj)
     except (AttributeError, TypeError, pickle.PicklingError) as exc:
@@ -136,74 +188,15 @@ def read_pickle(
         ) from exc
 
 
-@dataclass(slots=True, eq=False)
-class _ObjectReducer:
-    """Decides how an object of the value is pickled, for both picklers."""
-
-    parts: PickledParts
-    source: Externals | None
-
-    def __call__(self, obj: Any) -> Any:
-        kind = type(obj)
-        if kind is torch.Tensor or kind is Parameter:
-            return self._tensor(obj)
-        reducer = _reducers.get(kind)
-        if reducer is not None:
-            return reducer(obj)
-        if kind is types.FunctionType or kind is type:
-            return NotImplemented
-        if self.source is not None and self.source.is_external(obj):
-            self.parts.externals.append(obj)
-            return external_, (len(self.parts.externals) - 1,)
-        if issubclass(kind, BaseException):
-            return reduce_exception(obj)
-        if isinstance(obj, torch.UntypedStorage):
-            return _reduce_storage(obj)
-        if isinstance(obj, torch.storage.TypedStorage):
-            return _typed_storage, (obj._untyped_storage, obj.dtype)
-        if kind is torch.jit.ScriptFunction:
-            return script_function, (obj.qualified_name,)
-        if isinstance(obj, torch.futures.Future):
-            raise SerializationError("Can not pickle torch.futures.Future; wait for it, and send its value")
-        if isinstance(obj, FakeTensor):
-            raise SerializationError("a FakeTensor has no values to send; make the tensor outside FakeTensorMode")
-        return NotImplemented
-
-    def _tensor(self, tensor: torch.Tensor) -> Any:
-        reduced = self._reduced(tensor)
-        attributes = _attributes_of(tensor)
-        if attributes and reduced is not NotImplemented:  # torch's own way also sends them
-            return (*reduced, attributes, None, None, _set_attributes)
-        return reduced
-
-    def _reduced(self, tensor: torch.Tensor) -> Any:
-        is_in_table = tensor.layout is torch.strided or tensor.layout is torch.sparse_coo
-        if is_in_table and not tensor.is_nested and tensor.dtype in DTYPE_CODES:
-            self.parts.tensors.append(tensor)
-            return tensor_, (len(self.parts.tensors) - 1,)
-        if type(tensor) is Parameter:
-            return Parameter, (tensor.detach(), tensor.requires_grad)
-        if tensor.dtype in _QUANTIZED and not tensor.is_nested:
-            return _reduce_quantized(tensor)
-        # torch splits the others into strided tensors and storages, and loses that a sparse one requires grad.
-        if tensor.requires_grad and tensor.layout is not torch.strided:
-            return _requiring_grad, (tensor.detach(),)
-        return NotImplemented
-
-
 class _ValuePickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, parts: PickledParts, source: Externals | None) -> None:
-        super().__init__(file, 5, buffer_callback=parts.add_buffer)
-        self.reducer_override = _ObjectReducer(parts, source)  # type: ignore[method-assign]
+    """Has attributes, unlike its base, and so a `reducer_override`."""
 
 
 class _ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
-    def __init__(self, file: io.BytesIO, parts: PickledParts, source: Externals | None) -> None:
-        super().__init__(file, 5, buffer_callback=parts.add_buffer)
-        self._reduction = _ObjectReducer(parts, source)
+    reduce: Callable[[object], Any]
 
     def reducer_override(self, obj: Any) -> Any:
-        reduced = self._reduction(obj)
+        reduced = self.reduce(obj)
         return super().reducer_override(obj) if reduced is NotImplemented else reduced
 
 

@@ -25,8 +25,9 @@ from torch.nn import Parameter
 
 from rpcdist._proto import value_pb2
 from rpcdist.errors import SerializationError
-from rpcdist.rpc._values.buffers import INLINE_LIMIT, GpuBuffer, LargeBuffer, TensorBuffer
+from rpcdist.rpc._values.buffers import INLINE_LIMIT, GpuBuffer, TensorBuffer
 from rpcdist.rpc._values.tensor_runs import RUNS_FROM, TensorRun, find_runs
+from rpcdist.transport.memory_copies import LargeBuffer
 
 # The numbers of dtypes are part of the wire format: new dtypes get new numbers, and no number is reused. Types that the
 # running torch does not have are left out, and an arriving tensor of such a type is refused.

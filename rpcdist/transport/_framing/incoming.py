@@ -27,6 +27,7 @@ from rpcdist.transport._framing.calls_in_protobuf import from_protobuf
 from rpcdist.transport._framing.frames import Chunk
 from rpcdist.transport._framing.message_parts import parsed_cost
 from rpcdist.transport.announced_bytes import AnnouncedBytes
+from rpcdist.transport.memory_copies import LargeBuffer
 from rpcdist.transport.wire_messages import WireMessage
 
 MAX_BUFFERS: Final = 1 << 16
@@ -56,16 +57,9 @@ class IncomingBuffer(Protocol):
         """Writable, one byte per item."""
 
 
-class _HeapBuffer:
-    __slots__ = ("view",)
-
-    def __init__(self, size_bytes: int) -> None:
-        self.view = memoryview(bytearray(size_bytes))
-
-
 def heap_buffer(size_bytes: int) -> IncomingBuffer:
     """The default allocator, for layers above that have no other."""
-    return _HeapBuffer(size_bytes)
+    return LargeBuffer(memoryview(bytearray(size_bytes)))
 
 
 class MissingBuffer:

@@ -34,7 +34,7 @@ from rpcdist.transport._framing.frames import (
     wrapped,
 )
 from rpcdist.transport.announced_bytes import AnnouncedBytes
-from rpcdist.transport.memory_copies import OutgoingBuffer
+from rpcdist.transport.memory_copies import LargeBuffer
 from rpcdist.transport.shared_memory import Segment
 from rpcdist.transport.striping import Striping
 from rpcdist.transport.wire_messages import (
@@ -61,7 +61,7 @@ class _OutgoingTransfer:
 
     number: int
     stream: int
-    buffers: Sequence[OutgoingBuffer]
+    buffers: Sequence[LargeBuffer]
     sizes: Sequence[int]
     then: _OutgoingTransfer | None = None
     loans: Sequence[int] = ()
@@ -100,7 +100,7 @@ _Entry = tuple[bytes | bytearray, "_OutgoingTransfer | Segment | None", int, int
 
 NUM_UNCOUNTED: Final = 32  # frames in the queue: see `UNCOUNTED_BYTES`
 
-_NO_BUFFER: Final = OutgoingBuffer(memoryview(b""))
+_NO_BUFFER: Final = LargeBuffer(memoryview(b""))
 
 
 class Outgoing:
@@ -217,7 +217,7 @@ class Outgoing:
             self._credit_bytes += num_bytes
             return had_none and bool(self._transfers)
 
-    def add(self, message: WireMessage, buffers: Sequence[OutgoingBuffer] = ()) -> int:
+    def add(self, message: WireMessage, buffers: Sequence[LargeBuffer] = ()) -> int:
         """Queues a message with its large buffers; returns the number of its transfer, 0 if it needs none."""
         stream = stream_of(message)
         number = 0
@@ -238,7 +238,7 @@ class Outgoing:
             size = body.nbytes
             # The inner message may use the same number, which is free again when it is announced.
             loans = [loan.segment for loan in message.loans]
-            buffers = [OutgoingBuffer(body)]
+            buffers = [LargeBuffer(body)]
             transfer = _OutgoingTransfer(number, stream, buffers, [size], transfer, loans, self._owe(size))
         counts = len(self._frames) >= NUM_UNCOUNTED or len(data) > UNCOUNTED_BYTES
         self._frames.append((data, transfer, stream, self._owe(len(data), is_small=True) if counts else 0))
@@ -286,7 +286,7 @@ class Outgoing:
         """Queues a message with a descriptor. Messages that are queued later are written after it."""
         self._frames.append((frame(message), segment, 0, 0))
 
-    def add_transfer(self, number: int, buffers: Mapping[int, OutgoingBuffer]) -> None:
+    def add_transfer(self, number: int, buffers: Mapping[int, LargeBuffer]) -> None:
         """Queues buffers, by index, of a message that was sent without them."""
         with self._lock:
             present = [buffers.get(index, _NO_BUFFER) for index in range(max(buffers) + 1)]
