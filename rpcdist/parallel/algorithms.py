@@ -1,17 +1,17 @@
 """`Join`: training with uneven inputs. Ranks without more data continue to take part in the others' communication.
 
-The names are those of `torch.distributed.algorithms`.
+The names are those of `torch.distributed.algorithms`; `JoinHook` and `Joinable` are torch's own classes.
 """
 
 from __future__ import annotations
 
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from types import TracebackType
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
+from torch.distributed.algorithms.join import Joinable, JoinHook, _JoinConfig
 
 from rpcdist import collectives
 from rpcdist.collectives import ProcessGroup, Work
@@ -45,20 +45,6 @@ class UnevenInputs(RpcdistError):
         )
 
 
-class JoinHook:
-    """The actions of a joined rank for one `Joinable`; subclasses override them."""
-
-    def main_hook(self) -> None:
-        """Takes part in the communication of one iteration of the other ranks; called once per iteration."""
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        """Called on every rank when all have joined.
-
-        Args:
-            is_last_joiner: whether this rank is one of those that trained longest.
-        """
-
-
 class CallingJoinHook(JoinHook):
     """Calls functions: `main` for each iteration of the other ranks, and `post` when all have joined."""
 
@@ -72,46 +58,6 @@ class CallingJoinHook(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         if self._post is not None:
             self._post(is_last_joiner)
-
-
-class _JoinConfig(NamedTuple):
-    """The options of the `Join` context of a `Joinable`."""
-
-    enable: bool
-    throw_on_early_termination: bool
-    is_first_joinable: bool
-
-    @staticmethod
-    def construct_disabled_join_config() -> _JoinConfig:
-        return _JoinConfig(enable=False, throw_on_early_termination=False, is_first_joinable=False)
-
-
-class Joinable(ABC):
-    """An object that communicates in every iteration, and whose communication a joined rank can mirror.
-
-    A subclass calls `Joinable.__init__`, and `Join.notify_join_context(self)` before the communication of an iteration.
-    """
-
-    _join_config: _JoinConfig
-
-    @abstractmethod
-    def __init__(self) -> None:
-        super().__init__()
-        self._join_config = _JoinConfig.construct_disabled_join_config()
-
-    @abstractmethod
-    def join_hook(self, **kwargs: object) -> JoinHook:
-        """Returns the hook for a joined rank; `kwargs` are those of `Join`."""
-
-    @property
-    @abstractmethod
-    def join_device(self) -> torch.device:
-        """The device of the tensors that the `Join` context communicates."""
-
-    @property
-    @abstractmethod
-    def join_process_group(self) -> ProcessGroup:
-        """The ranks that train together."""
 
 
 class Join:

@@ -19,6 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
+from torch.distributed import BuiltinCommHookType
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_hooks
 
 from rpcdist import collectives
@@ -188,16 +189,6 @@ def _in_dtype(dtype: torch.dtype, hook: CommHook, name: str) -> CommHook:
     wrapped.__name__ = name
     wrapped.__wrapped__ = hook  # type: ignore[attr-defined]
     return wrapped
-
-
-class BuiltinCommHookType(Enum):
-    """The hooks that `_register_builtin_comm_hook` takes, with torch's names and numbers."""
-
-    ALLREDUCE = 1
-    FP16_COMPRESS = 2
-
-    def __int__(self) -> int:
-        return self.value
 
 
 _BY_NAME: dict[str, GroupHook] = {"ALLREDUCE": allreduce_hook, "FP16_COMPRESS": fp16_compress_hook}

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from rpcdist import collectives
 from rpcdist.collectives import ProcessGroup
@@ -32,7 +33,6 @@ from rpcdist.parallel._ddp._ddp_errors import DataParallelError, list_names
 from rpcdist.parallel._ddp._finite_check import CheckFinite
 from rpcdist.parallel._ddp._gradient_sources import in_distributed_context
 from rpcdist.parallel._ddp._model_hooks import (
-    BufferHookLocation,
     DelayedReduction,
     GradientHooks,
     count_ranks,
@@ -161,7 +161,7 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
         self._caps = BucketCaps.of(bucket_cap_mb, bucket_cap_mb_list)
         self._divide_by_initial_world_size = True
         self._buffer_hook: Callable[[dict[str, torch.Tensor]], Iterable[torch.futures.Future[object]] | None] | None
-        self._buffer_hook, self._buffer_hook_location = None, BufferHookLocation.PRE_FORWARD
+        self._buffer_hook, self._buffer_hook_location = None, _BufferCommHookLocation.PRE_FORWARD
         self._delayed: DelayedReduction | None = None
         self._logged = SampledIteration()
         if delay_all_reduce_named_params is not None and param_to_hook_all_reduce is not None:
@@ -282,14 +282,14 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
         Join.notify_join_context(self)
         if trains:
             self.reducer.rebuild()
-        if self._syncs_buffers(BufferHookLocation.PRE_FORWARD):
+        if self._syncs_buffers(_BufferCommHookLocation.PRE_FORWARD):
             self._sync_buffers()
         self._count_syncing()
         if self._input_device is not None:
             inputs, kwargs = move_to(inputs, self._input_device), move_to(kwargs, self._input_device)
         with self._inside_ddp_forward():
             output = self._precision.run(self.module, self._ignored_by_module(), inputs, kwargs)
-        if self._syncs_buffers(BufferHookLocation.POST_FORWARD):
+        if self._syncs_buffers(_BufferCommHookLocation.POST_FORWARD):
             self._sync_buffers()
         self._expect_backward(output, trains)
         self.reducer.forward_began_ns, self.reducer.forward_ended_ns = began_ns, time.time_ns()
@@ -366,7 +366,7 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
             return False
         return bool(self.modules_buffers)
 
-    def _syncs_buffers(self, location: BufferHookLocation) -> bool:
+    def _syncs_buffers(self, location: _BufferCommHookLocation) -> bool:
         return self._buffer_hook_location is location and self.will_sync_module_buffers()
 
     def _sync_buffers(self) -> None:
@@ -398,7 +398,7 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
         self,
         state: object,
         hook: Callable[[object, dict[str, torch.Tensor]], list[torch.futures.Future[object]] | None],
-        comm_hook_location: BufferHookLocation = BufferHookLocation.POST_FORWARD,
+        comm_hook_location: _BufferCommHookLocation = _BufferCommHookLocation.POST_FORWARD,
     ) -> None:
         """Synchronises the buffers with a function, which gets them by name, instead of a broadcast.
 
@@ -406,7 +406,8 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
         """
         if not callable(hook):
             raise TypeError("Communication hook must be callable.")
-        self._buffer_hook, self._buffer_hook_location = partial(hook, state), BufferHookLocation(comm_hook_location)
+        self._buffer_hook_location = _BufferCommHookLocation(comm_hook_location)
+        self._buffer_hook = partial(hook, state)
 
     # ------------------------------------------------------------ uneven inputs
 
@@ -452,7 +453,7 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
 
     def _shadow_iteration(self) -> None:
         """Takes part in the communication of the other ranks' forward and backward pass."""
-        if self._syncs_buffers(BufferHookLocation.PRE_FORWARD):
+        if self._syncs_buffers(_BufferCommHookLocation.PRE_FORWARD):
             self._send_buffers(self._highest_rank(False))
         syncs = count_ranks(False, self.process_group, self.device) > 0
         self.require_forward_param_sync = syncs

@@ -1,63 +1,57 @@
-"""Buckets are torch's: the same assignment for any parameters and caps."""
+"""Buckets: torch assigns the gradients, with our caps and the order in which the gradients became ready."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
-import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
+from torch import nn
 
 from rpcdist.errors import ConfigError
-from rpcdist.parallel._ddp._buckets import BucketCaps, GradientFacts, assign, initial_buckets, rebuilt_buckets
+from rpcdist.parallel._ddp._buckets import BucketCaps, initial_buckets, rebuilt_buckets
+from rpcdist.parallel._ddp._parameters import Trained
 
 MEBIBYTE = 1 << 20
-DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
-@given(
-    tensors=st.lists(
-        st.tuples(st.integers(1, 400), st.sampled_from(DTYPES), st.sampled_from([False, False, False, True])),
-        min_size=1,
-    ),
-    limits=st.lists(st.integers(0, 3000), min_size=1, max_size=4),
-)
-def test_assignment_is_that_of_torch(tensors: list[tuple[int, torch.dtype, bool]], limits: list[int]) -> None:
-    facts = [GradientFacts(count * dtype.itemsize, dtype, sparse) for count, dtype, sparse in tensors]
-    empty = [torch.empty(count, dtype=dtype) for count, dtype, _ in tensors]
-    sparse = [each for _, _, each in tensors]
-    theirs, _ = dist._compute_bucket_assignment_by_size(empty, limits, sparse)
-    assert assign(facts, limits) == theirs
+def parameters(sizes: Sequence[int], sparse: Sequence[int] = (), doubles: Sequence[int] = ()) -> list[Trained]:
+    """Parameters of these sizes in bytes, without memory."""
+    dtypes = [torch.float64 if index in doubles else torch.float32 for index in range(len(sizes))]
+    tensors = [
+        nn.Parameter(torch.empty(size // dtype.itemsize, dtype=dtype, device="meta"))
+        for size, dtype in zip(sizes, dtypes, strict=True)
+    ]
+    return [Trained(index, f"{index}", tensor, index in sparse) for index, tensor in enumerate(tensors)]
 
 
-@given(
-    sizes=st.lists(st.integers(1, 400), min_size=1),
-    limits=st.lists(st.integers(1, 3000), min_size=1, max_size=4),
-    data=st.data(),
-)
-def test_assignment_by_readiness_is_that_of_torch(sizes: list[int], limits: list[int], data: st.DataObject) -> None:
-    order = data.draw(st.permutations(range(len(sizes))))
-    facts = [GradientFacts(size * 4, "float32") for size in sizes]
-    ready = [torch.empty(sizes[index]) for index in order]
-    theirs, _ = dist._compute_bucket_assignment_by_size(ready, limits, [False] * len(sizes), order)
-    assert assign(facts, limits, order) == theirs
+def test_initial_buckets_are_filled_in_the_order_of_the_parameters_and_reduced_in_the_reverse_order() -> None:
+    made = parameters([800] * 6, sparse=[1], doubles=[3])
+    caps = BucketCaps.of(None, [1600 / MEBIBYTE])
+    assert initial_buckets(made, caps, order_is_fixed=True) == [[4, 5], [3], [1], [0, 2]]
+
+
+def test_rebuilt_buckets_are_filled_in_the_order_of_readiness() -> None:
+    made = parameters([800] * 6, sparse=[1], doubles=[3])
+    caps = BucketCaps.of(None, [800 / MEBIBYTE, 1600 / MEBIBYTE])
+    assert rebuilt_buckets(made, caps, [5, 1, 4, 3, 2, 0]) == [[5], [1], [3], [4, 2], [0]]
 
 
 def test_caps() -> None:
-    megabytes = [GradientFacts(MEBIBYTE // 2, "float32")] * 80
+    halves = parameters([MEBIBYTE // 2] * 80)
     default = BucketCaps.of(None)
-    assert [len(bucket) for bucket in initial_buckets(megabytes, default, order_is_fixed=False)] == [80]
-    assert [len(bucket) for bucket in initial_buckets(megabytes, default, order_is_fixed=True)] == [28, 50, 2]
-    assert [len(bucket) for bucket in rebuilt_buckets(megabytes, default, range(79, -1, -1))] == [2, 50, 28]
-    assert [len(bucket) for bucket in rebuilt_buckets(megabytes, BucketCaps.of(10), range(80))] == [20] * 4
+    assert [len(bucket) for bucket in initial_buckets(halves, default, order_is_fixed=False)] == [80]
+    assert [len(bucket) for bucket in initial_buckets(halves, default, order_is_fixed=True)] == [28, 50, 2]
+    assert [len(bucket) for bucket in rebuilt_buckets(halves, default, range(79, -1, -1))] == [2, 50, 28]
+    assert [len(bucket) for bucket in rebuilt_buckets(halves, BucketCaps.of(10), range(80))] == [20] * 4
     listed = BucketCaps.of(None, [1, 2])
-    assert [len(bucket) for bucket in rebuilt_buckets(megabytes[:9], listed, range(9))] == [2, 4, 3]
+    assert [len(bucket) for bucket in rebuilt_buckets(halves[:9], listed, range(9))] == [2, 4, 3]
 
 
 def test_a_cap_of_nothing_makes_a_bucket_of_each_gradient() -> None:
-    facts = [GradientFacts(4, "cpu", False)] * 3
-    assert initial_buckets(facts, BucketCaps.of(0), order_is_fixed=True) == [[2], [1], [0]]
-    assert rebuilt_buckets(facts, BucketCaps.of(0), [1, 0, 2]) == [[1], [0], [2]]
+    made = parameters([4] * 3)
+    assert initial_buckets(made, BucketCaps.of(0), order_is_fixed=True) == [[2], [1], [0]]
+    assert rebuilt_buckets(made, BucketCaps.of(0), [1, 0, 2]) == [[1], [0], [2]]
 
 
 @pytest.mark.parametrize("cap", [-0.5, -1])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rpcdist.parallel._ddp._iteration_state import DueRule, IterationState, Phase, UnexpectedGradient
 
-IDLE, PASSING, ARMED, ENTERED, AVERAGING, PARTIAL = Phase
+IDLE, PASSING, ARMED, ENTERED, AVERAGING, PARTIAL, AWAITED = Phase
 Event = Callable[[IterationState], object]
 
 
@@ -31,6 +31,14 @@ def _add(state: IterationState) -> object:
     return state.add(min(state.missing))
 
 
+def _leave(state: IterationState) -> object:
+    """Ends the iteration, whose missing gradients come first, until the program ends it."""
+    for index in sorted(state.missing):
+        state.add(index)
+    assert _end(state)
+    return state.finish(awaits=True)
+
+
 LEADS_TO: dict[Phase, tuple[Event, ...]] = {
     IDLE: (),
     PASSING: (_begin,),
@@ -38,10 +46,11 @@ LEADS_TO: dict[Phase, tuple[Event, ...]] = {
     ENTERED: (_arm, _begin),
     AVERAGING: (_arm, _begin, _add),
     PARTIAL: (_arm, _begin, _add, _end),
+    AWAITED: (_arm, _begin, _leave),
 }
 """How each phase is reached."""
 TRANSITIONS: dict[str, tuple[Event, dict[Phase, Phase]]] = {
-    "arm": (_arm, dict.fromkeys(Phase, ARMED)),
+    "arm": (_arm, {phase: ARMED for phase in Phase if phase is not AWAITED}),
     "pause": (
         IterationState.pause,
         {IDLE: IDLE, PASSING: IDLE, ARMED: ARMED, ENTERED: ARMED, AVERAGING: PARTIAL, PARTIAL: PARTIAL},
@@ -59,8 +68,9 @@ TRANSITIONS: dict[str, tuple[Event, dict[Phase, Phase]]] = {
     ),
     "restart": (
         IterationState.restart,
-        {IDLE: IDLE, PASSING: PASSING, ARMED: IDLE, ENTERED: PASSING, AVERAGING: PASSING, PARTIAL: IDLE},
+        {IDLE: IDLE, PASSING: PASSING, ARMED: IDLE, ENTERED: PASSING, AVERAGING: PASSING, PARTIAL: IDLE, AWAITED: IDLE},
     ),
+    "end_awaited": (IterationState.end_awaited, {AWAITED: IDLE}),
 }
 CASES = [(name, before, after) for name, (_, table) in TRANSITIONS.items() for before, after in table.items()]
 
@@ -74,7 +84,7 @@ def test_each_event_leads_from_phase_to_phase(event: str, before: Phase, after: 
     TRANSITIONS[event][0](state)
     assert state.phase is after
     assert state.phase.in_pass == (after in (PASSING, ENTERED, AVERAGING))
-    assert state.phase.is_open == (after not in (IDLE, PASSING))
+    assert state.phase.is_open == (after not in (IDLE, PASSING, AWAITED))
 
 
 def test_iterations_are_numbered_and_forward_passes_without_backward_are_counted() -> None:
@@ -179,9 +189,9 @@ def test_a_closed_iteration_awaits_its_end_by_the_program() -> None:
     state.begin_pass([1])
     state.add(1)
     assert _end(state) and state.finish(awaits=True) == [0]
-    assert state.awaits and state.phase is IDLE and state.unaveraged == {1}
+    assert state.phase is AWAITED and state.unaveraged == {1} and not state.takes(syncs=True)
     state.restart()  # other ranks: nobody ends it
-    assert not state.awaits and state.unaveraged == {1}
+    assert state.phase is IDLE and state.unaveraged == {1}
 
 
 # ---------------------------------------------------------------- buckets

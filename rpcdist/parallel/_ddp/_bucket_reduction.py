@@ -13,9 +13,8 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Final, NoReturn
+from typing import NoReturn
 
 import torch
 
@@ -39,69 +38,6 @@ Deliver = Callable[[list[Trained], list[torch.Tensor], bool], None]
 """Stores reduced gradients; see `OrdinaryPass.deliver`."""
 
 
-MAX_TOLD: Final = 50
-
-
-@dataclass(frozen=True, slots=True)
-class Notice:
-    """The notice of one rank that gradients are missing.
-
-    Attributes:
-        iteration: number of the backward pass, from 1.
-        final: whether the rank has raised an error; otherwise the gradients may still become ready.
-        problem: the error, if it is not about missing gradients.
-    """
-
-    rank: int
-    iteration: int
-    missing: tuple[str, ...]
-    final: bool
-    problem: str = ""
-
-    def __str__(self) -> str:
-        if self.problem:
-            return f"rank {self.rank} has given up iteration {self.iteration}: {self.problem}"
-        end = "has continued without" if self.final else "ended a backward pass without"
-        return f"rank {self.rank} {end} gradients of {list_names(self.missing)} in iteration {self.iteration}"
-
-
-class Notices:
-    """The notices about one reducer, in the store of its group.
-
-    Args:
-        key: prefix of the store's keys, equal on all ranks and different for each reducer.
-    """
-
-    def __init__(self, group: ProcessGroup, key: str) -> None:
-        self._group = group
-        self._key = key
-
-    def post(self, iteration: int, missing: Sequence[str], final: bool, problem: str = "") -> Notice:
-        """Writes this rank's notice. Ignores errors of the store, since only the explanation is lost."""
-        group = self._group
-        notice = Notice(group.world_rank(group.rank()), iteration, tuple(missing), final, problem)
-        try:
-            text = json.dumps({**asdict(notice), "missing": list(missing[:MAX_TOLD])})
-            group.get_group_store().set(f"{self._key}/{group.rank()}", text)
-        except (RpcdistError, RuntimeError, OSError) as exc:
-            logger.debug("the other ranks could not be notified: %s", exc)
-        return notice
-
-    def read(self, iteration: int) -> list[Notice]:
-        """Returns the notices of the other ranks about an iteration."""
-        group, found = self._group, []
-        try:
-            store = group.get_group_store()
-            for rank in range(group.size()):
-                key = f"{self._key}/{rank}"
-                if rank != group.rank() and store.check([key]):
-                    fields = json.loads(store.get(key))
-                    found.append(Notice(**{**fields, "missing": tuple(fields["missing"])}))
-        except (RpcdistError, RuntimeError, OSError) as exc:
-            logger.debug("the notices of the other ranks cannot be read: %s", exc)
-        return [notice for notice in found if notice.iteration == iteration]
-
-
 def reduce_runs(runs: Sequence[torch.Tensor], group: ProcessGroup, divisor: float, asynchronous: bool) -> list[Work]:
     """Averages flat tensors of one dtype and device over the ranks of a group, in place; returns the operations."""
     if not runs:
@@ -116,14 +52,17 @@ def reduce_runs(runs: Sequence[torch.Tensor], group: ProcessGroup, divisor: floa
 class BucketReductions:
     """The reductions of one iteration at a time. The reducer's lock guards it.
 
+    Args:
+        key: prefix of the keys of notices in the group's store, equal on all ranks and different for each reducer.
+
     Attributes:
         first_launch_ns: the time when the first operation of the iteration was started; 0 before.
     """
 
-    def __init__(self, group: ProcessGroup, notices: Notices, finite: FiniteCheck, hook: RegisteredHook | None) -> None:
+    def __init__(self, group: ProcessGroup, key: str, finite: FiniteCheck, hook: RegisteredHook | None) -> None:
         self.first_launch_ns = 0
         self._group = group
-        self._notices = notices
+        self._key = key
         self._finite = finite
         self._hook = hook
         self._iteration = 0
@@ -230,7 +169,7 @@ class BucketReductions:
             while not work.is_completed():
                 self._wait_a_while(work)
                 if not work.is_completed():
-                    self._look(work, bucket)
+                    self._check_notices(work, bucket)
             work.wait()
         except CollectiveError as exc:
             self._fail(exc, bucket)
@@ -243,9 +182,9 @@ class BucketReductions:
             if work.is_completed():
                 raise
 
-    def _look(self, work: Work, bucket: Bucket) -> None:
-        for notice in self._notices.read(self._iteration):
-            if notice.final:
+    def _check_notices(self, work: Work, bucket: Bucket) -> None:
+        for is_final, notice in self._read_notices():
+            if is_final:
                 backend = self._group.backend(self._group.object_device)
                 backend.abort(f"the reduction of bucket {bucket.number} cannot end: {notice}")
                 work.wait()
@@ -256,12 +195,41 @@ class BucketReductions:
     def _fail(self, error: CollectiveError, bucket: Bucket) -> NoReturn:
         """Raises the error with details: the gradients that were reduced, and the notices of other ranks about them."""
         rank = self._group.world_rank(self._group.rank())
-        told = "".join(f"; {notice}" for notice in self._notices.read(self._iteration))
+        notices = "".join(f"; {notice}" for _, notice in self._read_notices())
         raise explained(
             error,
             f"rank {rank} reduced bucket {bucket.number} of iteration {self._iteration}, with the gradients of "
-            f"{list_names(_names(bucket))}{told}. If a rank ran out of data, train under `with model.join():`",
+            f"{list_names(_names(bucket))}{notices}. If a rank ran out of data, train under `with model.join():`",
         ) from error.__cause__  # the new error contains the text of the old one
+
+    # ------------------------------------------------------------ notices of other ranks
+
+    def post_notice(self, iteration: int, problem: str, is_final: bool) -> None:
+        """Writes a notice of this rank for the others. Ignores errors of the store, since only an explanation is lost.
+
+        Args:
+            problem: continues "rank 0".
+            is_final: whether this rank has raised an error; otherwise the gradients may still become ready.
+        """
+        group = self._group
+        text = f"rank {group.world_rank(group.rank())} {problem}"
+        try:
+            group.get_group_store().set(f"{self._key}/{group.rank()}", json.dumps([iteration, is_final, text]))
+        except (RpcdistError, RuntimeError, OSError) as exc:
+            logger.debug("the other ranks could not be notified: %s", exc)
+
+    def _read_notices(self) -> list[tuple[bool, str]]:
+        """Returns the other ranks' notices about this iteration: whether each is final, and its text."""
+        group, found = self._group, []
+        try:
+            store = group.get_group_store()
+            for rank in range(group.size()):
+                key = f"{self._key}/{rank}"
+                if rank != group.rank() and store.check([key]):
+                    found.append(json.loads(store.get(key)))
+        except (RpcdistError, RuntimeError, OSError) as exc:
+            logger.debug("the notices of the other ranks cannot be read: %s", exc)
+        return [(is_final, text) for iteration, is_final, text in found if iteration == self._iteration]
 
 
 def _range_of(what: str, bucket: Bucket) -> AbstractContextManager[object]:

@@ -2,7 +2,7 @@
 
 Gradients become ready roughly in the reverse order of the parameters. At first buckets are filled in that order; after
 one backward pass, in the order in which gradients became ready. A bucket has one dtype and one device. Each parameter
-with sparse gradients has its own bucket. Number and order of the buckets are those of torch. The assignment is pure.
+with sparse gradients has its own bucket. torch assigns the gradients to buckets.
 
 [Note: in place]
 A flat buffer costs memory and two copies of every gradient. Gradients of at least `OWN_BYTES` alone are large enough
@@ -16,7 +16,7 @@ in one buffer (`flat`). On a GPU all gradients are packed as well, as copies are
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -31,19 +31,6 @@ MEBIBYTE: Final = 1 << 20
 DEFAULT_FIRST_BUCKET_BYTES: Final = MEBIBYTE
 DEFAULT_CAP_MB: Final = 25
 NO_LIMIT: Final = sys.maxsize
-
-
-@dataclass(frozen=True, slots=True)
-class GradientFacts:
-    """The properties of a gradient that determine its bucket.
-
-    Attributes:
-        kind: dtype and device; a bucket holds one kind.
-    """
-
-    num_bytes: int
-    kind: Hashable
-    sparse: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,46 +81,29 @@ class BucketCaps:
         return list(self.listed) or [self.first_bytes, self.num_bytes]
 
 
-def assign(
-    facts: Sequence[GradientFacts], limits: Sequence[int], ready_order: Sequence[int] | None = None
-) -> list[list[int]]:
-    """Returns the buckets, as lists of indices into `facts`.
+def initial_buckets(parameters: Sequence[Trained], caps: BucketCaps, order_is_fixed: bool) -> list[list[int]]:
+    """Returns the buckets before any backward pass, in the order in which they are expected to become ready."""
+    return _assign(parameters, caps.initial_limits(order_is_fixed), ())[::-1]
+
+
+def rebuilt_buckets(parameters: Sequence[Trained], caps: BucketCaps, ready_order: Sequence[int]) -> list[list[int]]:
+    """Returns the buckets by the order in which the gradients of a whole backward pass became ready."""
+    return _assign(parameters, caps.rebuilt_limits(), ready_order)
+
+
+def _assign(parameters: Sequence[Trained], limits: Sequence[int], ready_order: Sequence[int]) -> list[list[int]]:
+    """Returns the buckets as lists of indices of parameters.
 
     Args:
-        facts: one per gradient.
-        limits: size limits in bytes of the first bucket of each kind, the second, and so on; the last limit applies to
-            all later buckets.
-        ready_order: all indices, in the order in which buckets are filled and closed. Without it buckets are filled in
-            the order of `facts`, and sorted by their smallest index.
+        limits: size limits in bytes of the first bucket of each dtype and device, the second, and so on; the last limit
+            applies to all later buckets.
+        ready_order: all indices, in the order in which buckets are filled and closed; if empty, buckets are filled in
+            the order of `parameters`, and sorted by their smallest index.
     """
-    closed: list[list[int]] = []
-    filling: dict[Hashable, list[int]] = {}
-    filled_bytes: dict[Hashable, int] = {}
-    num_closed: dict[Hashable, int] = {}
-    for index in range(len(facts)) if ready_order is None else ready_order:
-        fact = facts[index]
-        if fact.sparse:
-            closed.append([index])
-            continue
-        filling.setdefault(fact.kind, []).append(index)
-        filled_bytes[fact.kind] = filled_bytes.get(fact.kind, 0) + fact.num_bytes
-        position = num_closed.get(fact.kind, 0)
-        if filled_bytes[fact.kind] >= limits[min(position, len(limits) - 1)]:
-            closed.append(filling.pop(fact.kind))
-            filled_bytes[fact.kind] = 0
-            num_closed[fact.kind] = position + 1
-    closed += filling.values()
-    return sorted(closed, key=min) if ready_order is None else closed
-
-
-def initial_buckets(facts: Sequence[GradientFacts], caps: BucketCaps, order_is_fixed: bool) -> list[list[int]]:
-    """Returns the buckets before any backward pass, in the order in which they are expected to become ready."""
-    return assign(facts, caps.initial_limits(order_is_fixed))[::-1]
-
-
-def rebuilt_buckets(facts: Sequence[GradientFacts], caps: BucketCaps, ready_order: Sequence[int]) -> list[list[int]]:
-    """Returns the buckets by the order in which the gradients of a whole backward pass became ready."""
-    return assign(facts, caps.rebuilt_limits(), ready_order)
+    ready = [parameters[index] for index in ready_order] or parameters
+    tensors: list[torch.Tensor] = [each.tensor for each in ready]
+    sparse = [each.sparse for each in parameters]
+    return torch.distributed._compute_bucket_assignment_by_size(tensors, list(limits), sparse, list(ready_order))[0]
 
 
 _OWN_USES: Final = 2

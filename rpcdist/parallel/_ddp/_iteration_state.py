@@ -16,19 +16,21 @@ Rules:
     Until then no iteration may open, and no gradient may come. The program may also end it during its pass, when no
     gradient is missing.
 
-The phases and their transitions (`arm` leads to ARMED from each phase, and `pause` ends a pass):
+The phases and their transitions (`arm` leads to ARMED from each phase except AWAITED, and `pause` ends a pass):
 
     IDLE      --begin_pass--> PASSING   --end_pass--> IDLE      no iteration is open
     ARMED     --begin_pass--> ENTERED   --end_pass--> ARMED     an iteration is open and has no gradient yet
     PARTIAL   --begin_pass--> AVERAGING --end_pass--> PARTIAL   the iteration has some of its gradients
 
-`reopen` leads from IDLE to ARMED and from PASSING to ENTERED, `add` to AVERAGING; `finish` and `abandon` close.
+`reopen` leads from IDLE to ARMED and from PASSING to ENTERED, `add` to AVERAGING; `finish` and `abandon` close. If the
+program ends iterations, `finish` leads from PARTIAL to AWAITED, and `end_awaited` from there to IDLE.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from enum import Enum
+from typing import Literal
 
 
 class DueRule(Enum):
@@ -48,13 +50,14 @@ class Phase(Enum):
     ENTERED = "a backward pass runs that has added nothing yet", True, True
     AVERAGING = "gradients arrive", True, True
     PARTIAL = "a backward pass has ended, and gradients are missing", True, False
+    AWAITED = "an iteration is closed, and waits for the program to end it", False, False
 
     def __init__(self, _meaning: str, is_open: bool, in_pass: bool) -> None:
         self.is_open = is_open
         self.in_pass = in_pass
 
 
-IDLE, PASSING, ARMED, ENTERED, AVERAGING, PARTIAL = Phase  # looked up quickly, as Enum members are not
+IDLE, PASSING, ARMED, ENTERED, AVERAGING, PARTIAL, AWAITED = Phase  # looked up quickly, as Enum members are not
 _IN_PASS = {IDLE: PASSING, ARMED: ENTERED, PARTIAL: AVERAGING}
 _OUT_OF_PASS = {inside: outside for outside, inside in _IN_PASS.items()}
 
@@ -92,7 +95,6 @@ class IterationState:
         iteration: the number of the last opened iteration, from 1.
         num_unused_forwards: forward passes that synchronised but had no backward pass yet.
         missing: the parameters for whose gradients the iteration waits.
-        awaits: whether the last iteration is closed and waits for the program to end it (rule 7).
         unaveraged: the parameters whose `.grad` has changed since their last average; empty under `EVERY`.
         ready_order: the parameters in the order in which their gradients became ready in this iteration.
         reduced: the buckets whose reductions were started in this iteration, in order.
@@ -104,7 +106,6 @@ class IterationState:
         self.phase = IDLE
         self.iteration = self.num_unused_forwards = 0
         self.missing: set[int] = set()
-        self.awaits = False
         self.unaveraged: set[int] = set()
         self.ready_order: list[int] = []
         self.reduced: list[int] = []
@@ -116,8 +117,8 @@ class IterationState:
         self._outputs = UNSEEN
         self._pass = 0  # the number of the last backward pass
         self._has_reached = False  # whether that pass is known to belong to the forward pass
-        self._has_told = False  # whether this rank has told the others of missing gradients in this iteration
-        self._takes_passes = False  # whether iterations are known to take several backward passes
+        # Of missing gradients in this iteration; "needless" if iterations are known to take several backward passes.
+        self._notice: Literal["due", "posted", "needless"] = "due"
         self._captured: set[int] = set()  # by a distributed pass of this iteration, which does not change `.grad`
         self._calls = [0] * count
         self._expected: list[int] | None = None
@@ -146,7 +147,7 @@ class IterationState:
         """The ranks changed: determines the static graph again. Gradients that were not averaged stay so."""
         self._close()
         self.ready_order = []
-        self._has_told = self._takes_passes = self.awaits = False
+        self._notice = "due"
         self.static_use = self._expected = None
         self._expects = self._all
 
@@ -187,7 +188,7 @@ class IterationState:
 
     def takes(self, syncs: bool) -> bool:
         """Whether a gradient that arrives now belongs to an iteration."""
-        return self.phase is not IDLE or (self._outputs is DIFFERENTIATED and syncs)
+        return self.phase not in (IDLE, AWAITED) or (self._outputs is DIFFERENTIATED and syncs)
 
     # ------------------------------------------------------------ forward passes
 
@@ -214,7 +215,8 @@ class IterationState:
         self.phase = phase
         self.missing = set(self._expects)
         self.ready_order = []
-        self._has_told = False
+        if self._notice == "posted":
+            self._notice = "due"
         self._captured.clear()
         if self._rule is DueRule.STATIC:
             self._calls = [0] * len(self._all)
@@ -340,9 +342,9 @@ class IterationState:
 
     def owes_notice(self) -> bool:
         """Whether to tell the other ranks now that gradients are missing: once, if no other pass is expected."""
-        if self.phase is not PARTIAL or self.ends_with_pass or self._has_told or self._takes_passes:
+        if self.phase is not PARTIAL or self.ends_with_pass or self._notice != "due":
             return False
-        self._has_told = True
+        self._notice = "posted"
         return True
 
     # ------------------------------------------------------------ reductions and the end
@@ -367,10 +369,16 @@ class IterationState:
         Args:
             awaits: whether the iteration then waits for the program to end it.
         """
-        self.awaits = awaits
-        self._takes_passes = self._takes_passes or self._has_told
+        if self._notice == "posted":
+            self._notice = "needless"
         self._close()
+        if awaits:
+            self.phase = AWAITED
         return [number for _ in range(self._next, len(self._buckets)) for number in self._reduce_next()]
+
+    def end_awaited(self) -> None:
+        """Notes that the program ends the iteration that awaits it."""
+        self.phase = IDLE
 
     def settle(self) -> None:
         """Notes that the gradients of this rank are averaged."""

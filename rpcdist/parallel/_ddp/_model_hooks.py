@@ -11,7 +11,6 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
-from enum import Enum
 from functools import partial
 
 import torch
@@ -133,18 +132,6 @@ class DelayedReduction:
                 "usually the model's first"
             )
         self._bucket.scatter(self._source.deliver)
-
-
-class BufferHookLocation(Enum):
-    """When a buffer hook is called."""
-
-    PRE_FORWARD = 1
-    POST_FORWARD = 2
-
-    @classmethod
-    def _missing_(cls, value: object) -> BufferHookLocation | None:
-        """Returns the member with torch's name, since programs pass torch's enum."""
-        return cls.__members__.get(value.name) if isinstance(value, Enum) else None
 
 
 def count_ranks(mine: bool, group: ProcessGroup, device: torch.device) -> int:

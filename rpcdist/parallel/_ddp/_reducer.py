@@ -30,14 +30,15 @@ from torch import nn
 from rpcdist import collectives
 from rpcdist.collectives import ProcessGroup
 from rpcdist.errors import begins_traceback
-from rpcdist.parallel._ddp._bucket_reduction import Bucket, BucketReductions, Notices
-from rpcdist.parallel._ddp._buckets import DenseBucket, GradientFacts, SparseBucket, initial_buckets, rebuilt_buckets
+from rpcdist.parallel._ddp._bucket_reduction import Bucket, BucketReductions
+from rpcdist.parallel._ddp._buckets import DenseBucket, SparseBucket, initial_buckets, rebuilt_buckets
 from rpcdist.parallel._ddp._comm_hook import RegisteredHook
 from rpcdist.parallel._ddp._ddp_arguments import ReducerOptions
 from rpcdist.parallel._ddp._ddp_errors import (
     DataParallelError,
     UnusedParameters,
     changed_gradients,
+    list_names,
     not_finalized,
     nothing_to_finalize,
     unexpected_gradient,
@@ -58,7 +59,15 @@ from rpcdist.parallel._ddp._gradient_sources import (
     versions_of,
     watch_outputs,
 )
-from rpcdist.parallel._ddp._iteration_state import ARMED, AVERAGING, ENTERED, IDLE, IterationState, UnexpectedGradient
+from rpcdist.parallel._ddp._iteration_state import (
+    ARMED,
+    AVERAGING,
+    AWAITED,
+    ENTERED,
+    IDLE,
+    IterationState,
+    UnexpectedGradient,
+)
 from rpcdist.parallel._ddp._parameters import Trained
 from rpcdist.profile_ranges import span_taps
 
@@ -86,10 +95,6 @@ class Reducer:
         self.forward_began_ns = self.forward_ended_ns = 0
         self.first_gradient_ns = self.computed_ns = self.done_ns = 0
         self.num_buckets_reduced = 0
-        self._facts = [
-            GradientFacts(each.tensor.nbytes, (each.tensor.dtype, each.tensor.device), each.sparse)
-            for each in parameters
-        ]
         self._tensors = [each.tensor for each in parameters]
         self._lock = threading.RLock()
         self._nodes: AccumulationNodes = {}
@@ -105,18 +110,18 @@ class Reducer:
     def use_group(self, group: ProcessGroup) -> None:
         """Changes the group, and starts again with the initial buckets."""
         self.group = group
-        self._notices = Notices(group, f"ddp/{group.next_number('ddp')}")
+        self._key = f"ddp/{group.next_number('ddp')}"
         self._order: list[int] | None = None
         self.has_rebuilt = False
         self._state.restart()
         self._reductions = self._make_reductions()
-        self._make_buckets(initial_buckets(self._facts, self.options.caps, self.options.dynamic_unused))
+        self._make_buckets(initial_buckets(self.parameters, self.options.caps, self.options.dynamic_unused))
         self.initial_bucket_bytes = [bucket.num_bytes for bucket in self.buckets]
 
     def _make_reductions(self) -> BucketReductions:
         results_are_equal = self.hook is None or self.hook.leaves_equal_bits
         finite = FiniteCheck(self.group, self.options.check_finite, results_are_equal)
-        return BucketReductions(self.group, self._notices, finite, self.hook)
+        return BucketReductions(self.group, self._key, finite, self.hook)
 
     def _make_buckets(self, indices: Sequence[Sequence[int]]) -> None:
         self.buckets: list[Bucket] = []
@@ -184,10 +189,10 @@ class Reducer:
 
     def rebuild(self) -> bool:
         """Makes new buckets if the order of readiness is known; returns whether it did. Does not communicate."""
-        if self._order is None or self.has_rebuilt or self._state.awaits:
+        if self._order is None or self.has_rebuilt or self._state.phase is AWAITED:
             return False
         self.has_rebuilt = True
-        self._make_buckets(rebuilt_buckets(self._facts, self.options.caps, self._order))
+        self._make_buckets(rebuilt_buckets(self.parameters, self.options.caps, self._order))
         return True
 
     def check_finished(self) -> None:
@@ -201,9 +206,9 @@ class Reducer:
             indices = self._state.abandon()
             if indices is None:
                 return
+            self._post_notice(f"has continued without {self._gradients_of(indices)}", is_final=True)
             missing = [self.parameters[index].name for index in indices]
-            notice = self._notices.post(self.iteration, missing, final=True)
-            error = UnusedParameters(notice.rank, missing, self.iteration, self.options.rule, indices)
+            error = UnusedParameters(self._world_rank, missing, self.iteration, self.options.rule, indices)
             self.error = str(error)
             raise error
 
@@ -256,8 +261,8 @@ class Reducer:
     def outputs_reached(self) -> None:
         """Notes that a pass, perhaps one of `torch.autograd.grad`, has reached outputs of a synchronised forward."""
         with self._lock:
-            begins = not self._state.phase.in_pass and not self._state.awaits
-            if begins and (self._state.phase.is_open or self._syncs()):
+            phase = self._state.phase
+            if (phase.is_open and not phase.in_pass) or (phase is IDLE and self._syncs()):
                 self._begin_pass(adds=False)
             self._state.reach(builds_graph=torch.is_grad_enabled())  # create_graph=True
 
@@ -288,8 +293,14 @@ class Reducer:
             if self._state.end_pass(number):
                 self._noting_errors(self._leave if self.by_hand else self._finish)
             elif self._state.owes_notice():  # rarely, another backward pass makes the missing gradients ready
-                missing = [self.parameters[index].name for index in sorted(self._state.missing)]
-                self._notices.post(self.iteration, missing, final=False)
+                missing = self._gradients_of(sorted(self._state.missing))
+                self._post_notice(f"ended a backward pass without {missing}", is_final=False)
+
+    def _gradients_of(self, indices: Sequence[int]) -> str:
+        return f"gradients of {list_names([self.parameters[index].name for index in indices])}"
+
+    def _post_notice(self, problem: str, is_final: bool) -> None:
+        self._reductions.post_notice(self.iteration, f"{problem} in iteration {self.iteration}", is_final)
 
     def _noting_errors(self, ends: Callable[[], None]) -> None:
         try:
@@ -323,11 +334,11 @@ class Reducer:
             if self.by_hand and self._state.end_in_pass():
                 self._noting_errors(self._finish)
                 return
-            if not self._state.awaits:
+            if self._state.phase is not AWAITED:
                 missing = [self.parameters[index].name for index in sorted(self._state.missing)]
                 begun = self._state.phase not in (IDLE, ARMED)
                 raise nothing_to_finalize(self.by_hand, missing if begun else [], self.iteration, self._world_rank)
-            self._state.awaits = False
+            self._state.end_awaited()
             self._noting_errors(self._end_left)
 
     def _end_left(self) -> None:
@@ -339,7 +350,7 @@ class Reducer:
         self._conclude()
 
     def _refuse_if_awaited(self) -> None:
-        if self._state.awaits:
+        if self._state.phase is AWAITED:
             raise not_finalized(self.iteration, self._world_rank)
 
     # ------------------------------------------------------------ gradients
@@ -347,7 +358,7 @@ class Reducer:
     def gradient_added(self, index: int) -> None:
         """Notes that an ordinary backward pass has added to a parameter's `.grad`."""
         with self._lock:
-            if self._state.awaits:
+            if self._state.phase is AWAITED:
                 raise self._giving_up(not_finalized(self.iteration, self._world_rank))
             if self._state.phase is not IDLE or self._state.takes(self._syncs()):
                 self._ready(index, captured=False)
@@ -360,7 +371,7 @@ class Reducer:
     def gradient_captured(self, index: int, gradient: torch.Tensor) -> None:
         """Notes that a distributed backward pass is about to capture a parameter's gradient."""
         with self._lock:
-            if self._state.phase is IDLE and not self._state.takes(self._syncs()):
+            if not self._state.takes(self._syncs()):
                 return
             if self.by_hand:
                 raise self._giving_up(
@@ -406,7 +417,7 @@ class Reducer:
     def _giving_up(self, error: DataParallelError) -> DataParallelError:
         """Tells the other ranks of an error, since they may wait for this rank's next reduction."""
         self.error = str(error)
-        self._notices.post(self.iteration, [], final=True, problem=self.error)
+        self._reductions.post_notice(self.iteration, f"has given up iteration {self.iteration}: {error}", is_final=True)
         return error
 
     @property

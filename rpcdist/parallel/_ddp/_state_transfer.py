@@ -5,7 +5,6 @@ The receiver takes over the whole state or nothing.
 
 from __future__ import annotations
 
-import io
 import pickle
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -16,6 +15,7 @@ from torch import nn
 from rpcdist import collectives
 from rpcdist.collectives import ProcessGroup
 from rpcdist.errors import CollectiveError, CollectiveMismatch
+from rpcdist.parallel._ddp._tensor_tree import map_tensors
 
 
 class HasState(Protocol):
@@ -28,45 +28,22 @@ class HasState(Protocol):
         """Loads such a state."""
 
 
-class _Pickler(pickle.Pickler):
-    """Collects tensors instead of pickling them."""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self.tensors: list[torch.Tensor] = []
-
-    def persistent_id(self, value: object) -> tuple[int, torch.dtype, tuple[int, ...]] | None:
-        if not isinstance(value, torch.Tensor):
-            return None
-        self.tensors.append(value.detach().cpu().contiguous())
-        return len(self.tensors) - 1, value.dtype, tuple(value.shape)
-
-
-class _Unpickler(pickle.Unpickler):
-    """Inserts new tensors in the places of those that were not pickled."""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file)
-        self.tensors: list[torch.Tensor] = []
-
-    def persistent_load(self, described: Any) -> torch.Tensor:
-        _, dtype, shape = described
-        self.tensors.append(torch.empty(shape, dtype=dtype))
-        return self.tensors[-1]
-
-
 def send_state(state: object, group: ProcessGroup, receivers: Sequence[int]) -> None:
     """Sends a state to ranks of the group, which call `receive_state`.
 
     Raises:
         CollectiveError: a receiver was lost.
     """
-    file = io.BytesIO()
-    pickler = _Pickler(file)
-    pickler.dump(state)
+    tensors: list[torch.Tensor] = []
+
+    def without_values(tensor: torch.Tensor) -> torch.Tensor:
+        tensors.append(tensor.detach().cpu().contiguous())
+        return torch.empty_like(tensors[-1], device="meta")
+
+    pickled = pickle.dumps(map_tensors(state, without_values), pickle.HIGHEST_PROTOCOL)
     for receiver in receivers:
-        collectives.send_object_list([file.getvalue()], group=group, group_dst=receiver)
-        for tensor in pickler.tensors:
+        collectives.send_object_list([pickled], group=group, group_dst=receiver)
+        for tensor in tensors:
             collectives.send(tensor, group=group, group_dst=receiver)
 
 
@@ -78,15 +55,20 @@ def receive_state(group: ProcessGroup, sender: int) -> Any:
         CollectiveMismatch: the sender sent an invalid state.
     """
     box: list[Any] = [None]
+    tensors: list[torch.Tensor] = []
+
+    def with_memory(described: torch.Tensor) -> torch.Tensor:
+        tensors.append(torch.empty_like(described, device="cpu"))
+        return tensors[-1]
+
     try:
         collectives.recv_object_list(box, group=group, group_src=sender)
-        unpickler = _Unpickler(io.BytesIO(box[0]))
-        state = unpickler.load()
+        state = map_tensors(pickle.loads(box[0]), with_memory)
     except CollectiveError:
         raise
     except Exception as exc:  # an invalid pickle, or too little memory for its tensors
         raise _wrong(sender, f"it cannot be read: {exc!r}"[:500]) from exc
-    for tensor in unpickler.tensors:
+    for tensor in tensors:
         collectives.recv(tensor, group=group, group_src=sender)
     return state
 
