@@ -25,7 +25,6 @@ from rpcdist.transport._server.admission import MAX_UNPROVEN, Origin
 
 logger = logging.getLogger(__name__)
 
-_End = tuple[str, str]  # host and port
 _LOOK_EVERY: Final = 64
 """New connections between two examinations: reading a thousand descriptors takes some milliseconds."""
 
@@ -52,10 +51,10 @@ class SilentConnections:
         self._num_begun = 0
         self._num_calling = 0
         self._known: dict[Origin, None] = {}  # the connections that have made a call, the oldest first
-        self._first_seen: dict[_End, int] = {}  # the examination that saw each connection first
-        self._num_looks = 0
-        self._num_new = 0
+        self._first_seen: dict[Origin, int] = {}  # the examination that saw each connection first
+        self._num_looks = self._num_new = 0
         self._lock = threading.Lock()
+        self._making_known = threading.Lock()  # a connection is ended before its call is handled, or not at all
 
     @property
     def num_silent(self) -> int:
@@ -90,7 +89,8 @@ class SilentConnections:
             self._num_calling += 1
         elif connection not in self._known:
             self._num_calling += 1
-            self._known[connection] = None
+            with self._making_known:
+                self._known[connection] = None
             if len(self._known) > MAX_CONNECTIONS_KNOWN:
                 self._known.pop(next(iter(self._known)), None)
 
@@ -117,33 +117,31 @@ class SilentConnections:
         seen = {end: self._first_seen.get(end, self._num_looks) for end in found}
         left: Counter[str] = Counter()
         for end in sorted(seen, key=seen.__getitem__, reverse=True):  # the newest first
-            if left[end[0]] < MAX_UNPROVEN // 2 and left.total() < MAX_UNPROVEN:
-                left[end[0]] += 1
-                continue
-            del seen[end]
-            self._shut_down(found[end], end)
+            if left[end.host] < MAX_UNPROVEN // 2 and left.total() < MAX_UNPROVEN:
+                left[end.host] += 1
+            elif self._shut_down(found[end], end):
+                del seen[end]
         if len(found) > len(seen):
             logger.info("ended %d connections that had made no call yet", len(found) - len(seen))
         self._first_seen = seen
 
-    def _found(self) -> dict[_End, int]:
+    def _found(self) -> dict[Origin, int]:
         """The descriptors of connections that have made no call, by their remote end."""
-        found: dict[_End, int] = {}
-        alive: set[_End] = set()
+        found: dict[Origin, int] = {}
+        alive: set[Origin] = set()
         known = list(self._known)
         for descriptor in map(int, os.listdir("/proc/self/fd")):
             with _copy(descriptor) as connection:
                 end = None if connection is None else self._end(connection)
             if end is not None:
                 alive.add(end)
-                if Origin(*end) not in self._known:
+                if end not in self._known:
                     found[end] = descriptor
-        for origin in known:
-            if (origin.host, origin.port) not in alive:
-                self._known.pop(origin, None)
+        for origin in set(known) - alive:
+            self._known.pop(origin, None)
         return found
 
-    def _end(self, connection: socket.socket) -> _End | None:
+    def _end(self, connection: socket.socket) -> Origin | None:
         """The remote end of a connection to gRPC's port; None for other sockets."""
         if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
             return None
@@ -153,13 +151,15 @@ class SilentConnections:
             host, port = connection.getpeername()[:2]
         except OSError:  # a listener, or it has just ended
             return None
-        return host.removeprefix(_MAPPED), str(port)
+        return Origin(host.removeprefix(_MAPPED), str(port))
 
-    def _shut_down(self, descriptor: int, end: _End) -> None:
-        """Shuts a connection down, unless its descriptor has been reused meanwhile."""
-        with suppress(OSError), _copy(descriptor) as connection:
-            if connection is not None and self._end(connection) == end:
+    def _shut_down(self, descriptor: int, end: Origin) -> bool:
+        """Shuts a connection down, unless its descriptor has been reused, or it has made a call, since it was found."""
+        with suppress(OSError), _copy(descriptor) as connection, self._making_known:
+            if connection is not None and end not in self._known and self._end(connection) == end:
                 connection.shutdown(socket.SHUT_RDWR)
+                return True
+        return False
 
 
 @contextmanager

@@ -1,0 +1,64 @@
+"""Connections to gRPC that have made no call: too many are ended, and none that calls meanwhile."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from rpcdist.transport._server.admission import MAX_UNPROVEN, Origin
+from rpcdist.transport._server.silent_connections import SilentConnections
+
+MOST = MAX_UNPROVEN // 2  # of one host
+TOO_MANY = 3
+
+
+@pytest.fixture
+def clients() -> Iterator[list[socket.socket]]:
+    """The remote ends of connections to a port of this process, in the order in which they were accepted."""
+    with ExitStack() as held:
+        listener = held.enter_context(socket.create_server(("127.0.0.1", 0), backlog=MOST))
+        clients = []
+        for _ in range(MOST + TOO_MANY):
+            clients.append(held.enter_context(socket.create_connection(listener.getsockname())))
+            held.enter_context(listener.accept()[0])
+        yield clients
+
+
+def begin(silent: SilentConnections, clients: list[socket.socket]) -> None:
+    silent.ports.add(clients[0].getpeername()[1])
+    for _ in clients:
+        silent.begun()
+
+
+def is_ended(client: socket.socket) -> bool:
+    client.setblocking(False)
+    try:
+        return client.recv(1) == b""
+    except BlockingIOError:
+        return False
+
+
+def test_as_many_as_are_too_many_are_ended(clients: list[socket.socket]) -> None:
+    begin(SilentConnections(lambda: 0), clients)
+    assert sum(map(is_ended, clients)) == TOO_MANY
+
+
+def test_a_connection_that_calls_while_others_are_examined_is_left_alone(
+    clients: list[socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The calls of 192 workers that joined at once were handled during the examination, and their joins failed."""
+    silent = SilentConnections(lambda: 0)
+    find = silent._found
+
+    def find_and_call() -> dict[Origin, int]:
+        found = find()
+        for end in found:
+            silent.calls(end)
+        return found
+
+    monkeypatch.setattr(silent, "_found", find_and_call)
+    begin(silent, clients)
+    assert not any(map(is_ended, clients))
