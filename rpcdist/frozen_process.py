@@ -44,30 +44,24 @@ class FrozenProcess:
     runs: bool = False
 
 
-class _LookIn:
-    """The file and the signal of this process, and how many want them."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.num_users = 0
-        self.file = -1
-        self.number = 0
-
-
-_place: Final = _LookIn()
+_lock: Final = threading.Lock()  # guards the next two
+_num_users = 0
+_registered: list[tuple[int, int]] = []
+"""The signal that writes the stacks of this process, and the descriptor of their file, as the only entry; or empty."""
 
 
 def let_others_look() -> None:
     """Has a signal write the stacks of this process, where the system can do that; pair it with `stop_letting_look`."""
-    with _place.lock:
-        _place.num_users += 1
-        if _place.file >= 0 or sys.platform != "linux":
+    global _num_users
+    with _lock:
+        _num_users += 1
+        if _registered or sys.platform != "linux":
             return
         import faulthandler
 
         last = signal.SIGRTMAX
-        free = (number for number in range(last - 1, last - _NUM_SIGNALS, -1) if _is_free(number))
-        number = next(free, None)
+        numbers = range(last - 1, last - _NUM_SIGNALS, -1)
+        number = next((one for one in numbers if signal.getsignal(one) is signal.SIG_DFL), None)
         if number is None:
             return
         try:
@@ -76,24 +70,21 @@ def let_others_look() -> None:
             return
         fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)  # the reader empties it before
         faulthandler.register(number, file=file, all_threads=True, chain=False)
-        _place.file, _place.number = file, number
+        _registered.append((number, file))
 
 
 def stop_letting_look() -> None:
     """Undoes `let_others_look`."""
-    with _place.lock:
-        _place.num_users -= 1
-        if _place.num_users or _place.file < 0:
+    global _num_users
+    with _lock:
+        _num_users -= 1
+        if _num_users or not _registered:
             return
         import faulthandler
 
-        faulthandler.unregister(_place.number)
-        os.close(_place.file)
-        _place.file = -1
-
-
-def _is_free(number: int) -> bool:
-    return signal.getsignal(number) is signal.SIG_DFL
+        number, file = _registered.pop()
+        faulthandler.unregister(number)
+        os.close(file)
 
 
 def look_at_process(pid: int) -> FrozenProcess:

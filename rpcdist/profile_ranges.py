@@ -16,7 +16,7 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Final, Self
+from typing import Any, ClassVar, Final, Self
 
 import torch
 from torch.autograd import profiler, profiler_legacy
@@ -41,46 +41,35 @@ def is_profiling() -> bool:
     return profiler._is_profiler_enabled
 
 
-class _Ends:
-    """Counts the ends of profilers: of each before torch frees its memory."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()  # held while the count changes, and while a range ends
-        self.count = 0
-        self._disable: Any = None
-
-    def watch(self) -> None:
-        """Has torch's profilers tell this from now on; they look the function up when they end."""
-        with self.lock:
-            if self._disable is None:
-                self._disable = profiler._disable_profiler
-                profiler._disable_profiler = self._disabled
-
-    def _disabled(self) -> Any:
-        with self.lock:
-            self.count += 1
-        return self._disable()
-
-
-_ends: Final = _Ends()
-
-
 class record_function:
     """A range while a `with` block lasts: torch's, but safe where the profiler ends before the block."""
 
     __slots__ = ("_began", "_range")
+    _lock: ClassVar = threading.Lock()  # held while `_num_ended` changes, and while a range ends
+    _num_ended: ClassVar = 0  # profilers, each counted before torch frees its memory
+    _disable: ClassVar[Any] = None  # torch's function, which its profilers look up when they end
 
     def __init__(self, name: str) -> None:
-        _ends.watch()
+        cls = record_function
+        with cls._lock:
+            if cls._disable is None:
+                cls._disable = profiler._disable_profiler
+                profiler._disable_profiler = cls._disabled
         self._range = profiler.record_function(name)
 
+    @classmethod
+    def _disabled(cls) -> Any:
+        with cls._lock:
+            cls._num_ended += 1
+        return cls._disable()
+
     def __enter__(self) -> None:
-        self._began = _ends.count
+        self._began = self._num_ended
         self._range.__enter__()
 
     def __exit__(self, *error: object) -> None:
-        with _ends.lock:
-            if self._began == _ends.count:
+        with self._lock:
+            if self._began == self._num_ended:
                 self._range.__exit__(None, None, None)
             else:
                 _forget(self._range)

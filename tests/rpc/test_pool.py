@@ -21,7 +21,7 @@ import torch
 
 from rpcdist.errors import NotInitialized, PoolExhausted
 from rpcdist.rpc._executors.blocking import blocking
-from rpcdist.rpc._executors.pool_monitor import LoadHistory, PoolSample, threads_to_start
+from rpcdist.rpc._executors.pool_monitor import LoadHistory, threads_to_start
 from rpcdist.rpc._executors.thread_pool import MAX_EMPTY_LINES, JobLine, ThreadPool
 from rpcdist.testing import eventually
 from rpcdist.time_limits import POOL_STALL_S
@@ -75,21 +75,21 @@ def test_bursts_double_while_the_threads_only_wait_and_begin_anew_when_a_job_end
     now, started = 0.0, []
     for _ in range(4):
         now += 2 * POOL_STALL_S
-        started.append(history.num_to_start(PoolSample(now, 100, 0.0, 5, 5, has_progress=False)))
+        started.append(history.num_to_start(now, 100, now, 5, has_progress=False))
     assert started == [2, 4, 8, 16]
     cpu_s += 1.0  # they compute
     now += 2 * POOL_STALL_S
-    assert history.num_to_start(PoolSample(now, 100, 0.0, 5, 5, has_progress=False)) == 1
+    assert history.num_to_start(now, 100, now, 5, has_progress=False) == 1
     now += 2 * POOL_STALL_S
-    assert history.num_to_start(PoolSample(now, 100, 0.0, 5, 5, has_progress=True)) == 0
+    assert history.num_to_start(now, 100, now, 5, has_progress=True) == 0
     assert history.last_progress == now
 
 
 def test_a_pool_is_exhausted_at_its_cap_when_no_job_has_ended_for_the_limit() -> None:
     history = LoadHistory(None, num_cores=2, max_threads=4, stall_limit_s=30.0, now=0.0)
-    assert not history.is_exhausted(PoolSample(29.9, 1, 0.0, 4, 4, has_progress=False))
-    assert not history.is_exhausted(PoolSample(30.0, 1, 0.0, 3, 3, has_progress=False))
-    assert history.is_exhausted(PoolSample(30.0, 1, 0.0, 4, 4, has_progress=False))
+    assert not history.is_exhausted(29.9, 4)
+    assert not history.is_exhausted(30.0, 3)
+    assert history.is_exhausted(30.0, 4)
 
 
 def test_jobs_are_taken_in_order() -> None:

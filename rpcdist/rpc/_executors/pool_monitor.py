@@ -9,7 +9,7 @@ import threading
 import time
 from _thread import LockType
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import Final
 
 from rpcdist.rpc._executors.blocking import new_baton
 from rpcdist.time_limits import POLL_S, POOL_STALL_S
@@ -17,24 +17,6 @@ from rpcdist.time_limits import POLL_S, POOL_STALL_S
 MAX_BURST: Final = 64
 BUSY_SHARE: Final = 0.2  # if the threads together used less CPU time than this, they only wait
 LINGER_TICKS: Final = 2  # keep sampling this long after the queue is empty, so that a burst wakes the monitor once
-
-
-class PoolSample(NamedTuple):
-    """A snapshot of the pool, with at least one job in its queue.
-
-    Attributes:
-        at: when the sample was taken, in monotonic seconds.
-        oldest_at: when the oldest queued job was submitted, in monotonic seconds.
-        running: threads that run a job and are not in `blocking()`.
-        has_progress: whether a job has ended since the last sample.
-    """
-
-    at: float
-    queued: int
-    oldest_at: float
-    running: int
-    num_threads: int
-    has_progress: bool
 
 
 def threads_to_start(
@@ -90,20 +72,24 @@ class LoadHistory:
         self._burst = 1
         self._cpu_s = self._read_cpu_s() if self._read_cpu_s is not None else 0.0
 
-    def num_to_start(self, sample: PoolSample) -> int:
-        """Returns how many threads the caller must start now."""
-        now = sample.at
-        if sample.has_progress:
+    def num_to_start(self, now: float, queued: int, oldest_s: float, running: int, has_progress: bool) -> int:
+        """Returns how many threads the caller must start now, when at least one job is queued.
+
+        Args:
+            now: monotonic seconds.
+            queued: this and the next two as for `threads_to_start`.
+            has_progress: whether a job has ended since the last call.
+        """
+        if has_progress:
             self.last_progress = self._last_move = now
             self._burst = 1
         elif now - self._last_move >= POOL_STALL_S:
             self._choose_burst(now - self._last_move)
-        stalled_s, oldest_s = now - self._last_move, now - sample.oldest_at
         wanted = threads_to_start(
-            queued=sample.queued,
+            queued=queued,
             oldest_s=oldest_s,
-            running=sample.running,
-            stalled_s=stalled_s,
+            running=running,
+            stalled_s=now - self._last_move,
             burst=self._burst,
             num_cores=self._num_cores,
         )
@@ -120,9 +106,9 @@ class LoadHistory:
         self._burst = min(2 * self._burst, MAX_BURST) if is_waiting else 1
         self._cpu_s = cpu_s
 
-    def is_exhausted(self, sample: PoolSample) -> bool:
+    def is_exhausted(self, now: float, num_threads: int) -> bool:
         """Whether the pool is at its cap and no job ends (rule 5 of the pool)."""
-        return sample.num_threads >= self._max_threads and sample.at - self.last_progress >= self._stall_limit_s
+        return num_threads >= self._max_threads and now - self.last_progress >= self._stall_limit_s
 
 
 class PoolMonitor:

@@ -43,7 +43,7 @@ from rpcdist.errors import ForkedProcess, NotInitialized, PoolExhausted
 from rpcdist.inspection import PoolFacts
 from rpcdist.rpc._executors.blocking import HAS_THREAD_CLOCK, WorkerThread, forget_hooks, hooks, set_hooks
 from rpcdist.rpc._executors.deferred_replies import DeferredReply, HeldAnswers
-from rpcdist.rpc._executors.pool_monitor import LoadHistory, PoolMonitor, PoolSample
+from rpcdist.rpc._executors.pool_monitor import LoadHistory, PoolMonitor
 from rpcdist.rpc._peers.network import AnySession
 from rpcdist.rpc._values.exceptions import traceback_of
 from rpcdist.time_limits import CLOSE_LIMIT_S, IDLE_LIMIT_S, POOL_EXHAUSTED_LIMIT_S, POOL_LEAD_S, THREAD_GRACE_S
@@ -528,11 +528,10 @@ class ThreadPool:
             return False
         has_progress, self._progress = self._progress, False
         now = time.monotonic()
-        sample = PoolSample(now, facts.queued, now - facts.oldest_s, facts.running, facts.threads, has_progress)
-        for _ in range(history.num_to_start(sample)):
+        for _ in range(history.num_to_start(now, facts.queued, facts.oldest_s, facts.running, has_progress)):
             if not self.start_one():
                 break
-        if history.is_exhausted(sample):
+        if history.is_exhausted(now, facts.threads):
             if self._reported_stall != history.last_progress:
                 self._reported_stall = history.last_progress
                 logger.error("%s\n%s", self._exhaustion(), self._stacks())

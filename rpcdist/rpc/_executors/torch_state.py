@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, TypeVar, cast
 
 import torch
@@ -40,8 +41,6 @@ _num_function_modes = _C._len_torch_function_stack
 _num_dispatch_modes = _C._len_torch_dispatch_stack
 _top_hooks = _autograd._top_saved_tensors_default_hooks
 _hooks_disabled_text = _autograd._saved_tensors_hooks_get_disabled_error_message
-
-Hook = Callable[..., object]
 
 
 def _new_guard() -> AbstractContextManager[object]:
@@ -82,42 +81,41 @@ def reset() -> None:
         slot.forget()
 
 
-class _Autocast:
-    """The autocast state of a thread: per device type whether it is on and its data type; the cache; the nesting."""
-
-    __slots__ = ("cache", "devices", "nesting")
-
-    def __init__(self) -> None:
-        self.cache = torch.is_autocast_cache_enabled()
-        self.devices: list[tuple[str, bool, torch.dtype]] = []
-        for device in _DEVICE_TYPES:
-            enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-            if enabled or dtype != _DEFAULT_DTYPES[device]:
-                self.devices.append((device, enabled, dtype))
-        self.nesting = torch.autocast_increment_nesting() - 1
-        torch.autocast_decrement_nesting()
-
-    def leave(self) -> None:
-        for device, _, _ in self.devices:
-            torch.set_autocast_enabled(device, False)
-            torch.set_autocast_dtype(device, _DEFAULT_DTYPES[device])
-        torch.set_autocast_cache_enabled(True)
-        # All threads share the cache: one coroutine must not find casts made in the graph of another.
-        torch.clear_autocast_cache()
-        for _ in range(self.nesting):
-            torch.autocast_decrement_nesting()
-
-    def enter(self) -> None:
-        for _ in range(self.nesting):
-            torch.autocast_increment_nesting()
-        for device, enabled, dtype in self.devices:
-            torch.set_autocast_enabled(device, enabled)
-            torch.set_autocast_dtype(device, dtype)
-        torch.set_autocast_cache_enabled(self.cache)
-
-
 _DEVICE_TYPES: Final[tuple[str, ...]] = tuple(_C._autocast_supported_devices())
 _DEFAULT_DTYPES: Final = {device: torch.get_autocast_dtype(device) for device in _DEVICE_TYPES}
+
+
+def _leave_autocast() -> Callable[[], None]:
+    """Resets the autocast state of this thread; returns a function that installs it."""
+    cache = torch.is_autocast_cache_enabled()
+    states = [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _DEVICE_TYPES]
+    states = [(device, on, dtype) for device, on, dtype in states if on or dtype != _DEFAULT_DTYPES[device]]
+    nesting = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    for device, _, _ in states:
+        torch.set_autocast_enabled(device, False)
+        torch.set_autocast_dtype(device, _DEFAULT_DTYPES[device])
+    torch.set_autocast_cache_enabled(True)
+    # All threads share the cache: one coroutine must not find casts made in the graph of another.
+    torch.clear_autocast_cache()
+    for _ in range(nesting):
+        torch.autocast_decrement_nesting()
+
+    def enter() -> None:
+        for _ in range(nesting):
+            torch.autocast_increment_nesting()
+        for device, enabled, dtype in states:
+            torch.set_autocast_enabled(device, enabled)
+            torch.set_autocast_dtype(device, dtype)
+        torch.set_autocast_cache_enabled(cache)
+
+    return enter
+
+
+def _set_device(current: torch.device | None, default: torch_device.DeviceContext | None) -> None:
+    torch_device.CURRENT_DEVICE = current
+    if default is not None:
+        torch._GLOBAL_DEVICE_CONTEXT.device_context = default
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -129,13 +127,7 @@ class StateSlot:
     """
 
     _guard: AbstractContextManager[object] | None = None
-    _autocast: _Autocast | None = None
-    _hooks: list[tuple[Hook, Hook]] = field(default_factory=list)  # the innermost last
-    _hooks_disabled: str | None = None
-    _function_modes: list[object] = field(default_factory=list)
-    _dispatch_modes: list[object] = field(default_factory=list)
-    _device: torch.device | None = None
-    _default_device: torch_device.DeviceContext | None = None
+    _installers: list[Callable[[], object]] = field(default_factory=list)  # each installs a part of the state
 
     @property
     def is_empty(self) -> bool:
@@ -147,50 +139,39 @@ class StateSlot:
         if guard is None:
             return
         # The guard was opened first and is closed last: it also restores the dispatch keys of autocast and the modes.
-        self._push_stacks()
+        self._install()
         self._guard = None
         guard.__exit__(None, None, None)
-        self._clear()
+        self._installers = []
 
     def swap_out(self) -> None:
         """Saves this thread's state and resets the thread to torch's initial state."""
         if is_default():
             return
         self._guard = _new_guard()
+        installers: list[Callable[[], object]] = []
         if _is_any_autocast_enabled() or not _is_autocast_cache_enabled():
-            self._autocast = _Autocast()
-            self._autocast.leave()
-        self._hooks_disabled = _hooks_disabled_text()
-        if self._hooks_disabled is not None:
+            installers.append(_leave_autocast())
+        if (text := _hooks_disabled_text()) is not None:
             _autograd._saved_tensors_hooks_enable()
+            installers.append(partial(_autograd._saved_tensors_hooks_disable, text))
         while (hooks := _top_hooks(False)) is not None:
-            self._hooks.insert(0, hooks)
             _autograd._pop_saved_tensors_default_hooks()
+            installers.append(partial(_autograd._push_saved_tensors_default_hooks, *hooks))
         if _num_function_modes():
-            self._device = torch_device.CURRENT_DEVICE
-            torch_device.CURRENT_DEVICE = None
             # torch stores the context of `torch.set_default_device` here as well as on the stack.
-            self._default_device = torch._GLOBAL_DEVICE_CONTEXT.__dict__.pop("device_context", None)
+            default = torch._GLOBAL_DEVICE_CONTEXT.__dict__.pop("device_context", None)
+            installers.append(partial(_set_device, torch_device.CURRENT_DEVICE, default))
+            torch_device.CURRENT_DEVICE = None
             while _num_function_modes():
-                self._function_modes.append(_C._pop_torch_function_stack())
+                installers.append(partial(_C._push_on_torch_function_stack, _C._pop_torch_function_stack()))
         while _num_dispatch_modes():
-            self._dispatch_modes.append(_C._pop_torch_dispatch_stack(None))
+            installers.append(partial(_C._push_on_torch_dispatch_stack, _C._pop_torch_dispatch_stack(None)))
+        self._installers = installers[::-1]  # each stack from its outermost entry
 
-    def _push_stacks(self) -> None:
-        for mode in reversed(self._dispatch_modes):
-            _C._push_on_torch_dispatch_stack(mode)
-        for mode in reversed(self._function_modes):
-            _C._push_on_torch_function_stack(mode)
-        if self._function_modes:
-            torch_device.CURRENT_DEVICE = self._device
-            if self._default_device is not None:
-                torch._GLOBAL_DEVICE_CONTEXT.device_context = self._default_device
-        for pack, unpack in self._hooks:
-            _autograd._push_saved_tensors_default_hooks(pack, unpack)
-        if self._hooks_disabled is not None:
-            _autograd._saved_tensors_hooks_disable(self._hooks_disabled)
-        if self._autocast is not None:
-            self._autocast.enter()
+    def _install(self) -> None:
+        for install in self._installers:
+            install()
 
     def call(self, function: Callable[..., T], *arguments: object) -> T:
         """Calls `function` with the saved state installed, and saves the state that it leaves."""
@@ -213,7 +194,7 @@ class StateSlot:
             scaffold.__enter__()
             torch._C._set_grad_enabled(grad)
             _C._set_fwd_grad_enabled(forward_grad)
-            original._push_stacks()
+            original._install()
             self.swap_out()
             scaffold.__exit__(None, None, None)
         finally:
@@ -226,16 +207,7 @@ class StateSlot:
             here = _new_guard()
             guard.__exit__(None, None, None)
             here.__exit__(None, None, None)
-        self._clear()
-
-    def _clear(self) -> None:
-        self._autocast = None
-        self._hooks = []
-        self._hooks_disabled = None
-        self._function_modes = []
-        self._dispatch_modes = []
-        self._device = None
-        self._default_device = None
+        self._installers = []
 
     def __del__(self) -> None:
         if self._guard is not None:
