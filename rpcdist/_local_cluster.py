@@ -15,8 +15,8 @@ import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -199,7 +199,7 @@ class LocalCluster(ClusterBlock):
         self._output = JobOutput(prefix, log_dir)
         self._has_page = dashboard
         self.dashboard_url: str | None = None
-        self._held = ExitStack()  # the port
+        self._held = ExitStack()  # the port, and the process of the page
         self._processes: BackgroundRanks | None = None
         self._engine: LocalRanks | None = None
         self._is_worker = False
@@ -314,10 +314,9 @@ class LocalCluster(ClusterBlock):
         elif options.tls and said.partition(",")[0] == "off":
             variables["RPCDIST_TLS"] = "auto" + said.removeprefix("off")
         address = current_agent().inspector.facts().address
-        page = PageProcess(address, {name: value for name, value in variables.items() if value})
-        self._held.callback(page.close)
-        self.dashboard_url = page.url
-        print(f"dashboard: {page.url}", file=sys.stderr, flush=True)
+        page = served_page(address, {name: value for name, value in variables.items() if value})
+        self.dashboard_url = self._held.enter_context(page)
+        print(f"dashboard: {self.dashboard_url}", file=sys.stderr, flush=True)
 
     def _make_engine(self, call: RankCall, common: Mapping[str, str], wake: int) -> LocalRanks:
         plans = {rank: replace(one, name=self.names[rank]) for rank, one in enumerate(self._plan.ranks)}
@@ -386,56 +385,46 @@ class LocalCluster(ClusterBlock):
 MAX_URL_CHARS = 1000
 
 
-class PageProcess:
-    """The web page of a job, served by a process of its own that ends with this one.
-
-    The constructor starts it, and waits until the page is served.
+@contextmanager
+def served_page(address: str, variables: Mapping[str, str]) -> Iterator[str]:
+    """The URL of the web page of a job, with its token. Another process serves the page while the block lasts.
 
     Args:
-        address: of a worker of the job.
+        address: the address of a worker of the job.
         variables: environment variables that say how to reach the job, such as its token.
-
-    Attributes:
-        url: of the page, with its token.
 
     Raises:
         RpcdistError: the process has ended; its lines on the standard error stream say why.
         DeadlineExceeded: the page is not served in time.
     """
-
-    def __init__(self, address: str, variables: Mapping[str, str]) -> None:
-        # The address is no secret; the token goes by the environment, which other users cannot read.
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "rpcdist", "dashboard", address, "--until-stdin-ends"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **variables},
-            start_new_session=True,  # Ctrl-C at the terminal is for the job
-        )  # fmt: skip
-        try:
-            self.url = self._first_line()
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Ends the process; it keeps nothing."""
-        self._process.kill()
-        self._process.wait(CLOSE_LIMIT_S)
-        for stream in (self._process.stdin, self._process.stdout):
+    # The address is no secret; the token goes by the environment, which other users cannot read.
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rpcdist", "dashboard", address, "--until-stdin-ends"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **variables},
+        start_new_session=True,  # Ctrl-C at the terminal is for the job
+    )  # fmt: skip
+    try:
+        yield _first_line(process)
+    finally:
+        process.kill()
+        process.wait(CLOSE_LIMIT_S)
+        for stream in (process.stdin, process.stdout):
             if stream is not None:
                 stream.close()
 
-    def _first_line(self) -> str:
-        stream = self._process.stdout
-        assert stream is not None
-        end = time.monotonic() + CLUSTER_START_LIMIT_S
-        line = b""
-        with selectors.DefaultSelector() as ready:
-            ready.register(stream, selectors.EVENT_READ)
-            while not line.endswith(b"\n") and len(line) < MAX_URL_CHARS:
-                if not ready.select(max(0.0, end - time.monotonic())):
-                    raise DeadlineExceeded(f"the dashboard was not served within {CLUSTER_START_LIMIT_S:g} s")
-                more = os.read(stream.fileno(), 4096)
-                if not more:
-                    raise RpcdistError("the dashboard was not served; the lines of its process above say why")
-                line += more
-        return line.decode().strip()
+
+def _first_line(process: subprocess.Popen[bytes]) -> str:
+    stream = process.stdout
+    assert stream is not None
+    end = time.monotonic() + CLUSTER_START_LIMIT_S
+    line = b""
+    with selectors.DefaultSelector() as ready:
+        ready.register(stream, selectors.EVENT_READ)
+        while not line.endswith(b"\n") and len(line) < MAX_URL_CHARS:
+            if not ready.select(max(0.0, end - time.monotonic())):
+                raise DeadlineExceeded(f"the dashboard was not served within {CLUSTER_START_LIMIT_S:g} s")
+            more = os.read(stream.fileno(), 4096)
+            if not more:
+                raise RpcdistError("the dashboard was not served; the lines of its process above say why")
+            line += more
+    return line.decode().strip()

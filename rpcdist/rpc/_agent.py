@@ -21,10 +21,11 @@ import time
 from collections.abc import Callable
 from contextvars import Context
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from rpcdist._counters import Histogram
 from rpcdist._proto import autograd_pb2, rref_pb2
 from rpcdist.at_exit import register_at_exit, unregister_at_exit
 from rpcdist.collectives import Store
@@ -34,7 +35,6 @@ from rpcdist.frozen_process import let_others_look, stop_letting_look
 from rpcdist.ids import Identity
 from rpcdist.private_files import flight_recorder_size
 from rpcdist.rpc._actors.actor_names import ActorNames, ActorTable
-from rpcdist.rpc._actors.serial_calls import SerialCalls
 from rpcdist.rpc._calling.autograd_links import AutogradLinks, MakeAutograd, tell_autograd
 from rpcdist.rpc._calling.caller import Caller
 from rpcdist.rpc._calling.result_streams import StreamTable
@@ -47,7 +47,7 @@ from rpcdist.rpc._executors.user_loop import UserLoop
 from rpcdist.rpc._futures.waiting import replace_torch_functions
 from rpcdist.rpc._inspection.call_records import CallRecorder
 from rpcdist.rpc._inspection.flight_log import FlightLog
-from rpcdist.rpc._inspection.inspector import SERVICE, Inspector, OldCalls
+from rpcdist.rpc._inspection.inspector import SERVICE, Inspector
 from rpcdist.rpc._inspection.live_notes import NoteTaker
 from rpcdist.rpc._marshal.marshal import Marshal
 from rpcdist.rpc._membership.barrier import Gatherings
@@ -63,7 +63,7 @@ from rpcdist.rpc._peers.router import Router
 from rpcdist.rpc._rref.handles import Handle
 from rpcdist.rpc._rref.shell import RRefShell
 from rpcdist.rpc._serving.active_calls import Callables
-from rpcdist.rpc._serving.dispatcher import Dispatcher, GilWait, describe_job
+from rpcdist.rpc._serving.dispatcher import Dispatcher, describe_job
 from rpcdist.rpc.options import RpcOptions
 from rpcdist.rpc.worker_info import WorkerInfo
 from rpcdist.time_limits import CLOSE_LIMIT_S, SLOW_ANSWER_LIMIT_S, TICK_S
@@ -75,28 +75,16 @@ AUTOGRAD_SERVICE = autograd_pb2.DESCRIPTOR.services_by_name["Autograd"]
 RREF_SERVICE = rref_pb2.DESCRIPTOR.services_by_name["RRef"]
 
 
-class UpperParts(NamedTuple):
-    """The parts of higher layers that the agent needs.
-
-    Attributes:
-        make_rref: makes one of a handle.
-        context_of: makes the context in which an agent is the current one: code of users that it runs sees it so.
-        current: the current agent, if there is one.
-    """
-
-    rref_type: type
-    make_rref: Callable[[RRefCalls, Handle], Any]
-    make_autograd: MakeAutograd
-    context_of: Callable[[Agent], Context]
-    current: Callable[[], Agent | None]
-
-
 class Agent:
     """See the module. `start_agent` makes it; `close` ends it.
 
     Args:
         world_size: None where workers come and go.
         look_up: blocks, bounded, and returns where the next coordinator is, after this one was lost.
+        rref_type: the class of references; this and the rest belong to higher layers.
+        make_rref: makes a reference from a handle.
+        context_of: makes the context in which an agent is the current one, for the user code that the agent runs.
+        current: the current agent, if there is one.
     """
 
     def __init__(
@@ -110,7 +98,11 @@ class Agent:
         world_size: int | None,
         store: Store,
         look_up: Callable[[], str],
-        above: UpperParts,
+        rref_type: type,
+        make_rref: Callable[[RRefCalls, Handle], Any],
+        make_autograd: MakeAutograd,
+        context_of: Callable[[Agent], Context],
+        current: Callable[[], Agent | None],
     ) -> None:
         self.network = network
         self.options = options
@@ -124,7 +116,7 @@ class Agent:
         self.counts: Any = None  # of `rpcdist.metrics`, once they are asked for
         self._coordinator = coordinator
         self._store = store
-        io, is_static, context = network.io, world_size is not None, above.context_of(self)
+        io, is_static, context = network.io, world_size is not None, context_of(self)
         self.recorder = recorder = CallRecorder(size) if (size := flight_recorder_size()) else None
         self.context = context
         self._lifetime = lifetime = Lifetime()
@@ -173,7 +165,7 @@ class Agent:
             self.directory,
             self.router.send_control,
             self.router.flush,
-            lambda handle: above.make_rref(self.rref_calls, handle),
+            lambda handle: make_rref(self.rref_calls, handle),
             self.actors.released,
         )
         self._gpus = GpuSharing(
@@ -188,7 +180,7 @@ class Agent:
         )
         self.marshal = Marshal(
             self.rrefs,
-            above.rref_type,
+            rref_type,
             self._gpus,
             me.name,
             by_value=options.by_value,
@@ -209,13 +201,12 @@ class Agent:
             recorder=recorder,
         )
         links = AutogradLinks(self.directory, self.router, self.caller, self.pool, io, lifetime, options, self._gpus)
-        self.autograd = above.make_autograd(links)
+        self.autograd = make_autograd(links)
         self.retries = Retries(self.caller, self.directory, partial(Timer, io), self.pool.submit)
-        serial = SerialCalls(self.rrefs, self.caller, self.retries)
         self.rref_calls = RRefCalls(
             self.rrefs,
             self.caller,
-            serial,
+            self.retries,
             self.actors,
             self.directory,
             self.autograd,
@@ -294,9 +285,7 @@ class Agent:
             explain=lambda: self.inspector.explain(),
         )
         world = current_world()
-        self._notes = NoteTaker(
-            lambda: above.current() is self, self.autograd.pass_taps, world.process.recorder.entries
-        )
+        self._notes = NoteTaker(lambda: current() is self, self.autograd.pass_taps, world.process.recorder.entries)
         self.inspector = Inspector(
             me=me,
             network=network,
@@ -316,9 +305,6 @@ class Agent:
             world=world,
             recorder=recorder,
             notes=self._notes,
-        )
-        self._old_calls = OldCalls(
-            options.log_calls_after, self.caller.calls, self.dispatcher.calls, self.inspector.facts
         )
         self.flight_log: FlightLog | None = None
         if recorder is not None:
@@ -405,7 +391,7 @@ class Agent:
         ticks.listen(lambda now: self.streams.drain())
         ticks.listen(lambda now: self._gpus.tick())
         ticks.listen(self._leases.look)
-        ticks.listen(self._old_calls.look)
+        ticks.listen(self.inspector.log_old_calls)
         ticks.listen(self._notes.look)
 
     def _on_lease_ended(self, identity: Identity) -> None:
@@ -506,12 +492,11 @@ class Agent:
 
     def profile_gil(self, flag: bool) -> None:
         """Measures how long handlers wait for the interpreter lock."""
-        self.dispatcher.gil_wait = (self.dispatcher.gil_wait or GilWait()) if flag else None
+        self.dispatcher.gil_waits = (self.dispatcher.gil_waits or Histogram()) if flag else None
 
     def get_debug_info(self) -> dict[str, str]:
         """torch's keys, with text values."""
-        gil_wait = self.dispatcher.gil_wait
-        return {
+        found = {
             **self.rrefs.debug_info(),
             **self.autograd.counts(),
             "agent.thread_pool_size": str(self.options.num_worker_threads),
@@ -519,8 +504,10 @@ class Agent:
             "agent.server_active_calls": str(len(self.dispatcher.calls)),
             "agent.server_active_async_calls": str(len(self.dispatcher.calls)),
             "agent.client_active_calls": str(len(self.caller.calls)),
-            **({"agent.gil_average_wait_time_us": f"{gil_wait.average_us():.3f}"} if gil_wait is not None else {}),
         }
+        if (waits := self.dispatcher.gil_waits) is not None:
+            found["agent.gil_average_wait_time_us"] = f"{waits.total_s / max(1, sum(waits.counts)) * 1e6:.3f}"
+        return found
 
     # ------------------------------------------------------------ torch's RpcAgent
 

@@ -23,7 +23,7 @@ from rpcdist.errors import ConfigError, ConnectFailed, DistStoreError, Rendezvou
 from rpcdist.freed_memory import keep_freed_memory
 from rpcdist.ids import Identity, check_worker_name, new_incarnation
 from rpcdist.own_shortage import check_descriptors_for
-from rpcdist.rpc._agent import ROLE, Agent, UpperParts
+from rpcdist.rpc._agent import ROLE, Agent
 from rpcdist.rpc._current import agent_or_none, context_of
 from rpcdist.rpc._membership.coordinator import Coordinator, serve_membership
 from rpcdist.rpc._membership.roster_messages import members_of
@@ -134,7 +134,11 @@ def _join(network: Network, store: Store, me: Identity, world_size: int | None, 
             world_size=world_size,
             store=getattr(store, "underlying_store", store),  # a prefix store closes nothing
             look_up=partial(_look_up, store, records, coordinator.address),
-            above=UpperParts(RRef, RRef._of, _upper_layers.load("autograd"), context_of, agent_or_none),
+            rref_type=RRef,
+            make_rref=RRef._of,
+            make_autograd=_upper_layers.load("autograd"),
+            context_of=context_of,
+            current=agent_or_none,
         )
         if metrics_are_wanted():
             _upper_layers.load("metrics")(agent)

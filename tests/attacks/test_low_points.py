@@ -116,7 +116,7 @@ def test_what_is_kept_of_a_worker_goes_with_its_replacement() -> None:
         def incarnations() -> set[int]:
             """Of worker c, as far as b keeps something of them."""
             with cluster.use("b") as agent:
-                return {number for id, number in agent._control._inboxes if id == 2}
+                return {sender.incarnation for sender in agent._control._applied if sender.worker == 2}
 
         for _ in range(3):
             with cluster.use("c") as agent:

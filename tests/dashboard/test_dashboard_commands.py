@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 import rpcdist
-from rpcdist import rpc
-from rpcdist._local_cluster import PageProcess
+from rpcdist import _local_cluster, rpc
 from rpcdist.testing import WorkerPool
 from rpcdist.testing.worker_pool import join
 
@@ -53,13 +52,13 @@ def test_a_cluster_with_a_page(no_agent: None, capfd: pytest.CaptureFixture[str]
 @pytest.mark.timeout(240)
 def test_a_job_goes_on_when_its_page_is_slow_stopped_or_killed(no_agent: None, monkeypatch: pytest.MonkeyPatch) -> None:
     pages: list[subprocess.Popen[bytes]] = []
-    first_line = PageProcess._first_line
+    first_line = _local_cluster._first_line
 
-    def note(page: PageProcess) -> str:
-        pages.append(page._process)
+    def note(page: subprocess.Popen[bytes]) -> str:
+        pages.append(page)
         return first_line(page)
 
-    monkeypatch.setattr(PageProcess, "_first_line", note)
+    monkeypatch.setattr(_local_cluster, "_first_line", note)
     with rpcdist.LocalCluster(2, dashboard=True) as cluster:
         assert cluster.dashboard_url is not None
         opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor(CookieJar()))

@@ -12,7 +12,8 @@ from rpcdist.deadline import Deadline
 from rpcdist.errors import Cancelled, DeadlineExceeded, RemoteError
 from rpcdist.ids import UniqueId
 from rpcdist.rpc._calling.call_table import PendingCall
-from rpcdist.rpc._calling.creations import WITHHELD, Creation, ValueSink
+from rpcdist.rpc._calling.creations import WITHHELD, Creation
+from rpcdist.rpc._calling.new_calls import SyncReplySink
 from rpcdist.rpc._marshal.arrived_value import Arrived, ArrivedFailure
 from rpcdist.rpc._rref.messages import ReferenceShare
 from rpcdist.rpc._rref.shell import RRefShell
@@ -110,21 +111,22 @@ class Calls:
         return "b"
 
 
-def begun(told: Told, has_message: bool = True, timeout_s: float = 5.0) -> tuple[PendingCall, ValueSink]:
+def begun(told: Told, has_message: bool = True, timeout_s: float = 5.0) -> tuple[PendingCall, SyncReplySink]:
     """The call of a creation, and what would wait for its value."""
     calls: Any = Calls()
     call = PendingCall(calls, 7, 1, "f", Deadline.after(timeout_s), timeout_s, 0.0, told.creation)
     session: Any = Conversation(has_message)
     call.session = session
     told.creation.began(call)
-    return call, ValueSink(told.creation)
+    return call, SyncReplySink()
 
 
-def outcome(value_sink: ValueSink, call: PendingCall) -> object:
+def outcome(value_sink: SyncReplySink, call: PendingCall) -> object:
     """What it got already; a wait ends at once."""
     call.deadline = Deadline(0.0)
     call.session = None
-    return value_sink.wait(call)
+    creation: Any = call.reply_sink
+    return value_sink.wait(call, forget=lambda: creation.forget(value_sink))
 
 
 class Value(Arrived):
@@ -207,7 +209,7 @@ def test_who_gives_up_leaves_the_call_alone(told: Told) -> None:
 def test_one_waits_for_the_value_that_comes_with_the_reply_and_others_fetch_it(told: Told) -> None:
     call, value_sink = begun(told)
     assert told.creation.want_value(value_sink, 5.0) is call
-    assert told.creation.want_value(ValueSink(told.creation), 5.0) is None
+    assert told.creation.want_value(SyncReplySink(), 5.0) is None
 
 
 @pytest.mark.parametrize("why", ["it has left", "it may take longer", "it has ended", "it is in a context"])

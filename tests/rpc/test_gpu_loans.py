@@ -55,9 +55,9 @@ class World:
         self.tensors.append(tensor)  # the stand-in copies when it runs
         made = self.lent.lend(to, 0, [(tensor.data_ptr(), tensor.nbytes)])
         assert made is not None
-        fields, (offset,) = made
+        loan, (offset,) = made
         assert offset == ALIGNMENT_BYTES
-        return value_pb2.GpuLoan(**fields)
+        return loan
 
     def copy(self, loan: value_pb2.GpuLoan, size: int) -> tuple[Borrowed, torch.Tensor]:
         target = torch.full((size,), 99, dtype=torch.uint8)

@@ -27,6 +27,7 @@ from rpcdist._proto import membership_pb2 as pb
 from rpcdist.errors import CallRefused
 from rpcdist.ids import Identity
 from rpcdist.rpc._membership import recovery as recovery_module
+from rpcdist.rpc._membership import roster_service
 from rpcdist.rpc._membership.recovery import max_at_once
 from rpcdist.rpc._membership.roster_messages import members_from_bytes, members_of, return_request
 from rpcdist.rpc._membership.roster_service import MembershipService
@@ -149,7 +150,7 @@ async def test_as_many_addresses_as_a_worker_may_say_are_asked(monkeypatch: pyte
 @pytest.mark.parametrize("lie", ["addresses of one worker", "workers"])
 async def test_one_that_names_hundreds_holds_nobody_up(lie: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nothing answers, a question takes as long as it may; the liar comes first, and names the true one, too."""
-    monkeypatch.setattr(recovery_module, "max_at_once", lambda: 4)
+    monkeypatch.setattr(roster_service, "max_at_once", lambda: 4)
     asked: list[Member] = []
 
     async def probe(member: Member) -> bool:
@@ -187,7 +188,7 @@ def test_questions_leave_descriptors_for_all_else(
 
 
 async def test_all_are_asked_though_few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recovery_module, "max_at_once", lambda: 3)
+    monkeypatch.setattr(roster_service, "max_at_once", lambda: 3)
     num_now = most = 0
 
     async def probe(member: Member) -> bool:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import itertools
 import random
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rpcdist.errors import Overloaded, RpcdistError
 from rpcdist.rpc._actors import turn_queue
-from rpcdist.rpc._actors.serial_calls import CallOrder, SerialCalls
+from rpcdist.rpc._actors.serial_calls import CallOrder
 from rpcdist.rpc._actors.turn_queue import CallNumber, TurnQueue
+from rpcdist.rpc._calling.rref_calls import RRefCalls
 from rpcdist.rpc._rref.messages import RRefId
 from rpcdist.rpc.future import Future
 
@@ -142,8 +144,8 @@ def test_a_caller_says_what_is_over_only_where_somebody_may_wait_for_it() -> Non
 
 
 def test_all_references_of_a_process_share_an_order_while_one_lives() -> None:
-    nothing: Any = None  # no call is made
-    order_of = SerialCalls(nothing, nothing, nothing).order_of
+    part: Any = SimpleNamespace(me=None, my_name="a", check_sharable=None, fetch_error=None, flush=None)
+    order_of = RRefCalls(part, part, part, part, part, part, "smart", part, part).order_of  # no call is made
     rref = RRefId(1, 2, 3)
     order = order_of(rref)
     assert order_of(rref) is order

@@ -7,22 +7,11 @@ the owner. If later calls are already open, a message does, which is retried unt
 
 from __future__ import annotations
 
-import itertools
 import threading
-import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from rpcdist.rpc._actors.turn_queue import CallNumber
-from rpcdist.rpc._calling.caller import Caller
-from rpcdist.rpc._calling.retries import Retries
-from rpcdist.rpc._futures.waiting import note_started
-from rpcdist.rpc._rref import proxied
-from rpcdist.rpc._rref.handles import Handle
-from rpcdist.rpc._rref.messages import RRefId
-from rpcdist.rpc._rref.shell import RRefShell
-from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.rpc.future import Future
 
 ReportEnded = Callable[[int, tuple[int, ...]], Future[Any]]
@@ -84,74 +73,3 @@ class CallOrder:
             return
         sent.is_quiet = True
         sent._when_done(lambda _: self._report(report))
-
-
-class SerialCalls:
-    """Makes this worker's calls of actors' methods; thread-safe."""
-
-    def __init__(self, rrefs: RRefShell, caller: Caller, retries: Retries) -> None:
-        self._rrefs = rrefs
-        self._caller = caller
-        self._retries = retries
-        self._lock = threading.Lock()
-        self._streams = itertools.count()
-        self._orders: weakref.WeakValueDictionary[RRefId, CallOrder] = weakref.WeakValueDictionary()
-
-    def order_of(self, rref: RRefId) -> CallOrder:
-        """Returns the actor's `CallOrder`, which all references to the actor share and, with open calls, keep alive."""
-        with self._lock:
-            order = self._orders.get(rref)
-            if order is None:
-                order = self._orders[rref] = CallOrder(next(self._streams))
-            return order
-
-    def call(
-        self,
-        rref: Any,
-        mode: str,
-        method: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        timeout_s: float,
-        remote: Callable[..., Any],
-    ) -> Any:
-        """Calls a method in its turn.
-
-        Args:
-            rref: the reference; kept alive until the call has ended.
-            mode: see `rpcdist.rpc._rref.proxied.Mode`.
-            timeout_s: limit for the call, including the wait for its turn.
-            remote: makes the call in mode "remote".
-        """
-        state = self._rrefs.check_sharable(rref)
-        owner = self._rrefs.owner_of(state)
-        order: CallOrder = rref._order or self.order_of(state.rref)
-        rref._order = order
-        number = order.begin()
-        arguments: tuple[Any, ...] = (tuple(number), method, args, kwargs)
-        on: Handle | None = rref._handle if state.id != state.rref else None
-        if on is None:  # made here from a value: it may not be in the reference tables, so send it as an argument
-            arguments = (rref, *arguments)
-        end = partial(self._end, order, number.number, owner, rref)
-        try:
-            if mode == "rpc_sync":
-                result = self._caller.sync(owner, proxied._invoke_in_turn, arguments, None, timeout_s, on)
-                end(None)
-                return result
-            if mode == "remote":
-                result = remote(owner, proxied._invoke_in_turn, arguments, timeout_s, None, on)
-                future = result._get_future()
-            else:
-                result = future = self._caller.start(owner, proxied._invoke_in_turn, arguments, None, timeout_s, on)
-                note_started(future)
-        except BaseException as exc:
-            end(exc)
-            raise
-        future._observe(lambda: end(future._error))
-        return result
-
-    def _end(self, order: CallOrder, number: int, owner: int, rref: Any, error: BaseException | None) -> None:
-        order.end(number, error is None, partial(self._tell_over, owner, rref))
-
-    def _tell_over(self, owner: int, rref: Any, stream: int, numbers: tuple[int, ...]) -> Future[Any]:
-        return self._retries.start(owner, proxied._turns_over, (rref, stream, numbers), None, UNSET_RPC_TIMEOUT)

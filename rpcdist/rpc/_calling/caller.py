@@ -17,7 +17,7 @@ from rpcdist.errors import BlockingInLoop, Overloaded, RpcdistError, TransportEr
 from rpcdist.profile_ranges import record_function
 from rpcdist.rpc._autograd_hooks import current_autograd
 from rpcdist.rpc._calling.call_table import INFINITE, CallTable, PendingCall, Submit
-from rpcdist.rpc._calling.creations import WITHHELD, Creation, ValueSink
+from rpcdist.rpc._calling.creations import WITHHELD, Creation
 from rpcdist.rpc._calling.in_flight import COUNTED_FROM_BYTES, InFlightBytes
 from rpcdist.rpc._calling.new_calls import CallFuture, NewCall, NewCalls, SyncReplySink
 from rpcdist.rpc._calling.result_streams import StreamTable
@@ -246,13 +246,15 @@ class Caller:
         """Waits for the value of a `remote()`, if its message can still be changed to ask for it; else `WITHHELD`."""
         if asyncio._get_running_loop() is not None or current_autograd.get() is not None:
             return WITHHELD
-        value_sink = ValueSink(creation)
+        value_sink = SyncReplySink()
         try:
             call = creation.want_value(value_sink, self.rpc_timeout_s or INFINITE)
         except BaseException:  # Ctrl-C
             creation.forget(value_sink)
             raise
-        return WITHHELD if call is None else value_sink.wait(call, None, call.session)
+        # The call goes on when this thread no longer waits.
+        forget = partial(creation.forget, value_sink)
+        return WITHHELD if call is None else value_sink.wait(call, None, call.session, forget)
 
     def fetch(self, owner: int, share: ReferenceShare, timeout_s: float) -> Any:
         """The value of a remote reference, from its owner; waits for it."""

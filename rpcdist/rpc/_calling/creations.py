@@ -34,7 +34,7 @@ class Creation:
     _submit: Submit
     _lock: LockType = field(default_factory=threading.Lock)  # protects everything below
     _call: PendingCall | None = None  # None when it has ended
-    _value_sink: ValueSink | None = None  # waits for the value, which comes with the reply
+    _value_sink: SyncReplySink | None = None  # waits for the value, which comes with the reply
     _future: Future[Any] | None = None
     _has_ended: bool = False
     _error: BaseException | None = None
@@ -59,12 +59,12 @@ class Creation:
         if value_sink is not None:
             value_sink.failed(exc)
 
-    def _take_value_sink(self) -> ValueSink | None:
+    def _take_value_sink(self) -> SyncReplySink | None:
         with self._lock:
             value_sink, self._value_sink = self._value_sink, None
             return value_sink
 
-    def _fail_with(self, failure: ArrivedFailure, value_sink: ValueSink | None) -> None:
+    def _fail_with(self, failure: ArrivedFailure, value_sink: SyncReplySink | None) -> None:
         exc: BaseException
         try:
             exc = failure.exception()
@@ -107,7 +107,7 @@ class Creation:
             value_sink.failed(error)
         return True
 
-    def want_value(self, value_sink: ValueSink, limit_s: float) -> PendingCall | None:
+    def want_value(self, value_sink: SyncReplySink, limit_s: float) -> PendingCall | None:
         """Makes the reply include the value, if the call's message has not been sent yet.
 
         Args:
@@ -116,7 +116,6 @@ class Creation:
 
         Returns:
             The call, for which the caller then waits; None if the value must be fetched.
-            The call, for which the caller waits now; None where the value must be fetched.
         """
         call = self._call
         if call is None or call.session is None or call.autograd is not None or call.timeout_s > limit_s:
@@ -130,7 +129,7 @@ class Creation:
         self.forget(value_sink)
         return None
 
-    def forget(self, value_sink: ValueSink) -> bool:
+    def forget(self, value_sink: SyncReplySink) -> bool:
         """Records that the sink no longer waits; False if the value has arrived."""
         with self._lock:
             if self._value_sink is not value_sink:
@@ -151,16 +150,3 @@ class Creation:
         elif error is not None:
             future._fail(error)
         return future
-
-
-class ValueSink(SyncReplySink):
-    """One blocked thread that wants the value of a `remote()`. The call continues when the thread no longer waits."""
-
-    __slots__ = ("_creation",)
-
-    def __init__(self, creation: Creation) -> None:
-        super().__init__()
-        self._creation = creation
-
-    def _cancel(self, call: PendingCall, exc: BaseException | None) -> bool:
-        return self._creation.forget(self)

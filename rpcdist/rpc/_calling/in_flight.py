@@ -75,7 +75,7 @@ class InFlightBytes:
         """Waits until a call to a worker is admitted; False if its deadline passes first."""
         there_is_room = threading.Lock()
         there_is_room.acquire()
-        if self._enter(to, call, (num_bytes, there_is_room.release)):
+        if self.defer(to, call, num_bytes, there_is_room.release):
             return True
         try:
             admitted = acquire(there_is_room, deadline.wait_s())
@@ -91,12 +91,18 @@ class InFlightBytes:
 
         `admitted` is called on the thread that ends another call, unless `end` comes first.
         """
-        return self._enter(to, call, (num_bytes, admitted))
+        with self._lock:
+            line = self._lines.setdefault(to, _Line())
+            if line.waiters or not self._has_room(line, num_bytes):
+                line.waiters[call] = num_bytes, admitted
+                return False
+            self._admit(line, call, num_bytes)
+            return True
 
     def take_anyway(self, to: int, call: int, num_bytes: int) -> None:
         """Admits a call even if there is no room."""
         with self._lock:
-            self._admit(self._line(to), call, num_bytes)
+            self._admit(self._lines.setdefault(to, _Line()), call, num_bytes)
 
     def end(self, to: int, call: int) -> None:
         """Records that a call to a worker has ended, admitted or not; idempotent."""
@@ -121,19 +127,6 @@ class InFlightBytes:
                 del self._lines[to]
         for wake in admitted:
             wake()
-
-    def _enter(self, to: int, call: int, waiter: _Waiter) -> bool:
-        num_bytes = waiter[0]
-        with self._lock:
-            line = self._line(to)
-            if line.waiters or not self._has_room(line, num_bytes):
-                line.waiters[call] = waiter
-                return False
-            self._admit(line, call, num_bytes)
-            return True
-
-    def _line(self, to: int) -> _Line:
-        return self._lines.setdefault(to, _Line())
 
     def _has_room(self, line: _Line, num_bytes: int) -> bool:
         return not line.num_bytes or line.num_bytes + num_bytes <= self.limit_bytes

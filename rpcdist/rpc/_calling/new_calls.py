@@ -352,13 +352,19 @@ class SyncReplySink:
             self._session.ring()
 
     def wait(
-        self, call: PendingCall, send: Callable[[], object] | None = None, session: AnySession | None = None
+        self,
+        call: PendingCall,
+        send: Callable[[], object] | None = None,
+        session: AnySession | None = None,
+        forget: Callable[[], bool] | None = None,
     ) -> object:
         """Sends the call, and waits for it.
 
         Args:
             send: sends it; None if it was sent already.
             session: the session on which it will be sent, if there is one.
+            forget: called if the wait was interrupted, or the deadline has passed; False if the call has ended
+                already. By default the call is cancelled.
 
         Returns:
             The result; raises the call's failure, or `DeadlineExceeded`.
@@ -370,11 +376,14 @@ class SyncReplySink:
                 with blocking():
                     ended = self._wait(call, send, session)
         except BaseException:  # Ctrl-C in the main thread
-            self._cancel(call, Cancelled(f"{call.what()} was interrupted"))
+            if forget is not None:
+                forget()
+            else:
+                call.table.cancel(call, Cancelled(f"{call.what()} was interrupted"))
             raise
         if not ended:
             overdue = call.deadline_error()
-            if self._cancel(call, None):
+            if forget() if forget is not None else call.cancel():
                 raise overdue
             self._lock.acquire(timeout=THREAD_GRACE_S)  # the outcome has arrived at this moment
         if (error := self._error) is not None:
@@ -384,10 +393,6 @@ class SyncReplySink:
             finally:
                 del error  # it holds this frame and the arguments: a cycle, in which references would stay alive
         return result_of(self._failure, self._payload)
-
-    def _cancel(self, call: PendingCall, exc: BaseException | None) -> bool:
-        """Ends a call that was interrupted, or whose deadline has passed; False if it has ended already."""
-        return call.table.cancel(call, exc)
 
     def _wait(self, call: PendingCall, send: Callable[[], object] | None, session: AnySession | None) -> bool:
         if session is None and send is not None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,10 +18,11 @@ from rpcdist.errors import CallRefused, RpcdistError, RRefError
 from rpcdist.profile_ranges import profile, profiling_key
 from rpcdist.rpc._actors.actor_names import ActorTable
 from rpcdist.rpc._actors.serial_actor import running_actor
-from rpcdist.rpc._actors.serial_calls import SerialCalls
+from rpcdist.rpc._actors.serial_calls import CallOrder
 from rpcdist.rpc._autograd_hooks import AutogradHooks
 from rpcdist.rpc._calling.caller import Caller, Destination
 from rpcdist.rpc._calling.creations import WITHHELD, Creation
+from rpcdist.rpc._calling.retries import Retries
 from rpcdist.rpc._futures.waiting import note_started
 from rpcdist.rpc._peers.device_maps import DeviceMap
 from rpcdist.rpc._peers.directory import Directory
@@ -26,7 +30,7 @@ from rpcdist.rpc._peers.network import AnySession, Lifetime, calling_worker
 from rpcdist.rpc._peers.router import Router
 from rpcdist.rpc._rref import proxied
 from rpcdist.rpc._rref.handles import Handle, HandleState
-from rpcdist.rpc._rref.messages import ReferenceShare
+from rpcdist.rpc._rref.messages import ReferenceShare, RRefId
 from rpcdist.rpc._rref.shell import RRefShell
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.rpc.future import Future
@@ -44,7 +48,7 @@ class RRefCalls:
         self,
         rrefs: RRefShell,
         caller: Caller,
-        serial: SerialCalls,
+        retries: Retries,
         actors: ActorTable,
         directory: Directory,
         autograd: AutogradHooks,
@@ -60,12 +64,15 @@ class RRefCalls:
         self._router = router
         self._rrefs = rrefs
         self._caller = caller
-        self._serial = serial
+        self._retries = retries
         self._actors = actors
         self._directory = directory
         self._autograd = autograd
         self._autograd_mode = autograd_mode
         self._lifetime = lifetime
+        self._streams = itertools.count()
+        self._orders: weakref.WeakValueDictionary[RRefId, CallOrder] = weakref.WeakValueDictionary()
+        self._orders_lock = threading.Lock()
 
     def fetch(self, state: HandleState, timeout_s: float, creation: object = None) -> Any:
         """The value of a reference that another worker owns. If that worker is lost, raises what `fetch_error` makes.
@@ -115,12 +122,60 @@ class RRefCalls:
         owner, args, on = self._on_value(rref, args)
         return self.remote(owner, func, args, timeout_s, None, on)
 
+    # ------------------------------------------------------------ calls of actors
+
     def in_turn(
         self, rref: Any, mode: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float
     ) -> Any:
+        """Calls a method of an actor in its turn.
+
+        Args:
+            rref: the reference; kept alive until the call has ended.
+            mode: see `rpcdist.rpc._rref.proxied.Mode`.
+            timeout_s: limit for the call, including the wait for its turn.
+        """
         if mode == "rpc_sync" and running_actor.get() is not None:
             self._check_not_inside(rref._handle.state, method, timeout_s)
-        return self._serial.call(rref, mode, method, args, kwargs, timeout_s, self.remote)
+        state = self._rrefs.check_sharable(rref)
+        owner = self._rrefs.owner_of(state)
+        order: CallOrder = rref._order or self.order_of(state.rref)
+        rref._order = order
+        number = order.begin()
+        arguments: tuple[Any, ...] = (tuple(number), method, args, kwargs)
+        on: Handle | None = rref._handle if state.id != state.rref else None
+        if on is None:  # made here from a value: it may not be in the reference tables, so send it as an argument
+            arguments = (rref, *arguments)
+        end = partial(self._end_turn, order, number.number, owner, rref)
+        try:
+            if mode == "rpc_sync":
+                result = self._caller.sync(owner, proxied._invoke_in_turn, arguments, None, timeout_s, on)
+                end(None)
+                return result
+            if mode == "remote":
+                result = self.remote(owner, proxied._invoke_in_turn, arguments, timeout_s, None, on)
+                future = result._get_future()
+            else:
+                result = future = self._caller.start(owner, proxied._invoke_in_turn, arguments, None, timeout_s, on)
+                note_started(future)
+        except BaseException as exc:
+            end(exc)
+            raise
+        future._observe(lambda: end(future._error))
+        return result
+
+    def order_of(self, rref: RRefId) -> CallOrder:
+        """Returns the actor's `CallOrder`, which all references to the actor share and, with open calls, keep alive."""
+        with self._orders_lock:
+            order = self._orders.get(rref)
+            if order is None:
+                order = self._orders[rref] = CallOrder(next(self._streams))
+            return order
+
+    def _end_turn(self, order: CallOrder, number: int, owner: int, rref: Any, error: BaseException | None) -> None:
+        def report(stream: int, numbers: tuple[int, ...]) -> Future[Any]:
+            return self._retries.start(owner, proxied._turns_over, (rref, stream, numbers), None, UNSET_RPC_TIMEOUT)
+
+        order.end(number, error is None, report)
 
     def _check_not_inside(self, state: HandleState, method: str, timeout_s: float) -> None:
         """Raises `RRefError` if a method of an actor would wait for its own actor; waits until the value exists."""

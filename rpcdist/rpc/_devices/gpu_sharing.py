@@ -21,7 +21,7 @@ from rpcdist.errors import SerializationError, abridged
 from rpcdist.ids import Identity
 from rpcdist.rpc._devices.borrowed_gpu_memory import Borrowed, BorrowedGpuMemory
 from rpcdist.rpc._devices.cuda_memory import GpuMemory, GpuUnavailable, cuda_memory
-from rpcdist.rpc._devices.lent_gpu_memory import LentGpuMemory, LoanFields
+from rpcdist.rpc._devices.lent_gpu_memory import LentGpuMemory
 from rpcdist.rpc._peers.device_maps import DeviceMap
 from rpcdist.rpc._peers.network import AnySession, PoolJob, calling_worker
 from rpcdist.rpc._values import DeviceRoute, MapDevice, ReceiveBuffer
@@ -231,7 +231,7 @@ class GpuSharing:
 
     def _lend(
         self, to: int, session: AnySession | None, device: int, spans: Sequence[tuple[int, int]]
-    ) -> tuple[LoanFields, list[int]] | None:
+    ) -> tuple[value_pb2.GpuLoan, list[int]] | None:
         """Lends memory to a worker; None if it cannot read it, that is not known yet, or there is too little."""
         identity = self.identity_of(to) if session is None else session.peer
         reason = self._readers.get(identity)
@@ -274,12 +274,12 @@ class GpuSharing:
         except (GpuUnavailable, RuntimeError) as exc:
             return self._note(to, str(exc))
         if to == self._me:
-            self._lent.release((), [made[0]["number"]], to)
+            self._lent.release((), [made[0].number], to)
             return self._note(to, "")
         try:
-            answer = self._ask(to.id, PROBE, (value_pb2.GpuLoan(**made[0]).SerializeToString(),), SLOW_ANSWER_LIMIT_S)
+            answer = self._ask(to.id, PROBE, (made[0].SerializeToString(),), SLOW_ANSWER_LIMIT_S)
         except Exception as exc:  # it is lost, and the call that is under way says so
-            self._lent.doubt([made[0]["number"]])
+            self._lent.doubt([made[0].number])
             return self._note(to, str(exc))
         answer.is_quiet = True
         answer._when_done(partial(self._answered, to))

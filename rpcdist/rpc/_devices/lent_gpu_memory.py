@@ -21,8 +21,9 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, TypedDict
+from typing import Final
 
+from rpcdist._proto import value_pb2
 from rpcdist.ids import Identity
 from rpcdist.rpc._devices.cuda_memory import GpuMemory
 from rpcdist.time_limits import GPU_LOAN_DOUBT_S, IDLE_LIMIT_S
@@ -37,17 +38,6 @@ SHARED_ALLOCATION_BYTES: Final = 32 << 20
 
 MOST_OF_DEVICE: Final = 8
 """At most an eighth of a device is lent or kept for lending. Beyond it, tensors travel through host memory."""
-
-
-class LoanFields(TypedDict):
-    """The fields of a `GpuLoan`."""
-
-    number: int
-    memory: bytes
-    sequence: int
-    offset: int
-    size: int
-    gpu: bytes
 
 
 @dataclass(slots=True, eq=False)
@@ -70,12 +60,7 @@ class _LoanSlot:
     copied_by: Identity | None = None  # the receiver of the last loan, if its stream says when it has copied it
     awaited: tuple[Identity, int] | None = None  # the receiver of an earlier one, and its number, for which ours waits
     idle_since: float = 0.0
-
-
-@dataclass(slots=True, eq=False)
-class _Lent:
-    slot: _LoanSlot
-    to: Identity
+    lent_to: Identity | None = None  # while it is not idle
     doubtful_since: float | None = None
 
 
@@ -92,7 +77,7 @@ class LentGpuMemory:
         self._lock = threading.Lock()
         self._idle: defaultdict[tuple[int, int], list[_LoanSlot]] = defaultdict(list)  # by device and size
         self._allocations: dict[bytes, _Allocation] = {}
-        self._lent: dict[int, _Lent] = {}
+        self._lent: dict[int, _LoanSlot] = {}  # by number
         self._next_number = 1
         self._uuids: dict[int, bytes] = {}
 
@@ -106,14 +91,16 @@ class LentGpuMemory:
         kept = list(self._allocations.values())
         return sum(each.size for each in kept if device is None or each.device == device)
 
-    def lend(self, to: Identity, device: int, spans: Sequence[tuple[int, int]]) -> tuple[LoanFields, list[int]] | None:
+    def lend(
+        self, to: Identity, device: int, spans: Sequence[tuple[int, int]]
+    ) -> tuple[value_pb2.GpuLoan, list[int]] | None:
         """Copies memory of a device, and lends the copy to a worker.
 
         Args:
             spans: address and size of each part.
 
         Returns:
-            The fields of a `GpuLoan`, and where each of the spans begins in it; None if there is no memory for it.
+            The loan, and where each of the spans begins in it; None if there is no memory for it.
         """
         offsets: list[int] = []
         size = ALIGNMENT_BYTES
@@ -126,7 +113,8 @@ class LentGpuMemory:
                 return None
             number = self._next_number
             self._next_number += 1
-            self._lent[number] = _Lent(slot, to)
+            self._lent[number] = slot
+            slot.lent_to, slot.doubtful_since = to, None
             slot.allocation.readers.add(to)
             before, copied_by = slot.sequence, slot.copied_by
             slot.sequence, slot.copied_by = before + 1 & 0xFFFFFFFF, None
@@ -143,14 +131,14 @@ class LentGpuMemory:
         except BaseException:
             self.doubt([number])  # the copy may be on its way
             raise
-        loan: LoanFields = {
-            "number": number,
-            "memory": slot.allocation.handle,
-            "sequence": slot.sequence,
-            "offset": slot.offset,
-            "size": size,
-            "gpu": uuid,
-        }
+        loan = value_pb2.GpuLoan(
+            number=number,
+            memory=slot.allocation.handle,
+            sequence=slot.sequence,
+            offset=slot.offset,
+            size=size,
+            gpu=uuid,
+        )
         return loan, offsets
 
     def own_address(self, handle: bytes) -> tuple[int, int] | None:
@@ -171,13 +159,13 @@ class LentGpuMemory:
         with self._lock:
             for numbers, copied_by in ((copied, sender), (unwanted, None)):
                 for number in numbers:
-                    lent = self._lent.get(number)
-                    if lent is not None and lent.to == sender:
-                        lent.slot.copied_by = copied_by
+                    slot = self._lent.get(number)
+                    if slot is not None and slot.lent_to == sender:
+                        slot.copied_by = copied_by
                         self._end(number)
             if not closed:
                 return
-            in_use = {lent.slot.allocation.handle for lent in self._lent.values() if lent.to == sender}
+            in_use = {slot.allocation.handle for slot in self._lent.values() if slot.lent_to == sender}
             for handle in closed:
                 allocation = self._allocations.get(handle)
                 if allocation is not None and handle not in in_use:  # else it will open it again
@@ -187,13 +175,13 @@ class LentGpuMemory:
         """These loans may not arrive."""
         with self._lock:
             for number in numbers:
-                lent = self._lent.get(number)
-                if lent is not None and lent.doubtful_since is None:
-                    lent.doubtful_since = self._now()
+                slot = self._lent.get(number)
+                if slot is not None and slot.doubtful_since is None:
+                    slot.doubtful_since = self._now()
 
     def on_broken(self, to: Identity) -> None:
         """A connection with a worker has ended. Loans that it has still to read stay for a while."""
-        self.doubt([number for number, lent in list(self._lent.items()) if lent.to == to])
+        self.doubt([number for number, slot in list(self._lent.items()) if slot.lent_to == to])
 
     def on_gone(self, to: Identity) -> None:
         """A process has ended: what it had opened is closed, and it does not say any more that it has copied a loan.
@@ -223,10 +211,10 @@ class LentGpuMemory:
             return
         now = self._now()
         with self._lock:
-            for number, lent in list(self._lent.items()):
-                if lent.doubtful_since is not None and now - lent.doubtful_since > GPU_LOAN_DOUBT_S:
+            for number, slot in list(self._lent.items()):
+                if slot.doubtful_since is not None and now - slot.doubtful_since > GPU_LOAN_DOUBT_S:
                     self._end(number)
-            busy = {lent.slot.allocation.handle for lent in self._lent.values()}
+            busy = {slot.allocation.handle for slot in self._lent.values()}
             unused = [
                 each
                 for each in self._allocations.values()
@@ -242,8 +230,8 @@ class LentGpuMemory:
             self._memory.free(allocation.device, allocation.address)
 
     def _end(self, number: int) -> None:
-        slot = self._lent.pop(number).slot
-        slot.idle_since = self._now()
+        slot = self._lent.pop(number)
+        slot.lent_to, slot.idle_since = None, self._now()
         self._idle[slot.allocation.device, slot.size].append(slot)
 
     def _take_slot(self, device: int, size: int) -> _LoanSlot | None:

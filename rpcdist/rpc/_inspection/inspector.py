@@ -38,7 +38,6 @@ from rpcdist.inspection import (
 from rpcdist.rpc._actors.actor_names import ActorTable
 from rpcdist.rpc._actors.serial_actor import Turn
 from rpcdist.rpc._autograd_hooks import AutogradHooks
-from rpcdist.rpc._calling.call_table import CallTable
 from rpcdist.rpc._calling.caller import Caller
 from rpcdist.rpc._calling.result_streams import StreamTable
 from rpcdist.rpc._executors.thread_pool import ThreadPool
@@ -58,11 +57,14 @@ from rpcdist.time_limits import LONG_WAIT_S, LOOK_LIMIT_S, SLOW_CHECK_INTERVAL_S
 from rpcdist.transport.unix_sockets import INSPECTION_ROLE, process_at
 from rpcdist.waiters import run_in_thread
 
+logger = logging.getLogger(__name__)
+
 SERVICE: Final = inspection_pb2.DESCRIPTOR.services_by_name["Inspection"]
 MAX_LISTED: Final = 500
 """Entries of a list of facts."""
 
 MAX_FUNCTIONS: Final = 50
+MAX_NAMED: Final = 10
 MAX_ANSWER_BYTES: Final = 1 << 20
 _PHASES: Final = {
     "QUEUED": "queued",
@@ -105,6 +107,8 @@ class Inspector:
     # By `is_brief` and `has_members`: when it was given, and the answer.
     _answers: dict[tuple[bool, bool], tuple[float, bytes]] = field(default_factory=dict)
     _is_looking: bool = False
+    _logged_until: float = 0.0  # calls that began before this time were old at the last check
+    _next_check: float = 0.0
     _job: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -320,6 +324,37 @@ class Inspector:
             found.append(Limit(name, num_bytes, self.caller.in_flight.limit_bytes, num_waiting, "max_in_flight_bytes"))
         return tuple(found[:MAX_LISTED])
 
+    # ------------------------------------------------------------ calls that take long; I/O loop
+
+    def log_old_calls(self, now: float) -> None:
+        """Logs each call once that is older than `RpcOptions(log_calls_after=...)`; `now` is in monotonic seconds.
+
+        Both tables are in the order in which calls came, so this costs nothing while the first call of each is young.
+        """
+        limit_s = self.options.log_calls_after
+        if not limit_s or now < self._next_check:
+            return
+        self._next_check = now + SLOW_CHECK_INTERVAL_S
+        old_before, seen_until = now - limit_s, self._logged_until
+        self._logged_until = old_before
+        made = ((call.made, call.what) for call in self.caller.calls.by_age() if call.counts_as_work)
+        served = ((call.arrived, call.__repr__) for call in self.active_calls.by_age() if call.counts_as_work)
+        found = [*_new_ones(made, seen_until, old_before), *_new_ones(served, seen_until, old_before)]
+        if not found:
+            return
+        facts = self.facts()
+        more = f" and {len(found) - MAX_NAMED} others" if len(found) > MAX_NAMED else ""
+        logger.warning(
+            "these calls have not ended on %s for %.0f s: %s%s. `python -m rpcdist stacks %s` follows them to other "
+            "workers; RpcOptions(log_calls_after=...) sets the limit\n%s",
+            facts.worker,
+            limit_s,
+            "; ".join(found[:MAX_NAMED]),
+            more,
+            facts.address,
+            describe(explain([facts], older_than_s=limit_s)),
+        )
+
 
 def _memory_bytes() -> int | None:
     """The part of this process that is in memory, shared pages included."""
@@ -335,55 +370,6 @@ def _look_at(address: str) -> FrozenProcess:
     if pid is None or pid == os.getpid():
         return FrozenProcess("unknown", f"no other process of this user on {socket.gethostname()} serves at {address}")
     return look_at_process(pid)
-
-
-logger = logging.getLogger(__name__)
-
-MAX_NAMED: Final = 10
-
-
-@dataclass(slots=True, eq=False)
-class OldCalls:
-    """One per agent; on the I/O loop.
-
-    Both tables are in the order in which calls came, so a look costs nothing while the first call of each is young.
-
-    Args:
-        limit_s: the age at which a call is logged; 0 for never.
-        facts: says what it does.
-    """
-
-    _limit_s: float
-    _made: CallTable
-    _served: ActiveCalls
-    _facts: Callable[[], WorkerFacts]
-    _seen_until: float = 0.0  # calls that began before were old at the last look
-    _next_look: float = 0.0
-
-    def look(self, now: float) -> None:
-        """Logs the calls that have become old since the last look; `now` is a time of the monotonic clock."""
-        if not self._limit_s or now < self._next_look:
-            return
-        self._next_look = now + SLOW_CHECK_INTERVAL_S
-        old_before, seen_until = now - self._limit_s, self._seen_until
-        self._seen_until = old_before
-        made = ((call.made, call.what) for call in self._made.by_age() if call.counts_as_work)
-        served = ((call.arrived, call.__repr__) for call in self._served.by_age() if call.counts_as_work)
-        found = [*_new_ones(made, seen_until, old_before), *_new_ones(served, seen_until, old_before)]
-        if not found:
-            return
-        facts = self._facts()
-        more = f" and {len(found) - MAX_NAMED} others" if len(found) > MAX_NAMED else ""
-        logger.warning(
-            "these calls have not ended on %s for %.0f s: %s%s. `python -m rpcdist stacks %s` follows them to other "
-            "workers; RpcOptions(log_calls_after=...) sets the limit\n%s",
-            facts.worker,
-            self._limit_s,
-            "; ".join(found[:MAX_NAMED]),
-            more,
-            facts.address,
-            describe(explain([facts], older_than_s=self._limit_s)),
-        )
 
 
 def _new_ones(calls: Iterable[tuple[float, Callable[[], str]]], seen_until: float, old_before: float) -> Iterator[str]:

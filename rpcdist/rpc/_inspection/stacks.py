@@ -45,23 +45,13 @@ class AwaitedLock(NamedTuple):
     owner: int | None
 
 
-class _Block(NamedTuple):
-    """A `with` block: the path of names to its lock, and the offsets of its instructions."""
-
-    path: tuple[str, ...]
-    ranges: tuple[tuple[int, int], ...]
-
-
-class _LockCode(NamedTuple):
-    """The parts of a function that matter: the lock that is taken at an instruction, and its `with` blocks."""
-
-    taken_at: dict[int, tuple[str, ...]]
-    blocks: tuple[_Block, ...]
+Path = tuple[str, ...]
+"""The names that lead to a lock, such as ("self", "_lock")."""
 
 
 def awaited_lock(frame: FrameType) -> AwaitedLock | None:
     """The lock that the thread of an innermost frame waits for, if it waits for one."""
-    path = _read(frame.f_code).taken_at.get(frame.f_lasti)
+    path = _locks_in(frame.f_code)[0].get(frame.f_lasti)
     if path is None or (path == ("waiter",) and frame.f_code is _WAITS_FOR_NOTICE):
         return None
     lock = _value(frame, path)
@@ -79,22 +69,24 @@ def awaited_lock(frame: FrameType) -> AwaitedLock | None:
 
 def holds_lock(frame: FrameType, lock: object) -> bool:
     """Whether a frame is inside of a `with` block of a lock."""
-    at = frame.f_lasti
-    for block in _read(frame.f_code).blocks:
-        if any(start <= at < end for start, end in block.ranges):
-            held = _value(frame, block.path)
+    for path, start, end in _locks_in(frame.f_code)[1]:
+        if start <= frame.f_lasti < end:
+            held = _value(frame, path)
             if held is lock or (isinstance(held, threading.Condition) and getattr(held, "_lock", None) is lock):
                 return True
     return False
 
 
 @lru_cache(maxsize=512)
-def _read(code: CodeType) -> _LockCode:
+def _locks_in(code: CodeType) -> tuple[dict[int, Path], list[tuple[Path, int, int]]]:
+    """The lock that each instruction of a function takes; and for its `with` blocks the lock, and the offsets at which
+    the instructions inside begin and end.
+    """
     if len(code.co_code) > 2 * MAX_INSTRUCTIONS:
-        return _LockCode({}, ())
+        return {}, []
     found = list(dis.get_instructions(code))
-    taken_at: dict[int, tuple[str, ...]] = {}
-    begins: dict[int, tuple[str, ...]] = {}  # of `with` blocks: by the offset of the instruction that begins it
+    taken_at: dict[int, Path] = {}
+    begins: dict[int, Path] = {}  # of `with` blocks: by the offset of the instruction that begins it
     for index, instruction in enumerate(found):
         if instruction.opname == "BEFORE_WITH":
             if (path := _path_before(found, index)) is not None:
@@ -102,15 +94,15 @@ def _read(code: CodeType) -> _LockCode:
         elif instruction.opname.startswith("CALL") and (at := _method_before(found, index)) is not None:
             if (path := _path_before(found, at)) is not None:
                 taken_at[instruction.offset] = path
-    return _LockCode(taken_at, _blocks(code, found, begins))
+    return taken_at, _blocks(code, found, begins)
 
 
 def _blocks(
-    code: CodeType, instructions: list[dis.Instruction], begins: dict[int, tuple[str, ...]]
-) -> tuple[_Block, ...]:
+    code: CodeType, instructions: list[dis.Instruction], begins: dict[int, Path]
+) -> list[tuple[Path, int, int]]:
     """The `with` blocks: entries of the exception table whose handler calls `__exit__`."""
     if not begins:
-        return ()
+        return []
     ends_with = {
         before.offset
         for before, after in pairwise(instructions)
@@ -120,13 +112,13 @@ def _blocks(
     for entry in getattr(dis, "_parse_exception_table", lambda code: ())(code):
         if entry.target in ends_with:
             ranges.setdefault(entry.target, []).append((entry.start, entry.end))
-    found = []
+    found: list[tuple[Path, int, int]] = []
     for pieces in ranges.values():
         first = min(pieces)[0]
         begin = max((offset for offset in begins if offset < first), default=None)
         if begin is not None:
-            found.append(_Block(begins[begin], tuple(pieces)))
-    return tuple(found)
+            found += [(begins[begin], start, end) for start, end in pieces]
+    return found
 
 
 def _method_before(instructions: list[dis.Instruction], index: int) -> int | None:
@@ -140,8 +132,8 @@ def _method_before(instructions: list[dis.Instruction], index: int) -> int | Non
     return None
 
 
-def _path_before(instructions: list[dis.Instruction], index: int) -> tuple[str, ...] | None:
-    """The names that lead to the object on top of the stack before an instruction: ("self", "_lock")."""
+def _path_before(instructions: list[dis.Instruction], index: int) -> Path | None:
+    """The names that lead to the object on top of the stack before an instruction."""
     names: list[str] = []
     for at in range(index - 1, -1, -1):
         instruction = instructions[at]
@@ -160,7 +152,7 @@ def _name(instruction: dis.Instruction) -> str:
     return str(instruction.argval)
 
 
-def _value(frame: FrameType, path: tuple[str, ...]) -> Any:
+def _value(frame: FrameType, path: Path) -> Any:
     """The object that names lead to, without running code of users; None if they lead nowhere."""
     local = frame.f_locals
     value = local.get(path[0], frame.f_globals.get(path[0]))

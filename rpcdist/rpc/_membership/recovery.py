@@ -1,6 +1,6 @@
 """The workers for which a coordinator that replaced another one still waits, and the probes of them.
 
-`Recovery` decides, and is pure; `SurvivorQuestions` sends the probes. The rules of the list itself are in `roster.py`.
+Pure: `MembershipService` sends the probes. The rules of the list itself are in `roster.py`.
 
  1. The expected workers are those that the returned workers name. Each names the list that it knew, which may be wrong.
  2. After a while the coordinator probes each missing worker, at every address that was named. The worker may not have
@@ -14,9 +14,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import resource
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from operator import itemgetter
 from typing import Final
@@ -35,11 +34,12 @@ class Recovery:
         coordinator: the rank of this coordinator, and of the previous one.
 
     Attributes:
+        asks: whether the missing workers are probed now.
         is_time_over: whether the recovery waits only for answers.
     """
 
     def __init__(self, coordinator: int = COORDINATOR) -> None:
-        self.is_time_over = False
+        self.asks = self.is_time_over = False
         self._coordinator = coordinator
         self._num_asked: dict[Identity, int] = {}  # by returned worker: probed members among those that it has named
         self._named: dict[
@@ -119,9 +119,6 @@ class Recovery:
 
 MIN_AT_ONCE: Final = 16
 
-Probe = Callable[[Member], Awaitable[bool]]
-"""Asks a worker whether it is alive, in the known incarnation."""
-
 
 def max_at_once() -> int:
     """Limit on the concurrent probes of this process, each of which takes a descriptor: a quarter of all.
@@ -132,53 +129,3 @@ def max_at_once() -> int:
     if num_descriptors == resource.RLIM_INFINITY:
         return MAX_NAMED
     return min(max(num_descriptors // 4, MIN_AT_ONCE), MAX_NAMED)
-
-
-class SurvivorQuestions:
-    """Probes the missing workers of a recovery, from `begin` until `stop`. I/O loop only.
-
-    Args:
-        on_answer: called after each answer.
-    """
-
-    def __init__(
-        self,
-        recovery: Recovery,
-        probe: Probe,
-        present: Callable[[], Iterable[Identity]],
-        on_answer: Callable[[], object],
-    ) -> None:
-        self._recovery = recovery
-        self._probe = probe
-        self._present = present
-        self._on_answer = on_answer
-        self._max_at_once = max_at_once()
-        self._asks = False
-        self._asking: set[asyncio.Task[None]] = set()
-
-    def begin(self) -> None:
-        self._asks = True
-        self.ask_more()
-
-    def ask_more(self) -> None:
-        """Probes the missing workers that became known since; does nothing before `begin`."""
-        while self._asks and len(self._asking) < self._max_at_once:
-            member = self._recovery.next_to_ask(self._present())
-            if member is None:
-                return
-            task = asyncio.get_running_loop().create_task(self._ask(member), name="rpcdist ask a survivor")
-            self._asking.add(task)
-            task.add_done_callback(self._on_done)
-
-    def stop(self) -> None:
-        self._asks = False
-        for task in self._asking:
-            task.cancel()
-
-    async def _ask(self, member: Member) -> None:
-        self._recovery.on_answer(member, await self._probe(member))
-        self._on_answer()
-
-    def _on_done(self, task: asyncio.Task[None]) -> None:
-        self._asking.discard(task)
-        self.ask_more()

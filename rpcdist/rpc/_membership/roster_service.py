@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 
 from rpcdist._proto import membership_pb2 as pb
 from rpcdist.errors import CallRefused, listed
 from rpcdist.ids import Identity
-from rpcdist.rpc._membership.recovery import Probe, Recovery, SurvivorQuestions
+from rpcdist.rpc._membership.recovery import Recovery, max_at_once
 from rpcdist.rpc._membership.roster import MembershipTable, Verdict
 from rpcdist.rpc._membership.roster_messages import departures_to_proto, member_from_proto, members_to_bytes
 from rpcdist.rpc._peers.directory import COORDINATOR, Event, Member
@@ -21,6 +22,9 @@ from rpcdist.time_limits import ANSWER_LIMIT_S, HEARTBEATS_PER_PEER_TIMEOUT, PAR
 from rpcdist.transport.identities import identity_from_proto
 
 logger = logging.getLogger(__name__)
+
+Probe = Callable[[Member], Awaitable[bool]]
+"""Asks a worker whether it is alive, in the known incarnation."""
 
 Outcome = pb.JoinReply.Outcome
 NEWS_AT_ONCE = 64  # up to this number of members, each change is sent at once; in larger worlds, several together
@@ -64,7 +68,8 @@ class MembershipService:
         self._has_recovered = False
         self._absent: Mapping[Identity, str] = {}  # the workers that had not returned when the recovery ended
         self._came_back: set[Identity] = set()  # during the recovery
-        self._questions: SurvivorQuestions | None = None  # to those that have not returned
+        self._asking: set[asyncio.Task[None]] = set()  # the probes of those that have not returned
+        self._max_asked = max_at_once()
         self._waiting: set[asyncio.Future[Verdict]] = set()
         self._latest: dict[Identity, asyncio.Future[Verdict]] = {}
         self._encoded = (-1, b"")  # the version of the list, and the list
@@ -218,13 +223,11 @@ class MembershipService:
         recovery = self._recovery or self._begin_recovery()
         recovery.expect(member.identity, map(member_from_proto, request.known))
         self._came_back.add(member.identity)
-        if self._questions is not None:
-            self._questions.ask_more()
+        self._ask_more(recovery)
         return verdict
 
     def _begin_recovery(self) -> Recovery:
         recovery = self._recovery = Recovery(self._rank)
-        self._questions = SurvivorQuestions(recovery, self._probe, self._present, self._on_answer)
         loop = asyncio.get_running_loop()
         loop.call_later(self._recovery_s / HEARTBEATS_PER_PEER_TIMEOUT, self._ask_the_missing, recovery)
         loop.call_later(self._recovery_s, self._end_of_time, recovery)
@@ -232,12 +235,27 @@ class MembershipService:
         return recovery
 
     def _ask_the_missing(self, recovery: Recovery) -> None:
-        if self._recovery is recovery and self._questions is not None:
-            self._questions.begin()
+        recovery.asks = True
+        self._ask_more(recovery)
 
-    def _on_answer(self) -> None:
-        if self._recovery is not None and self._recovery.is_time_over:
+    def _ask_more(self, recovery: Recovery) -> None:
+        """Probes the missing workers that were not probed yet, many at once, once `_ask_the_missing` was called."""
+        while self._recovery is recovery and recovery.asks and len(self._asking) < self._max_asked:
+            member = recovery.next_to_ask(self._present())
+            if member is None:
+                return
+            task = asyncio.get_running_loop().create_task(self._ask(recovery, member), name="rpcdist ask a survivor")
+            self._asking.add(task)
+            task.add_done_callback(partial(self._has_asked, recovery))
+
+    async def _ask(self, recovery: Recovery, member: Member) -> None:
+        recovery.on_answer(member, await self._probe(member))
+        if self._recovery is recovery and recovery.is_time_over:
             self._review_recovery()
+
+    def _has_asked(self, recovery: Recovery, task: asyncio.Task[None]) -> None:
+        self._asking.discard(task)
+        self._ask_more(recovery)
 
     def _end_of_time(self, recovery: Recovery) -> None:
         recovery.is_time_over = True
@@ -293,9 +311,8 @@ class MembershipService:
         self._decide(Verdict(Outcome.OK))
 
     def _stop_asking(self) -> None:
-        if self._questions is not None:
-            self._questions.stop()
-            self._questions = None
+        for task in self._asking:
+            task.cancel()
 
     def _keep(self, survivors: Sequence[Member]) -> None:
         """Takes back the workers that live and have not announced themselves yet; they are notified of changes."""

@@ -1,6 +1,6 @@
 """Reliable delivery of control messages between two incarnations: numbered, acknowledged, sent again, applied once.
 
-The outbox and the inbox are pure bookkeeping; the receiver applies messages, and acknowledges several together. User
+The outbox is pure bookkeeping; the receiver applies messages, and acknowledges several together. User
 calls are not sent in this way, since they are never retried.
 
 Invariants:
@@ -19,7 +19,7 @@ from google.protobuf.message import Message
 
 from rpcdist._proto import autograd_pb2, membership_pb2, rpc_pb2, rref_pb2
 from rpcdist.errors import ProtocolViolation, RpcdistError
-from rpcdist.ids import Identity
+from rpcdist.ids import Identity, ProcessId
 from rpcdist.rpc._peers.directory import MemberEvent
 from rpcdist.rpc._peers.network import AnySession, Lifetime, PoolJob
 from rpcdist.rpc._values.buffers import ReceiveBuffer
@@ -70,31 +70,21 @@ class ControlOutbox:
         return list(self._unacknowledged)
 
 
-class ControlInbox:
-    """The receiver's side of one peer incarnation. Not thread-safe.
+def is_next(seq: int, applied: int | None) -> bool:
+    """Whether the control message of this number must be applied next; False if it was applied before.
 
-    The first message may have any number. This process has acknowledged those before it, and then forgotten the sender,
-    because it was notified that the sender had left the job, although the sender was only silent.
+    Args:
+        seq: the number of the message.
+        applied: the number of the last message that was applied; None for the first message of a process, which may
+            have any number. This process has acknowledged those before it, and then forgotten the sender, because it
+            was notified that the sender had left the job, although the sender was only silent.
+
+    Raises:
+        ProtocolViolation: messages before it are missing, which a channel that keeps order cannot cause.
     """
-
-    def __init__(self) -> None:
-        self.applied = 0
-        self._is_new = True
-
-    def accept(self, seq: int) -> bool:
-        """Whether the message of this number must be applied next; False if it was applied before.
-
-        Raises:
-            ProtocolViolation: messages before it are missing, which a channel that keeps order cannot cause.
-        """
-        if self._is_new:
-            self.applied, self._is_new = seq - 1, False
-        if seq <= self.applied:
-            return False
-        if seq != self.applied + 1:
-            raise ProtocolViolation(f"control message {seq} arrived after {self.applied}")
-        self.applied = seq
-        return True
+    if applied is not None and seq > applied + 1:
+        raise ProtocolViolation(f"control message {seq} arrived after {applied}")
+    return applied is None or seq > applied
 
 
 Apply = Callable[[Identity, Any, Sequence[ReceiveBuffer]], object]
@@ -108,7 +98,7 @@ class ControlReceiver:
     _io: IoLoop
     _lifetime: Lifetime
     _apply: dict[str, Apply] = field(default_factory=dict)
-    _inboxes: dict[tuple[int, int], ControlInbox] = field(default_factory=dict)
+    _applied: dict[ProcessId, int] = field(default_factory=dict)  # the number of the last message, by sender
     _to_acknowledge: dict[AnySession, int] = field(default_factory=dict)
 
     def handle(self, kind: str, apply: Apply) -> None:
@@ -128,17 +118,17 @@ class ControlReceiver:
         if not message.control_seq:
             self._apply[kind](session.peer, getattr(message, kind), buffers)
             return
-        peer = session.peer
-        inbox = self._inboxes.setdefault((peer.id, peer.incarnation), ControlInbox())
-        if inbox.accept(message.control_seq):
-            self._apply[kind](peer, getattr(message, kind), buffers)
+        sender = session.peer.process
+        if is_next(message.control_seq, self._applied.get(sender)):
+            self._applied[sender] = message.control_seq
+            self._apply[kind](session.peer, getattr(message, kind), buffers)
         if not self._to_acknowledge:
             self._io.loop.call_later(CONTROL_DELAY_S, self.acknowledge)
-        self._to_acknowledge[session] = inbox.applied
+        self._to_acknowledge[session] = self._applied[sender]
 
     def forget(self, sender: Identity) -> None:
         """Forgets a process that is permanently out of the job, and sends no message again."""
-        self._inboxes.pop((sender.id, sender.incarnation), None)
+        self._applied.pop(sender.process, None)
 
     def on_lease_ended(self, sender: Identity, is_member: bool) -> None:
         """Forgets a process that was silent for long, unless it is a member, which may return and go on."""

@@ -23,6 +23,7 @@ from typing import Any, Final
 import torch
 from torch.autograd import profiler as torch_profiler
 
+from rpcdist._counters import Histogram
 from rpcdist._proto import rpc_pb2
 from rpcdist.deadline import current_deadline
 from rpcdist.errors import CallRefused, Cancelled, DeadlineExceeded, Overloaded, PoolExhausted, RpcdistError
@@ -72,26 +73,6 @@ MAX_FUNCTION_CHARS: Final = 2000
 _IN_TURN: Final = function_name(_invoke_in_turn)
 
 
-class GilWait:
-    """Measures how long handlers wait for the interpreter lock: a running mean.
-
-    `sample` releases the lock and takes it again, and measures that wait.
-    """
-
-    def __init__(self) -> None:
-        self._total_s = 0.0
-        self._num = 0
-
-    def sample(self) -> None:
-        started = time.perf_counter()
-        time.sleep(0)
-        self._total_s += time.perf_counter() - started
-        self._num += 1
-
-    def average_us(self) -> float:
-        return self._total_s / self._num * 1e6 if self._num else 0.0
-
-
 class Dispatcher:
     """The callee's side of an agent.
 
@@ -103,7 +84,7 @@ class Dispatcher:
 
     Attributes:
         accepting: whether calls are accepted; otherwise they are refused.
-        gil_wait: measures the waits of handlers, unless it is None.
+        gil_waits: the times that handlers waited for the interpreter lock; None if they are not measured.
     """
 
     def __init__(
@@ -137,7 +118,7 @@ class Dispatcher:
         self._coroutine_functions: set[str] = set()
         self._reader_functions: set[str] = set()  # likewise, names of functions that run on the reading thread
         self.accepting = True
-        self.gil_wait: GilWait | None = None
+        self.gil_waits: Histogram | None = None
 
     # ------------------------------------------------------------ I/O loop; `on_call` on the reading thread
 
@@ -304,8 +285,9 @@ class Dispatcher:
                 self._refuse(active)
                 return None
             active.started = now
-            if self.gil_wait is not None:
-                self.gil_wait.sample()
+            if self.gil_waits is not None:
+                time.sleep(0)  # releases the interpreter lock, and waits for it
+                self.gil_waits.add(time.monotonic() - now)
             if is_last is None:
                 is_last = hooks.enter is not None
             return self._finish_fetch(active, is_last) if active.is_fetch else self._invoke(active, is_last)

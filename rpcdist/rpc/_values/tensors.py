@@ -253,8 +253,8 @@ def _send_gpu_spans(
         if made is None:
             continue
         loan, offsets = made
-        route.loans.append(loan["number"])
-        value.gpu_loans.add(**loan)
+        route.loans.append(loan.number)
+        value.gpu_loans.append(loan)
         for (buffer, _), offset in zip(of_device, offsets, strict=True):
             buffer.gpu_loan, buffer.offset = len(value.gpu_loans), offset
     large += [span.on_host() for buffer, span in members if not buffer.gpu_loan]
