@@ -20,7 +20,7 @@ from random import SystemRandom
 from typing import Any, Final
 
 from rpcdist.errors import ConfigError
-from rpcdist.time_limits import LONGEST_TIMEOUT_S, SIGNAL_CHECK_INTERVAL_S
+from rpcdist.time_limits import LONGEST_TIMEOUT_S, MIN_WAIT_S, SIGNAL_CHECK_INTERVAL_S
 
 __all__ = ["NEVER", "Deadline", "acquire", "backoff", "checked_timeout", "current_deadline", "longest_sleep_s"]
 
@@ -84,6 +84,10 @@ class Deadline:
     def wait_s(self) -> float | None:
         """`remaining_s` in the form that `threading` and `asyncio` take: None without a limit."""
         return None if self.at == math.inf else max(0.0, self.at - time.monotonic())
+
+    def timeout_s(self) -> float:
+        """`remaining_s` as the timeout of a call, where 0 means no limit: 0 without a limit, and otherwise more."""
+        return 0.0 if self.at == math.inf else max(MIN_WAIT_S, self.at - time.monotonic())
 
     def __repr__(self) -> str:
         return "Deadline(never)" if self.at == math.inf else f"Deadline({self.remaining_s():.3f} s left)"

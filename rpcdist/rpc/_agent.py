@@ -41,7 +41,6 @@ from rpcdist.rpc._calling.result_streams import StreamTable
 from rpcdist.rpc._calling.retries import Retries
 from rpcdist.rpc._calling.rref_calls import RRefCalls
 from rpcdist.rpc._devices.gpu_sharing import GpuSharing
-from rpcdist.rpc._executors import torch_state
 from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.rpc._executors.user_loop import UserLoop
 from rpcdist.rpc._futures.waiting import replace_torch_functions
@@ -123,8 +122,6 @@ class Agent:
 
         self.pool = ThreadPool(
             max_threads=options.max_worker_threads,
-            prepare=torch_state.adopt_num_threads,
-            cleanup=torch_state.reset,
             on_exhausted=lambda *job: self.dispatcher.on_exhausted(*job),
             describe=describe_job,
             new_context=context.copy,
@@ -396,9 +393,8 @@ class Agent:
 
     def _on_lease_ended(self, identity: Identity) -> None:
         """Nothing is kept of processes that are no workers: their number has no limit."""
-        is_member = not self.directory.is_news(identity) or self.directory.was_replaced(identity)
-        self._control.on_lease_ended(identity, is_member)
-        if not is_member:
+        if self.directory.is_news(identity) and not self.directory.was_replaced(identity):
+            self._control.forget(identity)
             self._leases.forget(identity)
             self.rrefs.forget(identity.process)
 

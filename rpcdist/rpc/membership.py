@@ -15,7 +15,7 @@ from rpcdist.rpc._membership.shutdown import PING, STOP
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.rpc.future import Future
 from rpcdist.rpc.worker_info import WorkerInfo
-from rpcdist.time_limits import FIRST_PAUSE_S, LONGEST_PAUSE_S, MIN_WAIT_S
+from rpcdist.time_limits import FIRST_PAUSE_S, LONGEST_PAUSE_S
 
 __all__ = [
     "MembershipChange",
@@ -58,10 +58,9 @@ def wait_for_worker(name: str, timeout: float = UNSET_RPC_TIMEOUT) -> WorkerInfo
     pauses = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, deadline)
     while True:
         info = agent.directory.wait_until_lives(name, deadline)
-        limit_s = max(deadline.remaining_s(), MIN_WAIT_S) if deadline.is_finite else 0
         try:
             # A worker counts as alive until its death is certain, half a second after its connection broke.
-            agent.caller.gather(info.id, PING, (), limit_s)
+            agent.caller.gather(info.id, PING, (), deadline.timeout_s())
         except WorkerLost:
             time.sleep(next(pauses))
         else:
@@ -96,8 +95,7 @@ def wait_for_workers(role: str, count: int, timeout: float = UNSET_RPC_TIMEOUT) 
         agent.directory.wait_while(lambda: len(workers(role)) < count, deadline)
         found = workers(role)
         if len(found) >= count:
-            left_s = max(deadline.remaining_s(), MIN_WAIT_S) if deadline.is_finite else 0
-            asked = [agent.caller.start_gathering(info.id, PING, (), left_s) for info in found]
+            asked = [agent.caller.start_gathering(info.id, PING, (), deadline.timeout_s()) for info in found]
             answering = [info for info, future in zip(found, asked, strict=True) if _answers(future)]
             if len(answering) >= count:
                 return answering

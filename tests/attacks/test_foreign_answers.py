@@ -152,7 +152,7 @@ def test_how_far_a_call_is_learns_only_its_session(gate: type[Gate]) -> None:
             for session in agent._connections.taken:
                 answers: list[rpc_pb2.Message] = []
                 asking: Any = _SessionOf(session, answers)
-                agent.dispatcher.on_question(asking, asked, [], [])
+                agent.dispatcher.on_question(asking, asked, [])
                 phases[session.peer.name] = answers[0].call_state.phase
         assert phases == {"caller": rpc_pb2.CallState.RUNNING, "attacker": rpc_pb2.CallState.ENDED}
         gate.open.set()

@@ -220,10 +220,10 @@ def test_the_error_at_the_deadline_says_how_far_the_call_was(phase: Any, text: s
     call.session, call.was_asked = session, True
     assert "'b' did not report its progress; its last message arrived 0.0 s ago" in str(call.deadline_error())
     for sender, id in ((cast(Any, object()), call.id), (session, call.id + 1)):  # of somebody else, of no call
-        table.on_state(sender, rpc_pb2.Message(call_state=CallState(id=id, phase=phase)), [], [])
+        table.on_state(sender, rpc_pb2.Message(call_state=CallState(id=id, phase=phase)), [])
     assert "did not report" in str(call.deadline_error())
     said = CallState(id=call.id, phase=phase, running_us=7_000_000)
-    table.on_state(session, rpc_pb2.Message(call_state=said), [], [])
+    table.on_state(session, rpc_pb2.Message(call_state=said), [])
     assert text in str(call.deadline_error())
     call.transfer = 3
     session.transfer_progress = {3: (1 << 19, 3 << 20)}.get

@@ -102,9 +102,9 @@ def test_what_cannot_be_read_is_left_out() -> None:
     message = maps.introduction(Identity("you", 1, 1))
     assert message is not None and maps.introduction(Identity("others", 2, 1)) is None
     session, other = Session("you"), Session("you")
-    maps.on_message(session, message, [], [])  # type: ignore[arg-type]
+    maps.on_message(session, message, [])  # type: ignore[arg-type]
     odd = rpc_pb2.Message(device_map=rpc_pb2.DeviceMap(here=["gpu of mine"], there=["cuda:0"]))
-    maps.on_message(other, odd, [], [])  # type: ignore[arg-type]
+    maps.on_message(other, odd, [])  # type: ignore[arg-type]
     for what, expected in ((session, "cuda:0"), (other, None)):
         back = maps.find(1, what)  # type: ignore[arg-type]
         assert back is not None

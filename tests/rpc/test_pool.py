@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from rpcdist.errors import NotInitialized, PoolExhausted
+from rpcdist.rpc._executors import torch_state
 from rpcdist.rpc._executors.blocking import blocking
 from rpcdist.rpc._executors.pool_monitor import LoadHistory, threads_to_start
 from rpcdist.rpc._executors.thread_pool import MAX_EMPTY_LINES, JobLine, ThreadPool
@@ -326,14 +327,13 @@ def test_an_idle_thread_keeps_nothing_alive(pool: ThreadPool) -> None:
     assert alive() is None
 
 
-def test_a_thread_is_prepared_once_and_cleaned_up_after_each_job_even_a_failed_one() -> None:
+def test_a_thread_is_prepared_once_and_cleaned_up_after_each_job_even_a_failed_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     calls: list[str] = []
-    pool = ThreadPool(
-        max_threads=1,
-        on_error=lambda error, function: calls.append("error"),
-        prepare=lambda: calls.append("prepare"),
-        cleanup=lambda: calls.append("cleanup"),
-    )
+    monkeypatch.setattr(torch_state, "adopt_num_threads", lambda: calls.append("prepare"))
+    monkeypatch.setattr(torch_state, "reset", lambda: calls.append("cleanup"))
+    pool = ThreadPool(max_threads=1, on_error=lambda error, function: calls.append("error"))
     pool.submit_many([(int, ("no number",)), (int, ())])
     assert pool.close(LIMIT_S) == []
     assert calls == ["prepare", "error", "cleanup", "cleanup"]

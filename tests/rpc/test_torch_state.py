@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from user_loop_helpers import loop as loop
 from rpcdist.deadline import NEVER, Deadline
 from rpcdist.errors import Cancelled, DeadlineExceeded
 from rpcdist.rpc._executors import torch_state
-from rpcdist.rpc._executors.torch_state import StatefulCoroutine, StateSlot
+from rpcdist.rpc._executors.torch_state import StateSlot
 from rpcdist.rpc._executors.user_loop import UserLoop
 
 
@@ -219,25 +219,6 @@ def test_state_that_was_open_at_the_end_stays_with_nobody(loop: UserLoop, end: s
         return torch_state.is_default()
 
     assert run(loop, is_clean)
-
-
-async def test_items_of_an_async_generator_share_a_slot() -> None:
-    async def generator() -> AsyncIterator[bool]:
-        with torch.no_grad():
-            for _ in range(3):
-                await asyncio.sleep(0)
-                yield torch.is_grad_enabled()
-
-    slot = StateSlot()
-    items = generator()
-    seen = []
-    for _ in range(3):
-        seen.append(await StatefulCoroutine.of(anext(items), slot))
-        assert torch.is_grad_enabled()
-    with pytest.raises(StopAsyncIteration):
-        await StatefulCoroutine.of(anext(items), slot)
-    assert seen == [False] * 3
-    assert torch_state.is_default() and slot.is_empty
 
 
 def test_a_generator_may_be_continued_on_another_thread() -> None:

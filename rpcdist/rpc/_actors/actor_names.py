@@ -34,7 +34,7 @@ from rpcdist.rpc._peers.network import calling_worker, check_speaks_for
 from rpcdist.rpc._rref.messages import RRefId
 from rpcdist.rpc._rref.proxied import CHECKPOINTED_METHOD
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
-from rpcdist.time_limits import ATTEMPT_LIMIT_S, MIN_WAIT_S
+from rpcdist.time_limits import ATTEMPT_LIMIT_S
 
 _SHARED_KINDS: Final = (
     type(None), bool, int, float, complex, str, bytes, tuple, frozenset, range, type, ModuleType, FunctionType,
@@ -252,8 +252,7 @@ class ActorNames:
         """Returns a reference to the actor. Raises `UnknownActor`."""
         deadline = Deadline.after(self._caller.timeout_of(timeout_s))
         owner = self._ask(FIND, (name,), timeout_s)
-        left_s = max(MIN_WAIT_S, deadline.remaining_s()) if deadline.is_finite else 0.0
-        return self._caller.gather(owner, GIVE, (name,), left_s)
+        return self._caller.gather(owner, GIVE, (name,), deadline.timeout_s())
 
     def _ask(self, what: str, arguments: tuple[Any, ...], timeout_s: float) -> Any:
         return self._caller.gather(self._directory.coordinator, what, arguments, timeout_s)
@@ -365,11 +364,8 @@ class ActorNames:
                 claim.is_confirmed = True
 
     def _has_ended(self, claim: _Claim) -> bool:
-        return not self._lives(claim.owner) or not (claim.is_confirmed or self._lives(claim.creator))
-
-    def _lives(self, worker: Identity) -> bool:
-        directory = self._directory
-        return directory.is_living(worker.id) and directory.member(worker.id).identity == worker
+        lives = self._directory.lives
+        return not lives(claim.owner) or not (claim.is_confirmed or lives(claim.creator))
 
     def _drop_ended(self) -> None:
         self._claims = {name: claim for name, claim in self._claims.items() if not self._has_ended(claim)}

@@ -33,9 +33,8 @@ from rpcdist.rpc._calling.caller import Destination
 from rpcdist.rpc._current import AgentLocal, current_agent
 from rpcdist.rpc._executors.blocking import async_form, off_loop
 from rpcdist.rpc._membership.roster_news import MembershipChange
-from rpcdist.rpc._peers.directory import Directory
 from rpcdist.rpc._peers.network import calling_worker
-from rpcdist.time_limits import MIN_WAIT_S, QUICK_ANSWER_LIMIT_S
+from rpcdist.time_limits import QUICK_ANSWER_LIMIT_S
 from rpcdist.transport import Node
 from rpcdist.transport.addresses import split_address
 from rpcdist.waiters import wake_threadsafe
@@ -160,7 +159,7 @@ def new_group(
 
     def check() -> None:
         for other, identity in enumerate(identities):
-            if other != rank and not _lives(directory, identity):
+            if other != rank and not directory.lives(identity):
                 raise RankLost(f"making {title}", f"worker {identity.name!r} is lost", (other,))
 
     store = _lead(agent, limit) if rank == 0 else _follow(agent, identities[0], members, number, limit, title)
@@ -213,10 +212,6 @@ new_group_async = async_form(new_group)
 """`new_group` as a coroutine function."""
 
 
-def _lives(directory: Directory, identity: Identity) -> bool:
-    return directory.living_incarnation(identity.name) == identity.incarnation
-
-
 def _lead(agent: Agent, limit: timedelta) -> TCPStore:
     """Makes the store in which the members find each other; it closes with the group."""
     return TCPStore(_host_of(agent), 0, None, True, limit, wait_for_workers=False)
@@ -231,9 +226,8 @@ def _follow(agent: Agent, leader: Identity, members: Members, number: int, limit
             raise StoreTimeout(
                 f"worker {leader.name!r}, the first member of {title}, did not call new_group within {limit}"
             )
-        left_s = max(MIN_WAIT_S, deadline.remaining_s())
         try:
-            found = agent.caller.sync(leader.id, _where_is, (asked, number), None, left_s)
+            found = agent.caller.sync(leader.id, _where_is, (asked, number), None, deadline.timeout_s())
         except WorkerLost as exc:
             raise RankLost(f"making {title}", str(exc), (0,)) from exc
     host, port = found

@@ -34,7 +34,6 @@ from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.rpc.future import Future
 from rpcdist.rpc.membership import wait_for_worker
 from rpcdist.rpc.rref import Later, RRef
-from rpcdist.time_limits import MIN_WAIT_S
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -166,7 +165,7 @@ class RestartingActor(Generic[T]):
     # ------------------------------------------------------------ calls
 
     def _start(self, timeout: float, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
-        deadline = Deadline.after(self._agent.caller.timeout_of(timeout)).earlier(current_deadline.get())
+        deadline = self._agent.caller.deadline_of(timeout)
         call = _ActorCall(method, args, kwargs, deadline, Future())
         sent = None
         with self._lock:
@@ -189,9 +188,8 @@ class RestartingActor(Generic[T]):
         self._number += 1
         call.creation = self._creation
         wants_state = self._checkpoint_every > 0 and self._number % self._checkpoint_every == 0
-        remaining_s = max(call.deadline.remaining_s(), MIN_WAIT_S) if call.deadline.is_finite else 0
         try:
-            sent = self._rref.rpc_async(remaining_s).invoke_checkpointed(
+            sent = self._rref.rpc_async(call.deadline.timeout_s()).invoke_checkpointed(
                 call.method, call.args, call.kwargs, wants_state
             )
         except OwnerLost as exc:
@@ -265,10 +263,7 @@ class RestartingActor(Generic[T]):
         self._in_doubt = self._is_gone = self._is_broken = False
 
     def _is_lost(self) -> bool:
-        directory = self._agent.directory
-        return self._is_gone or not (
-            directory.is_living(self._owner.id) and directory.member(self._owner.id).identity == self._owner
-        )
+        return self._is_gone or not self._agent.directory.lives(self._owner)
 
     def _may_restart(self) -> bool:
         return self._max_restarts == ALWAYS or self._restarts < self._max_restarts
@@ -279,7 +274,7 @@ class RestartingActor(Generic[T]):
         while (deadline := self._drop_ended()) is not None:
             try:
                 if self._may_restart() or not self._is_lost():
-                    wait_for_worker(self._worker, max(deadline.remaining_s(), MIN_WAIT_S) if deadline.is_finite else 0)
+                    wait_for_worker(self._worker, deadline.timeout_s())
                 if self._is_lost():
                     for result in tuple(self._sent):  # an answer that is still being decoded may have a newer state
                         result.exception(deadline.wait_s())

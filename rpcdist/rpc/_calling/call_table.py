@@ -291,9 +291,7 @@ class CallTable:
             return None if call is None else self.take(id, outcome, is_stream)
         return self.take(id, outcome, is_stream) if call.session is None and call.peer == session.peer.id else None
 
-    def on_state(
-        self, session: AnySession, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
-    ) -> None:
+    def on_state(self, session: AnySession, message: rpc_pb2.Message, buffers: list[ReceiveBuffer]) -> None:
         """Records a callee's report on a call. Only the session on which the call was sent may bring it."""
         call = self._calls.get(message.call_state.id)
         if call is not None and call.session is session:

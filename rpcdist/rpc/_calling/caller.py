@@ -353,12 +353,15 @@ class Caller:
         except Exception as exc:
             self.calls.end(call, exc)
 
+    def deadline_of(self, timeout_s: float) -> Deadline:
+        """The deadline of a call that begins now: that of its timeout, or of the call that is handled here."""
+        return Deadline.after(self.timeout_of(timeout_s)).earlier(current_deadline.get())
+
     def _resolve(self, to: Destination, timeout_s: float) -> int:
         """The id of a destination. If the coordinator may be lost, or have returned, looks for it first; bounded."""
         worker_id = self._directory.resolve(to)
         if worker_id == self._directory.coordinator and self._router.misses_coordinator():
-            deadline = Deadline.after(self.timeout_of(timeout_s)).earlier(current_deadline.get())
-            self._router.find_coordinator(deadline)
+            self._router.find_coordinator(self.deadline_of(timeout_s))
         return worker_id
 
     def _send(

@@ -29,7 +29,7 @@ from rpcdist.rpc._calling.call_table import PendingCall
 from rpcdist.rpc._inspection import call_records
 from rpcdist.rpc._marshal.arrived_value import ArrivedFailure, ArrivedValue
 from rpcdist.rpc._marshal.marshal import Marshal
-from rpcdist.rpc._peers.network import AnySession, PoolJob
+from rpcdist.rpc._peers.network import AnySession
 from rpcdist.rpc._values.buffers import ReceiveBuffer
 from rpcdist.rpc.future import Future
 from rpcdist.waiters import RareWaits, wake_threadsafe
@@ -320,9 +320,7 @@ class StreamTable:
         self._streams[id] = (state, session)
         return Stream(state, timeout_s, self._dropped)
 
-    def on_item(
-        self, session: AnySession, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
-    ) -> None:
+    def on_item(self, session: AnySession, message: rpc_pb2.Message, buffers: list[ReceiveBuffer]) -> None:
         """Handles an item. The shares of references in it are always received, so that they can be returned."""
         item = message.stream_item
         arrived = self._marshal.arrived(item.value, buffers, session.peer)
@@ -333,9 +331,7 @@ class StreamTable:
             arrived.autograd = entry[0].autograd
             entry[0].arrived(arrived)
 
-    def on_end(
-        self, session: AnySession, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
-    ) -> None:
+    def on_end(self, session: AnySession, message: rpc_pb2.Message, buffers: list[ReceiveBuffer]) -> None:
         """Handles the end of a stream."""
         end = message.stream_end
         if (entry := self._streams.get(end.id)) is None or entry[1] is not session:

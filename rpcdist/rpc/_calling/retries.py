@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from rpcdist.deadline import Deadline, backoff, current_deadline
+from rpcdist.deadline import backoff
 from rpcdist.errors import OwnerLost, WorkerLost
 from rpcdist.rpc._calling.caller import Caller, Destination
 from rpcdist.rpc._peers.device_maps import DeviceMap
 from rpcdist.rpc._peers.directory import Directory
 from rpcdist.rpc.future import Future
-from rpcdist.time_limits import FIRST_PAUSE_S, LONGEST_PAUSE_S, MIN_WAIT_S
+from rpcdist.time_limits import FIRST_PAUSE_S, LONGEST_PAUSE_S
 from rpcdist.transport.io_loop import Timer
 from rpcdist.waiters import RareWaits
 
@@ -80,7 +80,7 @@ class _Retried:
         self._owner = owner
         self._to = to
         self._start = start
-        self._deadline = Deadline.after(owner.caller.timeout_of(timeout_s)).earlier(current_deadline.get())
+        self._deadline = owner.caller.deadline_of(timeout_s)
         self._pauses: Iterator[float] = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, self._deadline)
         self._context = copy_context()  # the calling thread's context, for all later attempts
         self._lock = threading.Lock()
@@ -90,9 +90,7 @@ class _Retried:
 
     def attempt(self) -> None:
         """Makes the call, the first time or again."""
-        deadline = self._deadline
-        left_s = max(deadline.remaining_s(), MIN_WAIT_S) if deadline.is_finite else 0
-        current = self._context.copy().run(self._start, left_s)
+        current = self._context.copy().run(self._start, self._deadline.timeout_s())
         with self._lock:
             self._timer = None
             self._current = current

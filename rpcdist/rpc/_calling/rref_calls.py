@@ -13,7 +13,6 @@ import torch
 from torch.autograd import profiler
 
 from rpcdist._proto import value_pb2
-from rpcdist.deadline import Deadline, current_deadline
 from rpcdist.errors import CallRefused, RpcdistError, RRefError
 from rpcdist.profile_ranges import profile, profiling_key
 from rpcdist.rpc._actors.actor_names import ActorTable
@@ -182,7 +181,7 @@ class RRefCalls:
         owned = state.owned
         if owned is None:
             return
-        deadline = Deadline.after(self._caller.timeout_of(timeout_s)).earlier(current_deadline.get())
+        deadline = self._caller.deadline_of(timeout_s)
         if owned.exception(deadline.wait_s()) is None and self._actors.runs_here(state.rref, owned.value()):
             raise RRefError(
                 f"a method of this actor calls {method}() of the same actor and waits for it. That would wait forever, "
@@ -229,8 +228,7 @@ class RRefCalls:
         """
         owner = self._directory.resolve(to)
         if owner != self.me.worker and not self._router.is_reachable(owner):
-            deadline = Deadline.after(self._caller.timeout_of(timeout_s)).earlier(current_deadline.get())
-            self._router.reach(owner, lambda: self._rrefs.is_lost(owner), deadline)
+            self._router.reach(owner, lambda: self._rrefs.is_lost(owner), self._caller.deadline_of(timeout_s))
         # A method of an actor may return that actor, so calls of the result are numbered, too.
         rref, share = self._rrefs.create_remote(owner, is_serial or (on is not None and on.state.is_serial))
         try:
@@ -246,8 +244,7 @@ class RRefCalls:
 
     def backward(self, context_id: int, root: torch.Tensor, retain_graph: bool) -> None:
         """Runs a distributed backward pass that begins on this worker; blocks."""
-        timeout_s = self._caller.timeout_of(UNSET_RPC_TIMEOUT)
-        deadline = Deadline.after(timeout_s).earlier(current_deadline.get())
+        deadline = self._caller.deadline_of(UNSET_RPC_TIMEOUT)
         self._autograd.backward(context_id, [root], retain_graph, self._autograd_mode, deadline)
 
     def on_broken(self, session: AnySession, reason: str) -> None:

@@ -20,10 +20,10 @@ from rpcdist._proto import rpc_pb2, value_pb2
 from rpcdist.errors import SerializationError, abridged
 from rpcdist.ids import Identity
 from rpcdist.rpc._devices.borrowed_gpu_memory import Borrowed, BorrowedGpuMemory
-from rpcdist.rpc._devices.cuda_memory import GpuMemory, GpuUnavailable, cuda_memory
+from rpcdist.rpc._devices.cuda_memory import GpuUnavailable, cuda_memory
 from rpcdist.rpc._devices.lent_gpu_memory import LentGpuMemory
 from rpcdist.rpc._peers.device_maps import DeviceMap
-from rpcdist.rpc._peers.network import AnySession, PoolJob, calling_worker
+from rpcdist.rpc._peers.network import AnySession, calling_worker
 from rpcdist.rpc._values import DeviceRoute, MapDevice, ReceiveBuffer
 from rpcdist.rpc._values.buffers import Received
 from rpcdist.rpc._values.tensors import moves_cpu
@@ -174,7 +174,6 @@ class GpuSharing:
         submit: has a thread of the pool do something.
         takes_loans: whether peers may have this process read memory of their GPUs.
         lends: whether memory may be lent at all.
-        memory: CUDA, or a stand-in.
     """
 
     def __init__(
@@ -187,9 +186,7 @@ class GpuSharing:
         submit: Callable[..., None],
         *,
         takes_loans: bool,
-        lends: bool = True,
-        memory: Callable[[], GpuMemory] = cuda_memory,
-        lent: Callable[[], LentGpuMemory] = _lent_by_process,
+        lends: bool,
     ) -> None:
         self._me = me
         self.identity_of = identity_of
@@ -200,11 +197,10 @@ class GpuSharing:
         self._cleaned = 0.0
         self._takes_loans = takes_loans
         self._lends = lends
-        self._make_lent = lent
         self._lent: LentGpuMemory | None = None  # once a tensor of a GPU was sent
         self._readers: dict[Identity, str] = {}  # empty, or why it cannot read
         self._lock = threading.Lock()
-        self.borrowed = BorrowedGpuMemory(memory, lambda: self._lent, lambda worker: identity_of(worker).name)
+        self.borrowed = BorrowedGpuMemory(cuda_memory, lambda: self._lent, lambda worker: identity_of(worker).name)
         self.callables: dict[str, Callable[..., Any]] = {PROBE: self._probe}
 
     def route(
@@ -265,7 +261,7 @@ class GpuSharing:
             if not self._lends:
                 raise GpuUnavailable("the options name channels without cuda_ipc")
             if self._lent is None:
-                self._lent = self._make_lent()
+                self._lent = _lent_by_process()
             device = torch.cuda.current_device()
             probed = torch.zeros(_PROBED_BYTES, dtype=torch.uint8, device=torch.device("cuda", device))
             made = self._lent.lend(to, device, [(probed.data_ptr(), _PROBED_BYTES)])
@@ -307,9 +303,7 @@ class GpuSharing:
 
     # ------------------------------------------------------------ on the I/O loop, or the thread that reads
 
-    def on_release(
-        self, session: AnySession, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
-    ) -> None:
+    def on_release(self, session: AnySession, message: rpc_pb2.Message, buffers: list[ReceiveBuffer]) -> None:
         """A worker says what it has copied."""
         if self._lent is not None:
             release = message.gpu_release

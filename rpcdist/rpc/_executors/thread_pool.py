@@ -41,6 +41,7 @@ from rpcdist.at_exit import STARTS_NO_THREAD, register_at_exit, unregister_at_ex
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ForkedProcess, NotInitialized, PoolExhausted
 from rpcdist.inspection import PoolFacts
+from rpcdist.rpc._executors import torch_state
 from rpcdist.rpc._executors.blocking import HAS_THREAD_CLOCK, WorkerThread, forget_hooks, hooks, set_hooks
 from rpcdist.rpc._executors.deferred_replies import DeferredReply, HeldAnswers
 from rpcdist.rpc._executors.pool_monitor import LoadHistory, PoolMonitor
@@ -52,6 +53,7 @@ from rpcdist.transport import fork
 logger = logging.getLogger(__name__)
 
 Function = Callable[..., object]
+NAME: Final = "rpcdist-worker"
 MAX_EMPTY_LINES: Final = 256
 
 
@@ -91,15 +93,12 @@ class ThreadPool:
     """Runs synchronous jobs in threads, each in its own `contextvars.Context`; see the rules above.
 
     Args:
-        name: the threads are called `name-N`.
         max_threads: the cap; users know it as the option `max_worker_threads`.
         idle_s: a thread ends after being idle this long.
         stall_limit_s: rule 5.
         num_cores: rule 3; by default the number of cores that this process may use.
         on_error: called on the job's thread with what the job raised, `SystemExit` included; the thread continues.
         on_exhausted: called on the monitor's thread with jobs that could not run (rule 5); must not block.
-        prepare: called on each thread when it starts.
-        cleanup: called on the job's thread after each job, to undo what a user function left behind there.
         describe: names a job in messages.
         keeps_one: whether `start` starts one thread that stays: Python 3.12 cannot start threads at interpreter exit,
             when `shutdown` may be called.
@@ -108,28 +107,22 @@ class ThreadPool:
     def __init__(
         self,
         *,
-        name: str = "rpcdist-worker",
         max_threads: int = 1024,
         idle_s: float = IDLE_LIMIT_S,
         stall_limit_s: float = POOL_EXHAUSTED_LIMIT_S,
         num_cores: int | None = None,
         on_error: Callable[[BaseException, Function], object] = _log_error,
         on_exhausted: Callable[[PoolExhausted, Function, tuple[object, ...]], object] | None = None,
-        prepare: Callable[[], object] = lambda: None,
-        cleanup: Callable[[], object] | None = None,
         describe: Callable[[Function, tuple[object, ...]], str] = _describe,
         new_context: Callable[[], Context] = Context,
         keeps_one: bool = STARTS_NO_THREAD,
     ) -> None:
-        self.name = name
         self.max_threads = max_threads
         self._idle_s = idle_s
         self._stall_limit_s = stall_limit_s
         self._num_cores = num_cores or _usable_cores()
         self._on_error = on_error
         self._on_exhausted = on_exhausted
-        self._prepare = prepare
-        self._cleanup = cleanup
         self._describe = describe
         self._new_context = new_context
         self._keeps_one = keeps_one
@@ -150,7 +143,7 @@ class ThreadPool:
         self._history = LoadHistory(cpu_s, self._num_cores, max_threads, stall_limit_s, time.monotonic())
         self._reported_stall = -1.0  # `last_progress` of the last logged stall: each is logged once
         self._monitor = PoolMonitor(
-            f"{name}-monitor",
+            f"{NAME}-monitor",
             look=self._look,
             must_stay=lambda: bool(self._turns) or bool(self._held) or self._stopping,
             is_drained=lambda: self._stopping and not self._turns and not self._held,
@@ -294,7 +287,7 @@ class ThreadPool:
         return self._wake_idle() or self._spawn()
 
     def _spawn(self) -> bool:
-        worker = WorkerThread(self._work, f"{self.name}-{next(self._numbers)}")
+        worker = WorkerThread(self._work, f"{NAME}-{next(self._numbers)}")
         # Added first, then counted: if two threads spawn at once at the cap, both may fail, but the cap holds. The
         # monitor starts the missing thread.
         self._workers.add(worker)
@@ -324,7 +317,7 @@ class ThreadPool:
         sleep = partial(self._enter_blocking, worker), partial(self._leave_blocking, worker)
         set_hooks(*sleep)
         hooks.worker = worker
-        self._prepare()
+        torch_state.adopt_num_threads()
         turns, held = self._turns, self._held
         while True:
             try:
@@ -369,8 +362,7 @@ class ThreadPool:
             self.report(error, function)
         worker.arguments = ()
         del arguments
-        if self._cleanup is not None:
-            self._cleanup()
+        torch_state.reset()  # undoes what a user function left behind on this thread
         worker.job = None
         return result if type(result) is DeferredReply else None
 

@@ -18,7 +18,7 @@ and the current CUDA device and stream.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -215,23 +215,13 @@ class StateSlot:
 
 
 class StatefulCoroutine(Coroutine[Any, Any, T]):
-    """A coroutine with its own torch state, swapped in and out around every step.
-
-    Args:
-        slot: holds the state between steps. Coroutines can share one, e.g. those that draw the items of one async
-            generator.
-    """
+    """A coroutine with its own torch state, which `slot` holds between its steps."""
 
     __slots__ = ("__weakref__", "_coroutine", "slot")
 
-    def __init__(self, coroutine: Coroutine[Any, Any, T], slot: StateSlot | None = None) -> None:
+    def __init__(self, coroutine: Coroutine[Any, Any, T]) -> None:
         self._coroutine = coroutine
-        self.slot = slot if slot is not None else StateSlot()
-
-    @classmethod
-    def of(cls, awaitable: Awaitable[T], slot: StateSlot | None = None) -> StatefulCoroutine[T]:
-        """Wraps any awaitable, such as `anext(generator)`."""
-        return cls(awaitable if isinstance(awaitable, Coroutine) else _await(awaitable), slot)
+        self.slot = StateSlot()
 
     def send(self, value: Any, /) -> Any:
         slot = self.slot
@@ -269,7 +259,3 @@ class StatefulCoroutine(Coroutine[Any, Any, T]):
 
     def __repr__(self) -> str:
         return repr(self._coroutine)
-
-
-async def _await(awaitable: Awaitable[T]) -> T:
-    return await awaitable

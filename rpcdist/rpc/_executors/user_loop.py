@@ -203,10 +203,9 @@ class UserLoop:
         ConfigError: unknown kind.
     """
 
-    def __init__(self, kind: LoopKind = "auto", name: str = "rpcdist-user-loop") -> None:
+    def __init__(self, kind: LoopKind = "auto") -> None:
         if kind not in ("auto", "uvloop", "asyncio"):
             raise ConfigError(f"the kind of the user loop must be 'auto', 'uvloop' or 'asyncio', not {kind!r}")
-        self.name = name
         self._kind: LoopKind = kind
         self._starting = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -247,7 +246,7 @@ class UserLoop:
             loop = _new_loop(self._kind)
             loop.set_task_factory(self._make_task)
             loop.set_exception_handler(_log_loop_error)
-            thread = threading.Thread(target=self._work, args=(loop,), name=self.name, daemon=True)
+            thread = threading.Thread(target=self._work, args=(loop,), name="rpcdist-user-loop", daemon=True)
             try:
                 thread.start()
             except RuntimeError as exc:

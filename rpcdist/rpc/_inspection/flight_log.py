@@ -143,7 +143,7 @@ class FlightLog:
         """A worker is declared dead."""
         self._heard("lost", f"worker {identity.name!r} is lost: {error.reason}")
 
-    def on_notice(self, session: AnySession, message: rpc_pb2.Message, buffers: Any, jobs: Any) -> None:
+    def on_notice(self, session: AnySession, message: rpc_pb2.Message, buffers: Any) -> None:
         """A worker says that it fails."""
         self._heard("heard", f"worker {session.peer.name!r} reported its failure: {message.failure_notice.reason}")
 

@@ -56,7 +56,7 @@ class NoteTaker:
         """The notes with larger numbers; it goes on noting for `LIVE_NOTES_S` seconds."""
         if not self._until:
             self._operations_until_ns = time.time_ns()
-            log_taps.add(self._on_record)
+            _add_log_tap(self._on_record)
             span_taps.append(self._on_span)
             self._pass_taps.append(self._on_pass)
         self._until = time.monotonic() + LIVE_NOTES_S
@@ -74,7 +74,7 @@ class NoteTaker:
         if not self._until:
             return
         self._until = 0.0
-        log_taps.remove(self._on_record)
+        _remove_log_tap(self._on_record)
         span_taps.remove(self._on_span)
         self._pass_taps.remove(self._on_pass)
         for notes in (self._lines, self._spans, self._ended):
@@ -123,38 +123,36 @@ def _text_of(record: logging.LogRecord) -> str:
     return text[:MAX_TEXT]
 
 
-class _LogTaps:
-    """Shows the log records of this process to those that want them.
+# ---------------------------------------------------------------- the log records of this process
+#
+# They are seen in the factory of records: a handler would change what the program prints, since `logging` prints by
+# itself only without handlers, and `basicConfig` does nothing if there is one.
 
-    It sits in the factory of records: a handler would change what the program prints, since `logging` prints by itself
-    only where there is none, and `basicConfig` does nothing where there is one.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._taps: tuple[Callable[[logging.LogRecord], object], ...] = ()
-        self._before: Callable[..., logging.LogRecord] | None = None
-
-    def add(self, tap: Callable[[logging.LogRecord], object]) -> None:
-        with self._lock:
-            self._taps += (tap,)
-            if self._before is None:
-                self._before = logging.getLogRecordFactory()
-                logging.setLogRecordFactory(self._make)
-
-    def remove(self, tap: Callable[[logging.LogRecord], object]) -> None:
-        with self._lock:
-            self._taps = tuple(one for one in self._taps if one != tap)
-            # Where the program has put a factory of its own around this one, it stays, and shows records to nobody.
-            if not self._taps and logging.getLogRecordFactory() == self._make and self._before is not None:
-                logging.setLogRecordFactory(self._before)
-                self._before = None
-
-    def _make(self, *args: Any, **kwargs: Any) -> logging.LogRecord:
-        record = (self._before or logging.LogRecord)(*args, **kwargs)
-        for tap in self._taps:
-            tap(record)
-        return record
+_taps: Final[list[Callable[[logging.LogRecord], object]]] = []
+_taps_lock: Final = threading.Lock()
+_replaced: Final[list[Callable[..., logging.LogRecord]]] = []
+"""The program's own factory while `_make_record` is in its place; otherwise empty."""
 
 
-log_taps: Final = _LogTaps()
+def _add_log_tap(tap: Callable[[logging.LogRecord], object]) -> None:
+    """Has `tap` called with each log record, on the thread that logs."""
+    with _taps_lock:
+        _taps.append(tap)
+        if not _replaced:
+            _replaced.append(logging.getLogRecordFactory())
+            logging.setLogRecordFactory(_make_record)
+
+
+def _remove_log_tap(tap: Callable[[logging.LogRecord], object]) -> None:
+    with _taps_lock:
+        _taps.remove(tap)
+        # If the program has wrapped this factory in one of its own, it stays, and calls no tap.
+        if not _taps and logging.getLogRecordFactory() is _make_record:
+            logging.setLogRecordFactory(_replaced.pop())
+
+
+def _make_record(*args: Any, **kwargs: Any) -> logging.LogRecord:
+    record = next(iter(_replaced), logging.LogRecord)(*args, **kwargs)
+    for tap in list(_taps):
+        tap(record)
+    return record

@@ -457,7 +457,7 @@ class CoordinatorSearch:
             rank = directory.coordinator
             if peer.id == rank:  # it was only silent; reconnecting updates the detectors
                 self._router.revive(rank)
-            lives = directory.is_living(rank) and directory.member(rank).identity == peer
+            lives = peer.id == rank and directory.lives(peer)
             if lives:
                 self._found()
             return lives

@@ -48,7 +48,6 @@ from rpcdist.time_limits import (
     IDLE_LIMIT_S,
     LOG_PERIOD_S,
     LONGEST_PAUSE_S,
-    MIN_WAIT_S,
     RREF_DELETION_LIMIT_S,
     SLOW_CHECK_INTERVAL_S,
     SLOW_WORK_LIMIT_S,
@@ -330,10 +329,9 @@ class Leaving:
             leader = pointed_to if pointed_to is not None else self.directory.leader().id
             pointed_to = None
             self._check_leader_in_reach()
-            limit_s = max(deadline.remaining_s(), MIN_WAIT_S) if deadline.is_finite else 0
             try:
                 # Reports to a lost leader do not count: this worker has not been idle for a whole round.
-                answer = self.caller.gather(leader, DEPART, (me.name, had_work or is_new), limit_s)
+                answer = self.caller.gather(leader, DEPART, (me.name, had_work or is_new), deadline.timeout_s())
             except DeadlineExceeded as exc:
                 raise self._late(leader, missing) from exc
             except RpcdistError as exc:

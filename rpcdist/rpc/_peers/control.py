@@ -21,7 +21,7 @@ from rpcdist._proto import autograd_pb2, membership_pb2, rpc_pb2, rref_pb2
 from rpcdist.errors import ProtocolViolation, RpcdistError
 from rpcdist.ids import Identity, ProcessId
 from rpcdist.rpc._peers.directory import MemberEvent
-from rpcdist.rpc._peers.network import AnySession, Lifetime, PoolJob
+from rpcdist.rpc._peers.network import AnySession, Lifetime
 from rpcdist.rpc._values.buffers import ReceiveBuffer
 from rpcdist.time_limits import CONTROL_DELAY_S
 from rpcdist.transport.io_loop import IoLoop
@@ -109,9 +109,7 @@ class ControlReceiver:
         """Applies a body at once, even if it was applied before."""
         self._apply[kind](sender, body, buffers)
 
-    def on_message(
-        self, session: AnySession, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
-    ) -> None:
+    def on_message(self, session: AnySession, message: rpc_pb2.Message, buffers: list[ReceiveBuffer]) -> None:
         """Applies a message, unless it is numbered and was applied before: its acknowledgement may have been lost."""
         kind = message.WhichOneof("body")
         assert kind is not None  # the demultiplexer has read it
@@ -129,11 +127,6 @@ class ControlReceiver:
     def forget(self, sender: Identity) -> None:
         """Forgets a process that is permanently out of the job, and sends no message again."""
         self._applied.pop(sender.process, None)
-
-    def on_lease_ended(self, sender: Identity, is_member: bool) -> None:
-        """Forgets a process that was silent for long, unless it is a member, which may return and go on."""
-        if not is_member:
-            self.forget(sender)
 
     def on_member(self, event: MemberEvent) -> None:
         """Forgets a worker that has left. A lost one may be found again, and continue its numbers."""

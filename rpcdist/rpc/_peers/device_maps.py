@@ -17,7 +17,7 @@ import torch
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import CallRefused, ProtocolViolation, RpcdistError
 from rpcdist.ids import Identity
-from rpcdist.rpc._peers.network import AnySession, PoolJob
+from rpcdist.rpc._peers.network import AnySession
 from rpcdist.rpc._values import MapDevice, ReceiveBuffer
 
 logger = logging.getLogger(__name__)
@@ -75,9 +75,7 @@ class DeviceMaps:
             return None
         return rpc_pb2.Message(device_map=device_map_to_pb(there))
 
-    def on_message(
-        self, session: AnySession, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
-    ) -> None:
+    def on_message(self, session: AnySession, message: rpc_pb2.Message, buffers: list[ReceiveBuffer]) -> None:
         """Records the map of a peer."""
         if session in self._arrived:
             raise ProtocolViolation("a second device map arrived on one session")

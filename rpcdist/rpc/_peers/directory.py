@@ -329,6 +329,11 @@ class Directory:
     def names(self) -> list[str]:
         return sorted(self._by_name)
 
+    def lives(self, identity: Identity) -> bool:
+        """Whether this very process is a worker that lives."""
+        member = self._living.get(identity.id)
+        return member is not None and member.identity == identity
+
     def is_living(self, worker_id: int) -> bool:
         return worker_id in self._living
 
@@ -370,21 +375,15 @@ class Directory:
             DeadlineExceeded: the time limit expired.
         """
         waited_s = deadline.remaining_s()
-
-        def found() -> Member | None:
-            return next((member for member in self._living.values() if member.identity.name == name), None)
-
-        with self._changed:
-            while (member := found()) is None:
-                if deadline.expired():
-                    there = ", ".join(sorted(member.identity.name for member in self._living.values()))
-                    raise DeadlineExceeded(
-                        f"worker {name!r} did not join within {waited_s:.3g} s; the job has these workers: {there}. "
-                        "Check that it was started under this name, with the same MASTER_ADDR and MASTER_PORT, and see "
-                        "its log"
-                    )
-                self._changed.wait(min(longest_sleep_s(), deadline.remaining_s()))
-        return WorkerInfo(member.identity.name, member.identity.id)
+        while name not in (living := {member.identity.name: member.identity.id for member in self.living()}):
+            if deadline.expired():
+                raise DeadlineExceeded(
+                    f"worker {name!r} did not join within {waited_s:.3g} s; the job has these workers: "
+                    f"{', '.join(sorted(living))}. Check that it was started under this name, with the same "
+                    "MASTER_ADDR and MASTER_PORT, and see its log"
+                )
+            self.wait_while(lambda: not self.living_incarnation(name), deadline)
+        return WorkerInfo(name, living[name])
 
     def wait_while(self, condition: Callable[[], bool], deadline: Deadline) -> None:
         """Waits while a condition holds, which is checked again whenever a worker is lost or found; blocks."""

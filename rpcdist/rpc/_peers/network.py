@@ -104,9 +104,9 @@ AnySession = Session | Loopback
 PoolJob = tuple[Callable[..., object], tuple[object, ...]]
 """A function and its arguments, which a pool thread will call."""
 
-Handler = Callable[[AnySession, Any, list[ReceiveBuffer], list[PoolJob]], object]
-"""Called with the session, the message (of the kind for which it is registered), its large buffers, and the list to
-which it adds work for the pool."""
+Handler = Callable[..., object]
+"""Called with the session, the message (of the kind for which it is registered) and its large buffers; the handler of a
+class of messages also with a list of `PoolJob`, to which it adds work for the pool."""
 
 
 class Lifetime:
@@ -284,10 +284,12 @@ class Demultiplexer:
                     continue
                 if kind is CallMessage:
                     handler(session, message, buffers, calls)
+                elif kind is ReplyMessage:
+                    handler(session, message, buffers, jobs)
                 elif kind is CompactPass:
                     handler(session, message, buffers, passes)
                 else:
-                    handler(session, message, buffers, jobs)
+                    handler(session, message, buffers)
         finally:  # messages before one that ends the session count
             if calls:
                 self._submit_many(calls, session.account)

@@ -19,7 +19,7 @@ from rpcdist.errors import RpcdistError, TransportError, UnknownWorker, WorkerLo
 from rpcdist.ids import Identity
 from rpcdist.rpc._peers.control import ControlBody, ControlReceiver, kind_of
 from rpcdist.rpc._peers.directory import Directory, PeerEvents
-from rpcdist.rpc._peers.network import AnySession, Demultiplexer, Lifetime, Loopback, Network, PoolJob, SendObserver
+from rpcdist.rpc._peers.network import AnySession, Demultiplexer, Lifetime, Loopback, Network, SendObserver
 from rpcdist.rpc._peers.peer import Peer, PeerState, Unsent
 from rpcdist.rpc._values.buffers import ReceiveBuffer
 from rpcdist.time_limits import QUICK_ANSWER_LIMIT_S, THREAD_GRACE_S
@@ -395,9 +395,7 @@ class Router:
         if kept:
             self._spawn_delivery(kept, reason)
 
-    def on_acknowledgement(
-        self, session: AnySession, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
-    ) -> None:
+    def on_acknowledgement(self, session: AnySession, message: rpc_pb2.Message, buffers: list[ReceiveBuffer]) -> None:
         """Records that a worker has applied control messages up to a number."""
         peer = self._peers.get(session.peer.id)
         if peer is not None and peer.identity == session.peer:  # the numbers of its predecessor are meaningless here

@@ -225,17 +225,13 @@ class Dispatcher:
         reader = 0
         return is_there
 
-    def on_cancel(
-        self, session: AnySession, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
-    ) -> None:
+    def on_cancel(self, session: AnySession, message: rpc_pb2.Message, buffers: list[ReceiveBuffer]) -> None:
         """Cancels a call whose caller no longer wants the result."""
         active = self.calls.find(session, message.cancel.id)
         if active is not None:
             active.cancel()
 
-    def on_question(
-        self, session: AnySession, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
-    ) -> None:
+    def on_question(self, session: AnySession, message: rpc_pb2.Message, buffers: list[ReceiveBuffer]) -> None:
         """Answers a caller's question about the progress of a call."""
         number = message.call_question.id
         active = self.calls.find(session, number)
@@ -244,9 +240,7 @@ class Dispatcher:
         session.send(rpc_pb2.Message(call_state=state))
         session.flush()
 
-    def on_credit(
-        self, session: AnySession, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
-    ) -> None:
+    def on_credit(self, session: AnySession, message: rpc_pb2.Message, buffers: list[ReceiveBuffer]) -> None:
         """Records that the consumer of a stream can take more items."""
         credit = message.stream_credit
         active = self.calls.find(session, credit.id)
