@@ -85,21 +85,15 @@ class AutogradHooks(Protocol):
 
     def backward(
         self, context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool, mode: str, deadline: Deadline
-    ) -> None:
-        """Runs a backward pass that begins here; blocks."""
-        ...
+    ) -> None: ...
 
-    def counts(self) -> dict[str, str]:
-        """For the debug information."""
-        ...
+    def counts(self) -> dict[str, str]: ...
 
     def facts(self, now: float, most: int) -> tuple[list[ContextFacts], list[PassFacts]]:
         """The contexts, and the passes that run; any thread."""
         ...
 
-    def flush(self) -> None:
-        """Sends what was put off, before the agent shuts down."""
-        ...
+    def flush(self) -> None: ...
 
     def close(self) -> None:
         """The agent shuts down: passes under way fail, contexts end."""

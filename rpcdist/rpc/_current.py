@@ -70,7 +70,6 @@ def agent_or_none() -> Agent | None:
 
 
 def set_current_agent(agent: Agent | None) -> None:
-    """Says which agent is the one of this process."""
     _of_process.agent = agent
 
 

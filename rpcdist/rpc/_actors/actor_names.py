@@ -131,7 +131,6 @@ class ActorTable:
     # ------------------------------------------------------------ calls
 
     def free_lane(self, rref: RRefId) -> Lane | None:
-        """The actor's lane, if a call could run there at once."""
         actor = self._by_rref.get(rref)
         return actor.lane if actor is not None and actor.lane.is_free else None
 
@@ -172,7 +171,6 @@ class ActorTable:
             self._called_by.setdefault(rref, (actor, set()))[1].add(who)
 
     def is_actor(self, value: object) -> bool:
-        """Whether a value is an actor's object or one of its methods."""
         return self._of_object(value) is not None
 
     def runs_here(self, rref: RRefId, value: object) -> bool:
@@ -185,7 +183,6 @@ class ActorTable:
         return self._of_object(value) or self._by_rref.get(rref)
 
     def _of_object(self, value: object) -> SerialActor | None:
-        """The actor of an object or of its bound method."""
         entry = self._by_object.get(id(value.__self__ if type(value) is MethodType else value))
         return None if entry is None else entry[1]
 
@@ -241,11 +238,9 @@ class ActorNames:
         self._ask(RESERVE, (name, owner, self._me.id), timeout_s)
 
     def confirm(self, name: str, timeout_s: float) -> None:
-        """Confirms that the named actor was created."""
         self._ask(CONFIRM, (name, self._me.id), timeout_s)
 
     def release(self, name: str, timeout_s: float) -> None:
-        """Frees the name: the actor was not created."""
         self._ask(RELEASE, (name, self._me.id), timeout_s)
 
     def find(self, name: str, timeout_s: float) -> Any:
@@ -261,7 +256,6 @@ class ActorNames:
 
     @property
     def callables(self) -> dict[str, Callable[..., Coroutine[Any, Any, object]]]:
-        """The functions that every peer may call, by wire name."""
         return {
             RESERVE: self._on_reserve,
             ADMIT: self._on_admit,

@@ -180,7 +180,6 @@ class SerialActor:
             self._submit(first)
 
     def gone(self, who: ProcessId) -> None:
-        """Removes the callers of a dead process."""
         with self._lock:
             for caller in self._queue.callers:
                 if caller[0] == who:
@@ -190,7 +189,6 @@ class SerialActor:
             self._submit(first)
 
     def forget(self, rref: RRefId, callers: Iterable[ProcessId]) -> None:
-        """Removes the callers of a released reference."""
         with self._lock:
             for who in callers:
                 self._queue.gone((who, rref))
@@ -302,7 +300,6 @@ class SerialActor:
         return turn.take_reply()
 
     def _end(self, turn: Turn) -> None:
-        """Ends the turn, after its result was encoded, and begins the next."""
         with self._lock:
             self._running = None
             following = self._take() if self._queue.has_ready else None

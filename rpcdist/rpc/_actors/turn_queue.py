@@ -39,7 +39,6 @@ class CallNumber(NamedTuple):
 
     @classmethod
     def checked(cls, parts: object) -> CallNumber:
-        """Validates a number from a peer; raises `RpcdistError`."""
         if type(parts) is tuple and len(parts) == 3:
             stream, number, floor = parts
             if type(stream) is int and type(number) is int and type(floor) is int:
@@ -97,7 +96,6 @@ class TurnQueue(Generic[C, T]):
         self._ready: deque[_CallerQueue[T]] = deque()
 
     def __len__(self) -> int:
-        """The number of ready calls."""
         return sum(len(caller.ready) for caller in list(self._ready))
 
     @property

@@ -93,7 +93,6 @@ def named_remote(
 
 
 async def keep_actor(name: str, rref: RRef[Any]) -> None:
-    """Keeps an actor under its name, at its owner."""
     await current_agent().actor_names.keep(name, rref)
 
 

@@ -152,13 +152,11 @@ class PendingCall:
         return self.session.transfer_progress(self.transfer) if self.session is not None and self.transfer else None
 
     def end_span(self, outcome: str) -> None:
-        """Ends its span, if there is one."""
         if self.span is not None and (spans := call_records.exporter) is not None:
             called = self.called if isinstance(self.called, str) else FETCH
             spans.end(self.span, called, self.table.name_of(self.peer), outcome)
 
     def facts(self, now: float) -> CallMade:
-        """Its state at a time, in monotonic seconds."""
         session, unsent = self.session, self.unsent()
         phase = "unsent" if session is None else "sending" if unsent is not None else "waiting"
         done, total = unsent or (0, 0)
@@ -254,7 +252,6 @@ class CallTable:
 
     @property
     def num_made(self) -> int:
-        """The number of calls made so far."""
         return int(repr(self._numbers)[len("count(") : -1]) - 1  # uses up no number; copies end with Python 3.14
 
     def add(self, call: PendingCall) -> None:
@@ -308,13 +305,11 @@ class CallTable:
         return iter(list(self._calls.values()))
 
     def wait_empty(self, timeout_s: float | None) -> bool:
-        """Waits until no call is in flight; False on timeout."""
         return self._idle.wait_for(lambda: not self._calls, timeout_s)
 
     # ------------------------------------------------------------ how calls end, other than by a reply
 
     def end(self, call: PendingCall, exc: BaseException) -> None:
-        """Fails a call, unless it has ended."""
         if self.take(call.id, type(exc).__name__) is not None:
             self._give_back(call.forks)
             call.reply_sink.failed(exc)
@@ -339,7 +334,6 @@ class CallTable:
         return True
 
     def fail_all(self, exc: BaseException) -> None:
-        """Ends every call here, without a message to the callees."""
         for call in self:
             if self.take(call.id, "abandoned by shutdown") is not None:
                 call.reply_sink.failed(exc)
@@ -407,7 +401,6 @@ class CallTable:
                 call.session.flush()
 
     def stop_timer(self) -> None:
-        """Stops the timer for the deadlines."""
         if self._timer is not None:
             self._timer.cancel()
 

@@ -84,7 +84,6 @@ class Caller:
 
     @property
     def rpc_timeout_s(self) -> float:
-        """The default limit of calls."""
         return self._new_calls.rpc_timeout_s
 
     @rpc_timeout_s.setter
@@ -257,7 +256,6 @@ class Caller:
         return WITHHELD if call is None else value_sink.wait(call, None, call.session, forget)
 
     def fetch(self, owner: int, share: ReferenceShare, timeout_s: float) -> Any:
-        """The value of a remote reference, from its owner; waits for it."""
         if asyncio._get_running_loop() is not None:
             raise BlockingInLoop("to_here()", "await rref")
         reply_sink = SyncReplySink()
@@ -266,7 +264,6 @@ class Caller:
         return reply_sink.wait(call, partial(self._send, call, message, large, session), session)
 
     def start_fetch(self, owner: int, share: ReferenceShare, timeout_s: float) -> Future[Any]:
-        """`fetch` without waiting."""
         future = CallFuture()
         call, message, large = self._new_calls.of_fetch(owner, share, timeout_s, future)
         future.expect(call)
@@ -280,7 +277,6 @@ class Caller:
         return reply_sink.wait(call, partial(self._send, call, message, large))
 
     def start_gathering(self, to: int, name: str, args: tuple[Any, ...], timeout_s: float) -> Future[Any]:
-        """`gather` without waiting."""
         future = CallFuture()
         call, message, large = self._new_calls.of_gathering(to, name, args, timeout_s, future)
         future.expect(call)

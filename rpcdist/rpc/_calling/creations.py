@@ -91,7 +91,6 @@ class Creation:
             return self._future
 
     def began(self, call: PendingCall) -> None:
-        """Records that the call was made."""
         with self._lock:
             if not self._has_ended:
                 self._call = call

@@ -67,7 +67,6 @@ class InFlightBytes:
             return f"<InFlightBytes {num_bytes} B, {sum(len(line.waiters) for line in self._lines.values())} waiting>"
 
     def usage(self) -> dict[int, tuple[int, int]]:
-        """The bytes in flight and the number of waiting calls, by worker."""
         lines = self._lines.copy()  # in a single step: inspection takes no lock of the call path
         return {worker: (line.num_bytes, len(line.waiters)) for worker, line in lines.items()}
 
@@ -100,7 +99,6 @@ class InFlightBytes:
             return True
 
     def take_anyway(self, to: int, call: int, num_bytes: int) -> None:
-        """Admits a call even if there is no room."""
         with self._lock:
             self._admit(self._lines.setdefault(to, _Line()), call, num_bytes)
 

@@ -174,7 +174,6 @@ class NewCalls:
         return pending, call, large
 
     def _explain(self, exc: Exception, pending: PendingCall, written: Written) -> None:
-        """Notes on an error which of the arguments cannot be sent."""
         assert isinstance(written.obj, tuple)
         parts = dict(zip(("args", "kwargs", "function"), written.obj, strict=False))
         self._marshal.explain(exc, written, f"in an {pending.what()}", **parts)
@@ -186,7 +185,6 @@ class NewCalls:
             )
 
     def is_for_all(self, made: NewCall) -> bool:
-        """Whether the same call may be sent to another worker."""
         call = made[1]
         return call.is_compact and not (call.context or call.result or call.target)
 

@@ -332,7 +332,6 @@ class StreamTable:
             entry[0].arrived(arrived)
 
     def on_end(self, session: AnySession, message: rpc_pb2.Message, buffers: list[ReceiveBuffer]) -> None:
-        """Handles the end of a stream."""
         end = message.stream_end
         if (entry := self._streams.get(end.id)) is None or entry[1] is not session:
             return
@@ -342,12 +341,10 @@ class StreamTable:
             entry[0].end(self._marshal.arrived_failure(end.failure, buffers, session.peer) if failed else None)
 
     def on_broken(self, session: AnySession, reason: str) -> None:
-        """Fails the streams of a connection that has ended."""
         silence_s = time.monotonic() - session.last_received
         self._fail(lambda on: on is session, lambda what: WorkerLost(session.peer.name, what, silence_s, reason))
 
     def fail_all(self, text: str) -> None:
-        """Ends all streams here, without a message to the producers."""
         self._fail(lambda on: True, lambda what: RpcdistError(text))
 
     def _pop(self, id: int) -> tuple[StreamState, AnySession] | None:
@@ -374,11 +371,9 @@ class StreamTable:
                 state.cancel()
 
     def wait_empty(self, timeout_s: float) -> bool:
-        """Waits until no stream is open; False on timeout."""
         return self._idle.wait_for(lambda: not self._streams, timeout_s)
 
     def facts(self, most: int) -> list[StreamFacts]:
-        """The open streams; any thread."""
         return [
             StreamFacts(
                 state.id,
@@ -393,7 +388,6 @@ class StreamTable:
         ]
 
     def describe(self) -> list[str]:
-        """The open streams, for messages."""
         return [repr(state) for state, _ in list(self._streams.values())]
 
     def drain(self) -> None:
@@ -422,7 +416,6 @@ class StartingStream(Stream[T]):
 
     @property
     def _stream(self) -> Stream[T] | None:
-        """The stream, if the call was answered with one."""
         if not self._start.done() or self._start.exception() is not None:
             return None
         result = self._start.value()

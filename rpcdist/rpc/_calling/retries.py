@@ -61,7 +61,6 @@ class Retries:
             self._idle.look_again()
 
     def wait_empty(self, timeout_s: float) -> bool:
-        """Waits until all of them have ended; False on timeout."""
         return self._idle.wait_for(lambda: not self._open, timeout_s)
 
     def fail_all(self, exc: BaseException) -> None:
@@ -89,7 +88,6 @@ class _Retried:
         self._ended = False
 
     def attempt(self) -> None:
-        """Makes the call, the first time or again."""
         current = self._context.copy().run(self._start, self._deadline.timeout_s())
         with self._lock:
             self._timer = None

@@ -88,7 +88,6 @@ class RRefCalls:
         return self._caller.fetch(self._rrefs.owner_of(state), ReferenceShare(state.rref, state.id), timeout_s)
 
     def start_fetch(self, state: HandleState, timeout_s: float) -> Future[Any]:
-        """`fetch` without waiting."""
         check_not_forked()
         share = ReferenceShare(state.rref, state.id)
         future = self._caller.start_fetch(self._rrefs.owner_of(state), share, timeout_s)
@@ -243,7 +242,6 @@ class RRefCalls:
         return rref
 
     def backward(self, context_id: int, root: torch.Tensor, retain_graph: bool) -> None:
-        """Runs a distributed backward pass that begins on this worker; blocks."""
         deadline = self._caller.deadline_of(UNSET_RPC_TIMEOUT)
         self._autograd.backward(context_id, [root], retain_graph, self._autograd_mode, deadline)
 

@@ -86,7 +86,6 @@ class BorrowedGpuMemory:
 
     @property
     def is_used(self) -> bool:
-        """Whether memory is open."""
         return bool(self._opened)
 
     def device_of(self, loan: value_pb2.GpuLoan) -> int:
@@ -170,7 +169,6 @@ class BorrowedGpuMemory:
             self._news_of(lender).copied.append(borrowed.loan.number)
 
     def discard(self, loans: Iterable[value_pb2.GpuLoan], lender: int) -> None:
-        """Nothing of these loans is wanted."""
         with self._lock:
             self._news_of(lender).unwanted.extend([loan.number for loan in loans])
 

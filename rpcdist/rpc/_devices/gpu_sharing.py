@@ -222,7 +222,6 @@ class GpuSharing:
         return map_device is not None and moves_cpu(map_device)
 
     def arriving(self, value: value_pb2.Value, sender: Identity) -> ValueOnGpus:
-        """A value that arrived."""
         return ValueOnGpus(value, sender, self.borrowed, self._me.name)
 
     def _lend(
@@ -310,12 +309,10 @@ class GpuSharing:
             self._lent.release(release.copied, release.unwanted, session.peer, release.closed)
 
     def on_broken(self, session: AnySession, reason: str) -> None:
-        """A connection has ended."""
         if self._lent is not None:
             self._lent.on_broken(session.peer)
 
     def on_gone(self, identity: Identity, error: Exception | None = None) -> None:
-        """A worker is lost, or another process has taken its place."""
         self._readers.pop(identity, None)
         if self._lent is not None or self.borrowed.is_used:
             self._submit(self._forget, identity)
@@ -326,7 +323,6 @@ class GpuSharing:
             self._lent.on_gone(identity)
 
     def tick(self) -> None:
-        """Ten times a second."""
         for lender in list(self.borrowed.news):
             if (message := self.borrowed.release(lender)) is not None:
                 self._send(lender, message)

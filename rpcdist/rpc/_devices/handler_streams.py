@@ -55,7 +55,6 @@ class HandlerStreams:
             _make_current(inner.stream)
 
     def leave(self) -> None:
-        """Idempotent."""
         while self._entered:
             outer, inner = self._entered.pop()
             inner.end_before(outer)
@@ -104,11 +103,9 @@ class ArrivedTensors:
 
     @classmethod
     def of(cls, value: object) -> ArrivedTensors:
-        """Those of a value."""
         return cls([leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.is_cuda])
 
     def followed_by(self, result: object) -> ArrivedTensors:
-        """See `OnGpus`."""
         return self.of(result)
 
     def join_gpus(self) -> None:

@@ -83,7 +83,6 @@ class LentGpuMemory:
 
     @property
     def num_loans(self) -> int:
-        """Loans that are not idle yet."""
         return len(self._lent)
 
     def kept_bytes(self, device: int | None = None) -> int:

@@ -94,7 +94,6 @@ def set_hooks(enter: Hook, leave: Hook) -> None:
 
 
 def forget_hooks() -> None:
-    """Undoes `set_hooks` for this thread."""
     hooks.enter = hooks.leave = hooks.worker = None
 
 

@@ -83,7 +83,6 @@ class HeldAnswers:
             self._on_held()
 
     def write(self) -> None:
-        """Writes all held answers."""
         while self._sinks:
             try:
                 sink = self._sinks.pop()

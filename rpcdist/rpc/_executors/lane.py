@@ -35,7 +35,6 @@ class Lane:
 
     @property
     def is_here(self) -> bool:
-        """Whether the caller runs on the lane's thread."""
         return get_ident() == self._thread
 
     @property

@@ -66,7 +66,6 @@ class LoadHistory:
         self.restart(now)
 
     def restart(self, now: float) -> None:
-        """Starts over after a pause without queued jobs."""
         self.last_progress = now
         self._last_move = now  # when a job ended or threads were started
         self._burst = 1

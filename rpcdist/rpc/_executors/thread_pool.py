@@ -70,7 +70,6 @@ class JobLine(deque[Job]):
 
     @property
     def oldest_at(self) -> float | None:
-        """When the first job was submitted; None if the line is empty."""
         try:
             return self[0][2]
         except IndexError:
@@ -206,15 +205,12 @@ class ThreadPool:
 
     @property
     def has_queue(self) -> bool:
-        """Whether jobs are waiting for a thread."""
         return bool(self._turns)
 
     def _oldest_at(self) -> float | None:
-        """When the oldest queued job was submitted; None if the queue is empty."""
         return min((at for line in list(self._turns) if (at := line.oldest_at) is not None), default=None)
 
     def facts(self) -> PoolFacts:
-        """Counts the threads and queued jobs; any thread."""
         threads, idle, blocked = len(self._workers), len(self._idle), len(self._blocked)
         running, queued = max(0, threads - idle - blocked), sum(map(len, list(self._turns)))
         oldest_at = self._oldest_at()
@@ -384,7 +380,6 @@ class ThreadPool:
             self.num_reserved += 1
 
     def give_back(self) -> None:
-        """Undoes `reserve`."""
         with self._lending:
             self.num_reserved -= 1
 
@@ -418,7 +413,6 @@ class ThreadPool:
         return self._run(worker, function, arguments)
 
     def answer_now(self, deferred: DeferredReply) -> None:
-        """Sends a deferred reply; any thread."""
         try:
             deferred.send()
         except BaseException as error:

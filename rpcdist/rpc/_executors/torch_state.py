@@ -74,7 +74,6 @@ def adopt_num_threads() -> None:
 
 
 def reset() -> None:
-    """Resets this thread to torch's initial state."""
     if not is_default():
         slot = StateSlot()
         slot.swap_out()
@@ -201,7 +200,6 @@ class StateSlot:
             original.swap_in()
 
     def forget(self) -> None:
-        """Drops the saved state without installing it."""
         guard, self._guard = self._guard, None
         if guard is not None:
             here = _new_guard()

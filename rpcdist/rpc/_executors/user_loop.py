@@ -87,7 +87,6 @@ class UserCall(Coroutine[Any, Any, None]):
         self._host.post(self.end_soon)
 
     def done(self) -> bool:
-        """Whether the call has ended and `on_done` was called."""
         return self._is_over
 
     def __repr__(self) -> str:
@@ -261,7 +260,6 @@ class UserLoop:
         return self._thread.ident if self._thread is not None else None
 
     def on_thread(self) -> bool:
-        """Whether the caller runs on this loop's thread."""
         return threading.get_ident() == self.ident
 
     def __len__(self) -> int:

@@ -217,7 +217,6 @@ class Completions(FutureObserver, Generic[T]):
         self._observed.clear()
 
     def note_done(self, future: torch.futures.Future[T]) -> None:
-        """See `FutureObserver`."""
         if self._failed is None and _has_failed(future):
             self._failed = future
         self._arrived.append(future)
@@ -225,7 +224,6 @@ class Completions(FutureObserver, Generic[T]):
             self._wake_one()
 
     def take_over(self, future: Future[T]) -> bool:
-        """See `FutureObserver`."""
         self._taken.append(future)
         if not self._is_taking:
             try:

@@ -62,7 +62,6 @@ class CallSpans:
         return self._tracer.start_span("rpc", parent, kind=self._trace.SpanKind.SERVER, attributes=_SYSTEM)
 
     def end(self, span: Any, called: str, peer: str, outcome: str) -> None:
-        """The call has ended."""
         if not span.is_recording():
             return
         span.update_name(called)
@@ -235,7 +234,6 @@ class CallRecorder:
         return tuple(_times_of(function[:MAX_NAME_CHARS], served, calls) for (function, served), calls in largest)
 
     def __iter__(self) -> Iterator[RecordedCall]:
-        """The calls, in the order in which they ended."""
         found = [
             RecordedCall(id, peer, str(function), began, ended, outcome, rows is self._served)
             for rows in (self._made, self._served)

@@ -81,7 +81,6 @@ class FlightLog:
             self._handles_signal = True
 
     def stop(self) -> None:
-        """The worker has left."""
         forget_failures(self.failed)
         if self._handles_signal and threading.current_thread() is threading.main_thread():
             self._handles_signal = False
@@ -118,7 +117,6 @@ class FlightLog:
             time.sleep(FLIGHT_NOTICE_S)  # the launcher may end the others when it hears of this
 
     def ended(self, error: BaseException | None) -> None:
-        """The process ends without `shutdown`."""
         if error is not None:
             self.failed(error)
         elif not self._lifetime.is_closed and not self._has_failed:
@@ -140,11 +138,9 @@ class FlightLog:
             self._heard("broken", f"the connection with {session.peer.name!r} ended: {reason}")
 
     def on_lost(self, identity: Identity, error: WorkerLost) -> None:
-        """A worker is declared dead."""
         self._heard("lost", f"worker {identity.name!r} is lost: {error.reason}")
 
     def on_notice(self, session: AnySession, message: rpc_pb2.Message, buffers: Any) -> None:
-        """A worker says that it fails."""
         self._heard("heard", f"worker {session.peer.name!r} reported its failure: {message.failure_notice.reason}")
 
     def _heard(self, kind: str, text: str) -> None:

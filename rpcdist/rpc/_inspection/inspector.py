@@ -117,7 +117,6 @@ class Inspector:
 
     @property
     def methods(self) -> dict[str, Callable[..., Any]]:
-        """Of the service."""
         return {"Look": self._on_look, "LookAtNeighbour": self._on_neighbour}
 
     # ------------------------------------------------------------ I/O loop
@@ -247,7 +246,6 @@ class Inspector:
         return describe(explain([self.facts()]))
 
     def calls_served(self, now: float) -> tuple[CallServed, ...]:
-        """The calls that this worker handles."""
         threads = self._threads_of_calls()
         return tuple(self._served(active, now, threads) for active in islice(self.active_calls, MAX_LISTED))
 
@@ -294,7 +292,6 @@ class Inspector:
         )
 
     def _produced(self) -> list[StreamFacts]:
-        """The streams whose items this worker makes."""
         return [
             StreamFacts(
                 active.id, active.session.id.hex(), active.what[:MAX_LISTED], active.session.peer.name, "produces",

@@ -68,7 +68,6 @@ def awaited_lock(frame: FrameType) -> AwaitedLock | None:
 
 
 def holds_lock(frame: FrameType, lock: object) -> bool:
-    """Whether a frame is inside of a `with` block of a lock."""
     for path, start, end in _locks_in(frame.f_code)[1]:
         if start <= frame.f_lasti < end:
             held = _value(frame, path)

@@ -117,7 +117,6 @@ class Gatherings:
         return {name: result[name] for name in chosen}
 
     def barrier(self, names: Iterable[str] | None, timeout_s: float) -> None:
-        """Waits until all have arrived; like `all_gather`, without objects."""
         self._gather(None, names, timeout_s, False)
 
     def _gather(
@@ -162,7 +161,6 @@ class Gatherings:
     # ------------------------------------------------------------ the host
 
     def facts(self) -> list[GatheringFacts]:
-        """The open rounds; any thread."""
         open_rounds = [round_ for rounds in list(self._rounds.values()) for round_ in list(rounds)]
         return [
             GatheringFacts("barrier", tuple(sorted(round_.came)), tuple(round_.missing())) for round_ in open_rounds
@@ -274,7 +272,6 @@ class Gatherings:
 
     @property
     def callables(self) -> dict[str, Callable[..., Coroutine[Any, Any, object]]]:
-        """The functions that every peer may call, by the name on the wire."""
         return {CONTRIBUTE: self._on_contribute, MISSING: self._on_missing}
 
     async def _on_contribute(self, group: Group, name: str, obj: Any, wants_objects: bool) -> dict[str, Any] | None:

@@ -106,7 +106,6 @@ class Coordinator:
     mark_left: Callable[[], object] = lambda: None
 
     def on_lost(self, identity: Identity, error: WorkerLost) -> None:
-        """Frees the place of a worker that was declared dead, if the service is here. On the I/O loop."""
         if self.service is not None:
             self.service.lost(identity, error.reason)
 
@@ -138,7 +137,6 @@ class Coordinator:
         return self._network.run(noticed(joining, INIT_NOTICE_S, partial(self._log_missing, world_size)), limit_s)
 
     async def _log_missing(self, world_size: int | None) -> None:
-        """Logs the ranks that have not joined yet."""
         waits = f"init_rpc of {self._me.name!r} (rank {self._me.id}) still waits after {INIT_NOTICE_S:g} s"
         try:
             members = (await self.members_async()).members
@@ -162,7 +160,6 @@ class Coordinator:
             logger.warning("%s for these workers of the job to be notified of it: %s", waits, listed(there.values()))
 
     def members(self, limit_s: float | None = None) -> Roster:
-        """The current members of the job; blocks."""
         return self._network.run(self.members_async(), 2 * ANSWER_GRACE_S if limit_s is None else limit_s)
 
     async def members_async(self) -> Roster:
@@ -215,7 +212,6 @@ class Coordinator:
         return peer, reply
 
     def leave(self) -> None:
-        """Tells the coordinator that this worker leaves; blocks."""
         request = membership_pb2.LeaveRequest(identity=identity_to_proto(self._me))
         if self.service is not None:
             self._network.run(self.service.leave(self._me, request), ANSWER_GRACE_S)
@@ -310,7 +306,6 @@ class CoordinatorSearch:
             self._router.watch(self._directory.coordinator, "the membership of the job")
 
     def on_lost(self, identity: Identity, error: WorkerLost) -> None:
-        """Starts the search if the lost worker is the coordinator."""
         if identity.id != self._directory.coordinator:
             return
         self._look()
@@ -357,7 +352,6 @@ class CoordinatorSearch:
             self._task = self._io.spawn(self._run(), "rpcdist look for the coordinator")
 
     def _hurry(self) -> None:
-        """Starts an attempt now."""
         self._wanted.set()
         self._look()
 
@@ -391,7 +385,6 @@ class CoordinatorSearch:
         return self._num_found != found
 
     def close(self) -> None:
-        """Ends the search."""
         for handle in (self._check_handle, self._orphan_handle):
             if handle is not None:
                 handle.cancel()
@@ -445,7 +438,6 @@ class CoordinatorSearch:
         return await found
 
     async def _attempt(self, address: str) -> bool:
-        """Makes an attempt; returns whether the search has ended."""
         directory = self._directory
         roster = directory.roster()
         me = directory.member(directory.me.id)

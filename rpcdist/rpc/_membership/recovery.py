@@ -69,7 +69,6 @@ class Recovery:
         return sorted((identity for identity in self._named if identity.id not in taken), key=lambda one: one.id)
 
     def is_complete(self, present: Iterable[Identity]) -> bool:
-        """Whether all workers are present, including the coordinator."""
         present = list(present)
         return not self.missing(present) and any(identity.id == self._coordinator for identity in present)
 
@@ -93,7 +92,6 @@ class Recovery:
         return member
 
     def on_answer(self, member: Member, lives: bool) -> None:
-        """Records whether a probed worker has answered in time."""
         if lives:
             self._living[member.identity] = member
         else:
@@ -107,7 +105,6 @@ class Recovery:
         )
 
     def survivors(self, present: Iterable[Identity]) -> Sequence[Member]:
-        """The missing workers that live."""
         return [self._living[identity] for identity in self.missing(present) if identity in self._living]
 
     def departures(self, present: Iterable[Identity]) -> Mapping[Identity, str]:

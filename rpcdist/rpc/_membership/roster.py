@@ -102,7 +102,6 @@ class MembershipTable:
 
     @property
     def members(self) -> Sequence[Member]:
-        """The living workers, by rank."""
         if self._sorted is None:
             self._sorted = tuple(member for _, member in sorted(self._by_rank.items()))
         return self._sorted
@@ -111,7 +110,6 @@ class MembershipTable:
         return len(self._living)
 
     def __contains__(self, identity: Identity) -> bool:
-        """Whether this incarnation is in the list."""
         member = self._living.get(identity.name)
         return member is not None and member.identity == identity
 
@@ -146,7 +144,6 @@ class MembershipTable:
         self._joining.add(identity)
 
     def has_joined(self, identity: Identity) -> None:
-        """Records that it was answered."""
         self._joining.discard(identity)
 
     def heard(self, identity: Identity, version: int) -> bool:
@@ -260,7 +257,6 @@ class MembershipTable:
         return True
 
     def leave(self, identity: Identity) -> bool:
-        """Removes a worker that leaves. False if this incarnation is not in the list."""
         return self._remove(identity)
 
     def lost(self, identity: Identity, reason: str = "") -> bool:
@@ -309,7 +305,6 @@ class MembershipTable:
         return True
 
     def _contradiction(self, member: Member, world_size: int) -> Verdict | None:
-        """A contradiction between this worker and the members."""
         if self.world_size is not None and world_size != self.world_size:
             return self._other_world(member, world_size)
         name, rank = member.identity.name, member.identity.id

@@ -54,7 +54,6 @@ def members_from_bytes(encoded: bytes) -> tuple[Member, ...]:
 
 
 def news_message(roster: Roster) -> pb.MembershipMessage:
-    """The message with which the coordinator sends changes to a member."""
     return pb.MembershipMessage(
         version=roster.version,
         base=roster.base,
@@ -64,7 +63,6 @@ def news_message(roster: Roster) -> pb.MembershipMessage:
 
 
 def news_of(message: pb.MembershipMessage) -> Roster:
-    """The inverse of `news_message`."""
     members, departures = members_from_bytes(message.members), departures_from_proto(message.departures)
     return Roster(message.version, members, departures, message.base)
 

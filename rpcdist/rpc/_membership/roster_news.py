@@ -107,7 +107,6 @@ class MembershipNews:
             self._send(identity.id, message)
 
     def on_message(self, sender: Identity, message: pb.MembershipMessage, buffers: Sequence[ReceiveBuffer]) -> None:
-        """Handles changes from the coordinator, or a member's confirmation of a version."""
         if (service := self._service) is not None:
             service.note_known(sender, message.version)
             if message.version < service.table.version:
@@ -122,7 +121,6 @@ class MembershipNews:
                     self._watch(identity.id, "the membership of the job")
 
     def close(self) -> None:
-        """Sends no more news; on the I/O loop."""
         if self._telling is not None:
             self._telling.cancel()
             self._telling = None
@@ -197,7 +195,6 @@ class MembershipWatch:
             logger.warning("worker %r is lost: %s", name, reason)
 
     def on_member(self, event: MemberEvent) -> None:
-        """Reports that a worker joined, left or was lost; on the I/O loop."""
         who = event.member.identity
         is_lost = event.kind == "lost"
         with self._lock:

@@ -144,7 +144,6 @@ class MembershipService:
         self.note_known(me, self.table.version)
 
     def note_known(self, identity: Identity, version: int) -> None:
-        """Records that a member knows this version of the list."""
         if self.table.heard(identity, version):
             self._is_aware(identity, version)
 
@@ -371,7 +370,6 @@ class MembershipService:
             self._has_changed()
 
     def others(self, me: Identity) -> list[Member]:
-        """All members except one."""
         return [member for member in self.table.members if member.identity != me]
 
     async def alone(self, me: Identity, timeout_s: float) -> bool:

@@ -104,7 +104,6 @@ class ShutdownRounds:
             self._loop.call_soon_threadsafe(self._review, True)
 
     def facts(self) -> list[GatheringFacts]:
-        """The open rounds; any thread."""
         return [
             GatheringFacts("shutdown", tuple(sorted(round_.came)), tuple(self._absent(round_)))
             for round_ in list(self._rounds)
@@ -188,7 +187,6 @@ class ShutdownRounds:
 
     @property
     def callables(self) -> dict[str, Callable[..., Coroutine[Any, Any, object]]]:
-        """The functions that every peer may call, by the name on the wire."""
         return {DEPART: self._on_depart, NOT_ARRIVED: self._not_arrived}
 
     async def _on_depart(self, name: str, had_work: bool) -> Answer:
@@ -392,7 +390,6 @@ class Leaving:
             logger.debug("the last replies were not flushed", exc_info=True)
 
     def say_goodbye(self) -> None:
-        """Notifies the coordinator that this worker leaves, if workers join and leave."""
         if self.is_static:
             return
         try:
@@ -419,7 +416,6 @@ class StopRequests:
         self._lost: CoordinatorLost | None = None
 
     def stop(self, why: str) -> None:
-        """Ends one `wait`."""
         self._requests.put(why)
 
     def orphaned(self, error: CoordinatorLost | None) -> None:
@@ -473,7 +469,6 @@ class StopRequests:
 
     @property
     def callables(self) -> dict[str, Callable[..., Coroutine[Any, Any, object]]]:
-        """The functions that every peer may call, by the name on the wire."""
         return {STOP: self._on_stop, PING: self._on_ping}
 
     async def _on_stop(self, name: str) -> None:

@@ -83,7 +83,6 @@ class Connections:
                 session.close(REPLACED)
 
     def sessions(self) -> list[Session]:
-        """The open sessions, in both directions."""
         return [*self._router.sessions(), *self.taken]
 
     async def flush(self, timeout_s: float, wait_for_others: bool) -> None:
@@ -98,7 +97,6 @@ class Connections:
             logger.debug("not everything was written within %s s", timeout_s)
 
     def close(self, reason: str) -> None:
-        """Ends all connections immediately."""
         self._router.close(reason)
         for session in list(self.taken):
             session.close(reason)

@@ -36,7 +36,6 @@ _KINDS: Mapping[type, str] = {
 
 
 def kind_of(body: ControlBody) -> str:
-    """The name of the message field for such a body."""
     return _KINDS[type(body)]
 
 
@@ -54,7 +53,6 @@ class ControlOutbox:
         return f"<ControlOutbox {len(self)} unacknowledged>"
 
     def add(self, body: ControlBody) -> rpc_pb2.Message:
-        """Numbers a message, and returns it for sending."""
         message = rpc_pb2.Message(control_seq=self._next)
         getattr(message, kind_of(body)).CopyFrom(body)
         self._next += 1
@@ -102,11 +100,9 @@ class ControlReceiver:
     _to_acknowledge: dict[AnySession, int] = field(default_factory=dict)
 
     def handle(self, kind: str, apply: Apply) -> None:
-        """Registers the handler of one kind of bodies."""
         self._apply[kind] = apply
 
     def apply(self, kind: str, sender: Identity, body: Message, buffers: Sequence[ReceiveBuffer] = ()) -> None:
-        """Applies a body at once, even if it was applied before."""
         self._apply[kind](sender, body, buffers)
 
     def on_message(self, session: AnySession, message: rpc_pb2.Message, buffers: list[ReceiveBuffer]) -> None:
@@ -134,7 +130,6 @@ class ControlReceiver:
             self.forget(event.member.identity)
 
     def acknowledge(self) -> None:
-        """Sends the acknowledgements that are due."""
         due, self._to_acknowledge = self._to_acknowledge, {}
         for session, applied in due.items():
             session.send(rpc_pb2.Message(ack=rpc_pb2.Ack(control_seq=applied)))

@@ -76,7 +76,6 @@ class DeviceMaps:
         return rpc_pb2.Message(device_map=device_map_to_pb(there))
 
     def on_message(self, session: AnySession, message: rpc_pb2.Message, buffers: list[ReceiveBuffer]) -> None:
-        """Records the map of a peer."""
         if session in self._arrived:
             raise ProtocolViolation("a second device map arrived on one session")
         self._arrived.add(session)
@@ -86,7 +85,6 @@ class DeviceMaps:
             logger.warning("the device map of %s cannot be read here: %s", session.peer.name, exc)
 
     def forget(self, session: Any, reason: str) -> None:
-        """Forgets a session that has ended."""
         self._back.pop(session, None)
         self._arrived.discard(session)
 
@@ -102,7 +100,6 @@ def check_own_devices(me: str, target: str, device_map: DeviceMap) -> None:
 
 
 def device_map_to_pb(device_map: DeviceMap) -> rpc_pb2.DeviceMap:
-    """The message for a map."""
     return rpc_pb2.DeviceMap(here=map(str, device_map), there=map(str, device_map.values()))
 
 

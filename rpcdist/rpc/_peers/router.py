@@ -193,7 +193,6 @@ class Router:
         return peer.session
 
     def flush(self, worker_id: int) -> None:
-        """Writes the messages that linger in the queue for a worker."""
         session = self.session_with(worker_id)
         if session is not None:
             session.flush()
@@ -331,7 +330,6 @@ class Router:
             self._directory.wait_while(lambda: is_lost() and peer.state not in given_up, deadline)
 
     def revive(self, worker_id: int) -> None:
-        """Tries again to reach a worker, if it is lost."""
         peer = self._peers.get(worker_id)
         if peer is not None:
             peer.revive()
@@ -360,7 +358,6 @@ class Router:
         return time.monotonic() - last_seen
 
     def sessions(self) -> list[Session]:
-        """The sessions that this worker has opened."""
         return [peer.session for peer in list(self._peers.values()) if peer.session is not None]
 
     # ------------------------------------------------------------ I/O loop
@@ -396,7 +393,6 @@ class Router:
             self._spawn_delivery(kept, reason)
 
     def on_acknowledgement(self, session: AnySession, message: rpc_pb2.Message, buffers: list[ReceiveBuffer]) -> None:
-        """Records that a worker has applied control messages up to a number."""
         peer = self._peers.get(session.peer.id)
         if peer is not None and peer.identity == session.peer:  # the numbers of its predecessor are meaningless here
             peer.acknowledged(message.ack.control_seq)
@@ -420,7 +416,6 @@ class Router:
             peer.declare_lost(REPLACED)
 
     def close(self, reason: str) -> None:
-        """Ends all connections immediately; on the I/O loop."""
         for peer in self._peers.values():
             peer.close(reason)
 

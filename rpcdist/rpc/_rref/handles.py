@@ -92,7 +92,6 @@ class HandleState:
         return waiters
 
     def check(self, use: str) -> None:
-        """Raises an error if the handle is unusable."""
         if self.deleted:
             raise RRefError(use)
         if self.error is not None:

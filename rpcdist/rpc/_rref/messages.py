@@ -122,7 +122,6 @@ def id_from_pb(id: value_pb2.UniqueId) -> UniqueId:
 
 
 def encode_messages(messages: Sequence[Message]) -> rref_pb2.RRefMessage:
-    """Encodes one message, or several deletions, to one worker."""
     if len(messages) > 1:
         ids = b"".join([_IDS.pack(*message.rref, *message.fork) for message in messages])
         return rref_pb2.RRefMessage(users_deleted=rref_pb2.UsersDeleted(ids=ids))

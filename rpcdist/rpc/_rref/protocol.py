@@ -77,7 +77,6 @@ class RRefProtocol:
             self.users.create(rref, fork, owner)
 
     def created(self, fork: ForkId) -> None:
-        """Confirms `fork`: the reply to its `remote()` arrived, so the owner has the value."""
         user = self.users.forks.get(fork)
         if user is not None:
             self.users.confirm(user)
@@ -104,7 +103,6 @@ class RRefProtocol:
             self.owners.share(rref, holder, child, to)
 
     def share_failed(self, rref: RRefId, child: ForkId) -> None:
-        """Handles a message with `child` that is or may be lost."""
         self.users.share_failed(rref, child, self._is_gone)
         self.owners.share_failed(rref, child)
 
@@ -132,7 +130,6 @@ class RRefProtocol:
         self.owners.drop(rref, handle)
 
     def drop_all(self) -> None:
-        """Drops every handle of this worker, for shutdown."""
         self.users.drop_all()
         self.owners.drop_all()
 

@@ -149,7 +149,6 @@ class RRefShell(Actions):
         return self.wrap(handle), ReferenceShare(rref, fork)
 
     def on_created(self, share: ReferenceShare) -> None:
-        """Handles the reply to a `remote()`: the owner holds the result."""
         self._feed(partial(self.protocol.created, share.fork))
 
     def on_creation_failed(self, share: ReferenceShare, exc: BaseException) -> None:
@@ -471,7 +470,6 @@ class RRefShell(Actions):
     # ------------------------------------------------------------ views
 
     def debug_info(self) -> dict[str, str]:
-        """Returns torch's counters, as text."""
         self.drain()
         with self._lock:
             return counts(self.protocol)
@@ -598,20 +596,17 @@ class RRefShell(Actions):
         return state.take_waiters()
 
     def _error(self, reason: Reason, what: str, owner: ProcessId) -> Exception:
-        """Returns the error for a protocol reason; `what` names the reference."""
         if reason is Reason.OWNER_LOST and owner in self.losses:
             return owner_lost(self.losses[owner], f"use of {what}")
         return describe(reason, what, self._name(owner))
 
     def _node(self, worker_id: int, incarnation: int | None) -> ProcessId:
-        """Returns a worker's process; with None, the process that has the id now."""
         return ProcessId(worker_id, self._directory.incarnation_of(worker_id) if incarnation is None else incarnation)
 
     def _name(self, node: ProcessId) -> str:
         return self._directory.name_of(node.worker)
 
     def _is_replaced(self, node: ProcessId) -> bool:
-        """Whether another process now has the node's id."""
         return self._directory.incarnation_of(node.worker) not in (0, node.incarnation)
 
     def _new_id(self) -> UniqueId:

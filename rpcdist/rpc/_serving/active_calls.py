@@ -104,7 +104,6 @@ class ActiveCall:
 
     @classmethod
     def of(cls, session: AnySession, call: CallMessage, arguments: Arrived | None) -> ActiveCall:
-        """A call that has arrived."""
         now, timeout_s = time.monotonic(), call.timeout_us / 1e6
         is_limited = 0.0 < timeout_s <= LONGEST_TIMEOUT_S
         deadline = Deadline(now + timeout_s) if is_limited else NEVER
@@ -150,7 +149,6 @@ class ActiveCall:
 
     @property
     def cancelled(self) -> bool:
-        """Whether its caller no longer wants the result."""
         return self.cancelled_at < NEVER.at
 
     @property
@@ -173,7 +171,6 @@ class ActiveCall:
         return self.handle.began if isinstance(self.handle, Turn) else self.started
 
     def state(self) -> rpc_pb2.CallState:
-        """The progress of the call."""
         phases = rpc_pb2.CallState.Phase
         turn = self.handle if isinstance(self.handle, Turn) else None
         started = self.run_began
@@ -189,7 +186,6 @@ class ActiveCall:
         return rpc_pb2.CallState(phase=phase, running_us=running_us)
 
     def cancel(self) -> None:
-        """Stops the call if it runs; any thread."""
         self.cancelled_at = min(self.cancelled_at, time.monotonic())
         if self.producer is not None:
             self.producer.cancel()
@@ -250,7 +246,6 @@ class ActiveCalls:
         return None
 
     def find(self, session: AnySession, number: int) -> ActiveCall | None:
-        """Returns the call with a number on a session; None if it has ended."""
         return self._calls.get((session, number))
 
     def remove(self, active: ActiveCall, outcome: str = OK) -> None:
@@ -279,7 +274,6 @@ class ActiveCalls:
             self._idle.look_again()
 
     def wait_idle(self, timeout_s: float | None) -> bool:
-        """Waits until no call is being handled; False on timeout."""
         return self._idle.wait_for(lambda: not self._working(), timeout_s)
 
     def wait_gathered(self, timeout_s: float) -> bool:
@@ -310,11 +304,9 @@ class ActiveCalls:
         return all(active.producer is not None for active in self._working())
 
     def describe(self) -> list[str]:
-        """The calls that are being handled, for messages."""
         return [repr(active) for active in self._working()]
 
     def cancel_all(self) -> None:
-        """Cancels the remaining calls."""
         for active in self:
             active.cancel()
 

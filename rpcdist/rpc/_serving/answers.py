@@ -160,7 +160,6 @@ class Answers:
     def _encode(
         self, active: ActiveCall, result: object
     ) -> tuple[ReplyMessage, Sequence[LargeBuffer], Sequence[Share]]:
-        """The reply with a result, its large buffers, and its shares of references."""
         back = None if active.entry is not None else active.back  # a later fetch of the value ignores it, too
         written = self._marshal.write(result, active.session.peer.id, active.session, back)
         reply = ReplyMessage(active.id)
@@ -173,7 +172,6 @@ class Answers:
         return reply, large, forks
 
     def fail(self, active: ActiveCall, exc: BaseException) -> None:
-        """Answers a call with an exception."""
         outcome = "not answered"
         try:
             if issubclass(type(exc), Cancelled) and active.session.closed_reason is not None and active.entry is None:

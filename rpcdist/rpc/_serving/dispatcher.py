@@ -226,13 +226,11 @@ class Dispatcher:
         return is_there
 
     def on_cancel(self, session: AnySession, message: rpc_pb2.Message, buffers: list[ReceiveBuffer]) -> None:
-        """Cancels a call whose caller no longer wants the result."""
         active = self.calls.find(session, message.cancel.id)
         if active is not None:
             active.cancel()
 
     def on_question(self, session: AnySession, message: rpc_pb2.Message, buffers: list[ReceiveBuffer]) -> None:
-        """Answers a caller's question about the progress of a call."""
         number = message.call_question.id
         active = self.calls.find(session, number)
         state = rpc_pb2.CallState() if active is None else active.state()
@@ -241,7 +239,6 @@ class Dispatcher:
         session.flush()
 
     def on_credit(self, session: AnySession, message: rpc_pb2.Message, buffers: list[ReceiveBuffer]) -> None:
-        """Records that the consumer of a stream can take more items."""
         credit = message.stream_credit
         active = self.calls.find(session, credit.id)
         if active is not None and active.producer is not None:
@@ -308,11 +305,9 @@ class Dispatcher:
             self._submit(active, self.run, active)
 
     def _submit(self, active: ActiveCall, function: Callable[..., object], *arguments: object) -> None:
-        """Submits work for a call to the pool, in the line of its caller."""
         self._pool.submit_many(((function, arguments),), line_of(active.session, active.is_nested))
 
     def _refuse(self, active: ActiveCall) -> None:
-        """Answers a call that its caller no longer wants."""
         error: RpcdistError = DeadlineExceeded(
             "RPC ran for more than set timeout: the deadline passed before the call ran"
         )
@@ -481,7 +476,6 @@ class Dispatcher:
 
 
 def _run_beside(run: Callable[[], object]) -> None:
-    """Runs a job on a thread outside of the pool."""
     unblock_signals()
     run()
 
