@@ -239,9 +239,11 @@ def test_a_share_is_announced_before_its_value_is_asked_for_also_to_a_worker_tha
         router, knows = agent.router, agent.directory.knows
         assert router._peers.get(ATTACKER) is None
         monkeypatch.setattr(agent.directory, "knows", lambda worker: (known or worker != ATTACKER) and knows(worker))
-        monkeypatch.setattr(
-            router, "_spawn_introduction", lambda worker: None
-        )  # it asks the coordinator, which is slow
+
+        async def nothing(worker: int) -> None:
+            """In place of a question to the coordinator, which is slow."""
+
+        monkeypatch.setattr(router, "_send_to_stranger", nothing)
         for _ in range(2):
             router.send_control(ATTACKER, request)
         assert router._peers.get(ATTACKER) is None

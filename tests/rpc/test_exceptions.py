@@ -14,7 +14,7 @@ from values_helpers import encode, fail
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import CollectiveMismatch, RemoteError, WorkerLost
-from rpcdist.rpc._futures.failure import Failure
+from rpcdist.rpc._futures.failure import Failure, raise_failure
 from rpcdist.rpc._values import decode
 from rpcdist.rpc._values.exceptions import copied
 from rpcdist.rpc._values.failures import exception_of
@@ -139,7 +139,7 @@ def test_an_exception_arrives_as_it_was(exc: Exception, attributes: dict[str, ob
     assert {name: getattr(arrived, name) for name in attributes} == attributes
     assert arrived.__notes__ == ["a note"]
     with pytest.raises(type(exc)) as raised:
-        Failure(arrived).raise_copy()  # what a future keeps and raises
+        raise_failure(Failure(arrived))  # what a future keeps and raises
     twin = raised.value
     assert twin is not arrived and twin.args == exc.args
     assert {name: getattr(twin, name) for name in attributes} == attributes

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 import types
+from typing import Any
 
 import pytest
 
+from rpcdist.errors import SerializationError
 from rpcdist.rpc._calling import new_calls
-from rpcdist.rpc._calling.new_calls import KnownNames
+from rpcdist.rpc._calling.new_calls import NewCalls
 from rpcdist.rpc._values.function_names import function_reference
 
 MODULE = "module_of_known_names"
@@ -22,46 +24,65 @@ def module(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     return made
 
 
-def noted(func: object) -> KnownNames:
-    names = KnownNames()
-    names.note(func, function_reference(func))  # type: ignore[arg-type]
-    return names
+class Names:
+    """The names of a caller, and how often one had to be looked up."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        table: Any = types.SimpleNamespace(next_id=None)
+        marshal: Any = types.SimpleNamespace(by_value=False)
+        self.calls = NewCalls(table, marshal, 60.0)
+        self.looked_up: list[object] = []
+        monkeypatch.setattr(new_calls, "function_reference", self._look_up)
+
+    def _look_up(self, func: Any, by_value: bool) -> str | None:
+        self.looked_up.append(func)
+        return function_reference(func, by_value=by_value)
+
+    def __getitem__(self, func: Any) -> str | None:
+        return self.calls._name_of(func)
+
+
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> Names:
+    return Names(monkeypatch)
 
 
 @pytest.mark.parametrize("name", ["work", "Box"])
-def test_functions_and_classes_at_the_top_level_are_kept(module: types.ModuleType, name: str) -> None:
+def test_functions_and_classes_at_the_top_level_are_kept(module: types.ModuleType, names: Names, name: str) -> None:
     func = getattr(module, name)
-    assert KnownNames().find(func) is None
-    assert noted(func).find(func) == f"{MODULE}:{name}"
+    assert names[func] == names[func] == f"{MODULE}:{name}"
+    assert names.looked_up == [func]
 
 
 @pytest.mark.parametrize("change", ["replaced", "deleted", "module gone"])
 def test_a_name_that_leads_elsewhere_now_is_dropped(
-    change: str, module: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+    change: str, module: types.ModuleType, names: Names, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    work, names = module.work, noted(module.work)
+    work = module.work
+    assert names[work] == f"{MODULE}:work"
     if change == "replaced":
         monkeypatch.setattr(module, "work", module.other)
     elif change == "deleted":
         monkeypatch.delattr(module, "work")
     else:
         monkeypatch.delitem(sys.modules, MODULE)
-    assert names.find(work) is None
-    assert repr(names) == "<KnownNames [0]>"  # the function may end
+    with pytest.raises(SerializationError):
+        names[work]
+    assert not names.calls._known  # the function may end
 
 
-def test_what_holds_something_or_lies_deeper_is_not_kept(module: types.ModuleType) -> None:
-    box = module.Box()
-    held: list[object] = []
-    for func in (module.Box.put, box.put, held.append, len):
-        names = KnownNames()
-        names.note(func, f"{MODULE}:something")
-        assert names.find(func) is None
+def test_what_holds_something_or_lies_deeper_is_not_kept(module: types.ModuleType, names: Names) -> None:
+    for func in (module.Box.put, len):
+        assert names[func] == names[func]
+        assert names.looked_up[-2:] == [func, func]
+    assert not names.calls._known
 
 
-def test_the_number_of_names_is_bounded(module: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_names_is_bounded(
+    module: types.ModuleType, names: Names, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(new_calls, "MAX_KNOWN", 1)
-    names = noted(module.work)
-    names.note(module.other, f"{MODULE}:other")
-    assert repr(names) == "<KnownNames [1]>"
-    assert names.find(module.other) == f"{MODULE}:other"  # the latest is among them
+    for func in (module.work, module.other, module.other):
+        assert names[func] == f"{MODULE}:{func.__name__}"
+    assert names.looked_up == [module.work, module.other]  # the latest is among them
+    assert list(names.calls._known) == [module.other]

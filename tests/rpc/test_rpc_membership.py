@@ -348,4 +348,4 @@ def test_the_coordinator_of_a_growing_world_knows_those_who_came_while_it_was_bu
 
     monkeypatch.setattr(Agent, "start", start_when_others_have_joined)
     with InProcessCluster("a", "b", "c", elastic=True) as cluster, cluster.use("a") as agent:
-        assert agent.directory.names() == ["a", "b", "c"]
+        assert [member.identity.name for member in agent.directory.known()] == ["a", "b", "c"]

@@ -71,7 +71,7 @@ def test_the_role_that_launch_gave_is_the_default(no_agent: None, monkeypatch: p
     monkeypatch.setenv("RPCDIST_ROLE", "trainer:3")
     options = rpc.RpcOptions(init_method="memory://")
     with monkeypatch.context() as patch:
-        patch.setattr(initialization, "_start_with_node", lambda *arguments: None)
+        patch.setattr(initialization, "_start", lambda *arguments: None)
         rpc.init_rpc("a", rank=0, world_size=1, rpc_backend_options=options)
         assert options.role == "trainer"
         rpc.init_rpc("a", rank=0, world_size=1, rpc_backend_options=options, role="server")

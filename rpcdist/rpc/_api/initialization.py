@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import threading
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
@@ -94,7 +94,7 @@ def init_rpc(
     check_worker_name(name)
     try:
         with names_shortage("init_rpc"):
-            _start_with_node(backend, name, rank, world_size, rpc_backend_options)
+            _start(backend, name, rank, world_size, rpc_backend_options)
     except RpcdistError as exc:
         # The error says what to do; 80 lines of traceback through sockets and stores would hide it.
         logger.debug("init_rpc of %s failed", name, exc_info=True)
@@ -102,30 +102,22 @@ def init_rpc(
         raise  # unlike `raise exc`, adds no frame of this function
 
 
-def _start_with_node(backend: object, name: str, rank: int, world_size: int | None, options: RpcBackendOptions) -> None:
-    if not isinstance(options, RpcOptions):
-        _start(backend, name, rank, world_size, options)
-        return
-    # The rendezvous store uses this process's only node, so create the node with the token in the options first.
-    node = acquire_node(node_options(options))
-    try:
-        _start(backend, name, rank, world_size, options)
-    finally:
-        node.release()
-
-
 def _start(backend: object, name: str, rank: int, world_size: int | None, options: RpcBackendOptions) -> None:
-    url = options.init_method
-    store, rank, found_size = _find_store(url, rank, world_size, options.startup_limit_s)
-    # The URL does not suffice: `env://` means another address after a program has changed MASTER_PORT.
-    prefix = f"attempt_{job_attempt()}/rpc_prefix_{count_start(f'{url} {store.address}')}"
-    try:
-        # With env://, a WORLD_SIZE set by the launcher makes the world static.
-        size = found_size if found_size > 0 else None
-        _init_rpc_backend(backend, PrefixStore(prefix, store), name, rank, size, options)
-    except BaseException:
-        store.close()
-        raise
+    with ExitStack() as held:
+        if isinstance(options, RpcOptions):
+            # First, with the token in the options: the rendezvous store uses this process's only node.
+            held.callback(acquire_node(node_options(options)).release)
+        url = options.init_method
+        store, rank, found_size = _find_store(url, rank, world_size, options.startup_limit_s)
+        # The URL does not suffice: `env://` means another address after a program has changed MASTER_PORT.
+        prefix = f"attempt_{job_attempt()}/rpc_prefix_{count_start(f'{url} {store.address}')}"
+        try:
+            # With env://, a WORLD_SIZE set by the launcher makes the world static.
+            size = found_size if found_size > 0 else None
+            _init_rpc_backend(backend, PrefixStore(prefix, store), name, rank, size, options)
+        except BaseException:
+            store.close()
+            raise
 
 
 def _find_store(url: str, rank: int, world_size: int | None, limit_s: float | None) -> tuple[Store, int, int]:

@@ -81,7 +81,7 @@ class NewCalls:
 
     def __init__(self, table: CallTable, marshal: Marshal, rpc_timeout_s: float) -> None:
         self.rpc_timeout_s = rpc_timeout_s
-        self._names = KnownNames()
+        self._known: dict[object, tuple[str, str, str]] = {}  # module, name in it, and name on the wire
         self._table = table
         self._next_id = table.next_id
         self._marshal = marshal
@@ -125,11 +125,7 @@ class NewCalls:
         kwargs = {} if kwargs is None else by_keyword(kwargs)
         if type(func) is not FunctionType:
             func, args, kwargs = unwrap(func, args, kwargs)
-        name = self._names.find(func)
-        if name is None:
-            name = function_reference(func, by_value=self._marshal.by_value)
-            if name is not None and not self._marshal.by_value:
-                self._names.note(func, name)
+        name = self._name_of(func)
         current = current_autograd.get()
         context, context_id = (None, 0) if current is None else current.for_call(to)
         called = name
@@ -172,6 +168,28 @@ class NewCalls:
             raise
         pending.forks = forks or None
         return pending, call, large
+
+    def _name_of(self, func: Callable[..., Any]) -> str | None:
+        """The function's name on the wire; None if it has none.
+
+        Names of functions and classes at the top level of modules are kept. Such a name is valid while its module has
+        the same object there, so reloading and patching a module take effect.
+        """
+        # For objects of other types, equality or the hash may run user code, or depend on their contents.
+        can_be_known = type(func) is FunctionType or type(func) is type
+        known = self._known.get(func) if can_be_known else None
+        if known is not None:
+            module = sys.modules.get(known[0])
+            if module is not None and getattr(module, known[1], None) is func:
+                return known[2]
+            self._known.pop(func, None)  # deleted or replaced: the entry would keep the function alive
+        by_value = self._marshal.by_value
+        name = function_reference(func, by_value=by_value)
+        if name is not None and can_be_known and not by_value and "." not in func.__qualname__:
+            if len(self._known) >= MAX_KNOWN:
+                self._known.clear()  # names in use soon come back
+            self._known[func] = func.__module__, func.__qualname__, name
+        return name
 
     def _explain(self, exc: Exception, pending: PendingCall, written: Written) -> None:
         assert isinstance(written.obj, tuple)
@@ -251,42 +269,6 @@ class NewCalls:
 def _is_in_handler() -> bool:
     """Whether this thread, or the task that it runs, handles a call of another worker."""
     return hooks.enter is not None or calling_worker.get() is not None
-
-
-class KnownNames:
-    """Caches what `function_reference` returned for functions and classes at the top level of modules. Any thread.
-
-    A name is valid while its module has the same object there, so reloading and patching a module take effect.
-    """
-
-    __slots__ = ("_known",)
-
-    def __init__(self) -> None:
-        self._known: dict[object, tuple[str, str, str]] = {}  # module, name in it, and name on the wire
-
-    def __repr__(self) -> str:
-        return f"<KnownNames [{len(self._known)}]>"
-
-    def find(self, func: object) -> str | None:
-        """The name on the wire; None if it is not known, or leads to another object now."""
-        # For objects of other types, equality or the hash may run user code, or depend on their contents.
-        known = self._known.get(func) if type(func) is FunctionType or type(func) is type else None
-        if known is None:
-            return None
-        module = sys.modules.get(known[0])
-        if module is not None and getattr(module, known[1], None) is func:
-            return known[2]
-        self._known.pop(func, None)  # deleted or replaced: the entry would keep the function alive
-        return None
-
-    def note(self, func: object, encoded: str) -> None:
-        """Stores a result of `function_reference`, if it names an object at the top level of a module."""
-        if type(func) is FunctionType or type(func) is type:
-            module, name = func.__module__, func.__qualname__
-            if "." not in name:
-                if len(self._known) >= MAX_KNOWN:
-                    self._known.clear()  # names in use soon come back
-                self._known[func] = module, name, encoded
 
 
 # ---------------------------------------------------------------- sinks for replies

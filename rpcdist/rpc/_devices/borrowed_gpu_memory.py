@@ -90,16 +90,12 @@ class BorrowedGpuMemory:
 
     def device_of(self, loan: value_pb2.GpuLoan) -> int:
         """The index that the device of a loan has here. Raises `SerializationError`."""
-        index = self._index_of(loan.gpu)
-        if index is None:
-            raise SerializationError("a tensor lies on a GPU that this process does not see")
-        return index
-
-    def _index_of(self, uuid: bytes) -> int | None:
         if not self._indices:
             memory = self.memory()
             self._indices = {memory.uuid(index): index for index in range(torch.cuda.device_count())}
-        return self._indices.get(uuid)
+        if loan.gpu not in self._indices:
+            raise SerializationError("a tensor lies on a GPU that this process does not see")
+        return self._indices[loan.gpu]
 
     def probe(self, loan: value_pb2.GpuLoan, lender: int) -> str:
         """Whether memory that a worker lends can be read here: empty, or why not. The loan is not copied."""

@@ -207,13 +207,10 @@ class ThreadPool:
     def has_queue(self) -> bool:
         return bool(self._turns)
 
-    def _oldest_at(self) -> float | None:
-        return min((at for line in list(self._turns) if (at := line.oldest_at) is not None), default=None)
-
     def facts(self) -> PoolFacts:
         threads, idle, blocked = len(self._workers), len(self._idle), len(self._blocked)
         running, queued = max(0, threads - idle - blocked), sum(map(len, list(self._turns)))
-        oldest_at = self._oldest_at()
+        oldest_at = min((at for line in list(self._turns) if (at := line.oldest_at) is not None), default=None)
         oldest_s = None if oldest_at is None else time.monotonic() - oldest_at
         return PoolFacts(threads, idle, running, blocked, queued, len(self._lent), self.max_threads, oldest_s)
 

@@ -364,7 +364,9 @@ class UserLoop:
             asyncio.run_coroutine_threadsafe(self._shut_down(deadline, stubborn), self.loop)
             thread.join(deadline.remaining_s() + THREAD_GRACE_S)
             if thread.is_alive():
-                stubborn.append(f"the loop's thread is blocked:\n{self._stack()}")
+                frame = sys._current_frames().get(self.ident or 0)
+                stack = "" if frame is None else "".join(traceback.format_stack(frame, 12))
+                stubborn.append(f"the loop's thread is blocked:\n{stack}")
         if stubborn:
             logger.error("the user loop was closed after %.1f s, but did not end:\n%s", timeout_s, "\n".join(stubborn))
         self._read_leftovers()
@@ -404,10 +406,6 @@ class UserLoop:
             coroutine = StatefulCoroutine(coroutine)
             coroutine.slot.copy_current()
         return asyncio.Task(coroutine, loop=loop, **options)
-
-    def _stack(self) -> str:
-        frame = sys._current_frames().get(self.ident or 0)
-        return "".join(traceback.format_stack(frame, 12)) if frame is not None else ""
 
     def after_fork_in_child(self) -> None:
         """Forgets the thread and its calls: both stay in the parent."""

@@ -31,10 +31,6 @@ class Failure:
             self._frames = traceback.StackSummary.extract(traceback.walk_tb(frames), lookup_lines=False)
         self.seen = issubclass(type(error), Cancelled | NotInitialized)  # what this process has ended itself is no news
 
-    def raise_copy(self) -> NoReturn:
-        self.seen = True
-        raise copied(self._template)
-
     def __repr__(self) -> str:
         return f"<failure {self._template!r}>"
 
@@ -48,4 +44,5 @@ class Failure:
 
 def raise_failure(failure: Failure) -> NoReturn:
     """The function through which C++ turns the stored value into an error."""
-    failure.raise_copy()
+    failure.seen = True
+    raise copied(failure._template)

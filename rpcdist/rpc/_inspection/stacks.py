@@ -16,7 +16,6 @@ import inspect
 import re
 import sys
 import threading
-from collections.abc import Iterator
 from functools import lru_cache
 from itertools import islice, pairwise
 from types import CodeType, FrameType, MemberDescriptorType
@@ -277,14 +276,9 @@ def _waited_in(frame: FrameType) -> list[int]:
         return [stream.id] if isinstance(stream, StreamState) else []
     if code is _WAITS_FOR_SEVERAL:
         several = _local(frame, "self")
-        return list(islice(_calls_of(several), MAX_WAITS)) if isinstance(several, Completions) else []
+        pending = [one for one in list(several._observed) if not one.done()] if isinstance(several, Completions) else []
+        return [call for future in pending[:MAX_WAITS] for call in call_of_future(future)]
     return []
-
-
-def _calls_of(several: Completions[Any]) -> Iterator[int]:
-    for future in list(several._observed):
-        if not future.done():
-            yield from call_of_future(future)
 
 
 def call_of_future(future: object) -> list[int]:

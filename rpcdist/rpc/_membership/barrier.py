@@ -123,7 +123,11 @@ class Gatherings:
         self, obj: Any, names: Iterable[str] | None, timeout_s: float, wants_objects: bool
     ) -> tuple[list[str], Any]:
         me = self._me.name
-        everybody = frozenset(self._everybody() if names is None else names)
+        if names is None:
+            if not self._is_static:
+                self._directory.refresh()
+            names = [info.name for info in self._directory.infos(present=not self._is_static)]
+        everybody = frozenset(names)
         last = self._last
         if last[0] != everybody:
             in_order = sorted(everybody)
@@ -138,11 +142,6 @@ class Gatherings:
             return chosen, self._caller.gather(leader, CONTRIBUTE, (group, me, obj, wants_objects), limit)
         except DeadlineExceeded as exc:
             raise self._late(exc, chosen, timeout_s) from exc
-
-    def _everybody(self) -> set[str]:
-        if not self._is_static:
-            self._directory.refresh()
-        return {info.name for info in self._directory.infos(present=not self._is_static)}
 
     def _late(self, exc: DeadlineExceeded, names: list[str], timeout_s: float) -> DeadlineExceeded:
         who = self._who_is_missing(names)

@@ -175,9 +175,9 @@ class ShutdownRounds:
                     self._watch(identity.id, "the shutdown of the job")
 
     def _is_complete(self, round_: _DepartureRound) -> bool:
-        if len(round_.had_work) < self._directory.num_living:  # a quick look, before each name is compared
-            return False
-        return all(member.identity.name in round_.had_work for member in self._directory.living())
+        living = self._directory.living()
+        # The names are compared only if their number suffices.
+        return len(round_.had_work) >= len(living) and all(one.identity.name in round_.had_work for one in living)
 
     def _absent(self, round_: _DepartureRound) -> list[str]:
         return sorted({member.identity.name for member in self._directory.living()} - round_.came)

@@ -234,10 +234,7 @@ class Directory:
 
     def refresh_soon(self) -> None:
         """Asks the coordinator for the members in the background; any thread."""
-        self._io.call_soon(self._spawn_refresh)
-
-    def _spawn_refresh(self) -> None:
-        self._io.spawn(self.refresh_async(), "rpcdist ask for the members")
+        self._io.call_soon(lambda: self._io.spawn(self.refresh_async(), "rpcdist ask for the members"))
 
     async def refresh_async(self) -> None:
         """Asks the coordinator for the members, on the I/O loop. If the answer is missing, only logs that."""
@@ -326,9 +323,6 @@ class Directory:
         member = None if worker_id is None else self._living.get(worker_id)
         return 0 if member is None or member.identity.name != name else member.identity.incarnation
 
-    def names(self) -> list[str]:
-        return sorted(self._by_name)
-
     def lives(self, identity: Identity) -> bool:
         """Whether this very process is a worker that lives."""
         member = self._living.get(identity.id)
@@ -336,10 +330,6 @@ class Directory:
 
     def is_living(self, worker_id: int) -> bool:
         return worker_id in self._living
-
-    @property
-    def num_living(self) -> int:
-        return len(self._living)
 
     def living(self) -> list[Member]:
         """The members that live, by id."""

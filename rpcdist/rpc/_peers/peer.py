@@ -302,7 +302,7 @@ class Peer:
                 if (is_another and not is_heard) or limit.is_over(exc, is_heard and not self.is_out_of_reach):
                     if isinstance(exc, ConnectFailed):
                         exc = ConnectFailed(exc.address, exc.reason, limit.waited_s)
-                    reason = _because(broken, str(exc)) + (ONE_WAY if is_heard else "")
+                    reason = (f"{broken}; then {exc}" if broken else str(exc)) + (ONE_WAY if is_heard else "")
                     self.is_out_of_reach = is_heard
                     self._lose(reason, gone=(is_another or was_refused(exc)) and not is_heard)
                     if is_heard and self.state is PeerState.LOST:  # neither closed nor revived meanwhile
@@ -454,7 +454,3 @@ class Peer:
         if self._connection is not None:
             self._connection.session.close(reason)
         self.session = None
-
-
-def _because(broken: str, then: str) -> str:
-    return f"{broken}; then {then}" if broken else then

@@ -147,7 +147,8 @@ class Router:
         elif self._lifetime.is_closed:
             return
         elif self._is_kept_for_stranger(to, body):
-            self._network.io.call_soon(self._spawn_introduction, to)
+            io = self._network.io
+            io.call_soon(lambda: io.spawn(self._send_to_stranger(to), "rpcdist control message to a stranger"))
         else:
             self.peer(to).send_control(body)
 
@@ -160,9 +161,6 @@ class Router:
                 return False
             self._for_strangers.setdefault(to, []).append(body)
             return True
-
-    def _spawn_introduction(self, to: int) -> None:
-        self._network.io.spawn(self._send_to_stranger(to), "rpcdist control message to a stranger")
 
     async def _send_to_stranger(self, to: int) -> None:
         """Sends kept messages: a reference may come from a worker that joined after this one last got the members."""
