@@ -1,9 +1,7 @@
-"""Counts and histograms of what a process does: kept here while it runs, read by `rpcdist.metrics`.
+"""Counts and histograms of a process, which `rpcdist.metrics` reads, and curves that the program publishes.
 
-Nothing is counted before somebody asks for it. The names of functions and errors that peers choose are bounded: those
-beyond the limits, and those that never led to a result, are counted as `OTHER`.
-
-A program publishes numbers of its own, such as its loss: a live view draws them as curves.
+Nothing is counted before metrics are requested. The number of labels is bounded, since peers choose the names of
+functions and errors: names beyond the limits, and names that never led to a result, are counted as `OTHER`.
 """
 
 from __future__ import annotations
@@ -22,22 +20,22 @@ from rpcdist.errors import ConfigError
 from rpcdist.inspection.facts import CurveFacts
 
 OK: Final = "ok"
-"""The outcome of a call that has ended well."""
+"""The outcome of a successful call."""
 
 OTHER: Final = "_OTHER"
-"""OpenTelemetry's word for what has no label of its own."""
+"""The label that OpenTelemetry uses for values without a label of their own."""
 
 BUCKET_BOUNDS: Final = (
     50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0,
 )  # fmt: skip
-"""The upper bounds of a histogram's buckets, in seconds; one more bucket has all that took longer."""
+"""The upper bounds of a histogram's buckets, in seconds; the last bucket has all longer times."""
 
 METRICS_VARIABLE: Final = "RPCDIST_METRICS"
 
 MAX_NAMES: Final = 200
 MAX_NAME_LENGTH: Final = 200
 MAX_ERRORS: Final = 50
-_FOLDED_FROM: Final = 64  # so many ended calls wait until a thread that ends one adds them up
+_FOLDED_FROM: Final = 64  # number of ended calls after which a thread adds them up
 
 Kind = Literal["counter", "gauge", "histogram"]
 """The kinds of metrics."""
@@ -45,7 +43,7 @@ Kind = Literal["counter", "gauge", "histogram"]
 EndedCall = tuple[int, int, object, float, float, str, float]
 """A call that has ended: its number at its caller, the id of the other worker, what was called, begin and end in
 seconds of the monotonic clock, the outcome (`OK`, or the name of an error, perhaps with its text behind a colon), and
-when its function was called; that is 0 at its caller, and where the function was never called."""
+when its function was called; 0 at its caller, and if the function was never called."""
 
 
 def metrics_are_wanted() -> bool:
@@ -54,10 +52,10 @@ def metrics_are_wanted() -> bool:
 
 
 class Histogram:
-    """How often something took how long. Not safe for several threads at once.
+    """A histogram of durations; not thread-safe.
 
     Attributes:
-        counts: for each of `BUCKET_BOUNDS`, and one for all beyond.
+        counts: the numbers of the buckets: one for each of `BUCKET_BOUNDS`, and one for longer times.
         total_s: the sum of all times, in seconds.
     """
 
@@ -68,28 +66,27 @@ class Histogram:
         self.total_s = 0.0
 
     def add(self, time_s: float) -> None:
-        """Counts one."""
+        """Adds a duration."""
         self.counts[bisect_left(BUCKET_BOUNDS, time_s)] += 1
         self.total_s += time_s
 
     def copy(self) -> Histogram:
-        """One that does not change."""
         made = Histogram()
         made.counts, made.total_s = list(self.counts), self.total_s
         return made
 
 
 class CallCounts:
-    """Histograms of calls by function and error. Any thread may note a call, in a signal's handler, too.
+    """Histograms of calls by function and error. Any thread, and any signal handler, may note a call.
 
-    [Note: folding] A call that ends is appended to a deque, which is atomic and takes no lock: a signal's handler may
-    make calls while the thread that it interrupts holds one. Every 64 calls, and when somebody reads, the waiting ones
-    are added up under a lock, for which a thread that notes a call does not wait.
+    [Note: folding] A call that ends is appended to a deque, which is atomic and takes no lock: a signal handler may
+    make calls while the interrupted thread holds the lock. Every 64 calls, and for each reader, the waiting calls are
+    added up under a lock, which `note` only tries to take.
 
     Args:
-        are_peers_names: whether peers choose what is called, so that only names that led to a result get a label.
-        observe: called with function, error and duration in seconds of each call, when it is added up; for exporters
-            that keep histograms of their own.
+        are_peers_names: whether peers choose the functions, so that only names that led to a result get a label.
+        observe: called with the function, error and duration in seconds of each call that is added up, for exporters
+            with histograms of their own.
     """
 
     def __init__(self, are_peers_names: bool, observe: Callable[[str, str, float], object] | None = None) -> None:
@@ -102,7 +99,6 @@ class CallCounts:
         self._errors: set[str] = set()
 
     def note(self, row: EndedCall) -> None:
-        """A call has ended."""
         self._ended.append(row)
         if len(self._ended) >= _FOLDED_FROM and self._lock.acquire(False):
             try:
@@ -111,7 +107,7 @@ class CallCounts:
                 self._lock.release()
 
     def histograms(self) -> dict[tuple[str, str], Histogram]:
-        """By function and error, which is empty for calls that ended well."""
+        """The histograms by function and error, which is empty for successful calls."""
         with self._lock:
             self._fold()
             return {key: histogram.copy() for key, histogram in self._histograms.items()}
@@ -146,13 +142,14 @@ class CallCounts:
 
 
 class TrainingCounts:
-    """Counts of the DDP and the pipelines of a process. Any thread may use it.
+    """Counts of DDP and the pipelines of a process. Thread-safe.
 
     Args:
-        observe: called with the seconds of each wait for a bucket; for exporters that keep histograms of their own.
+        observe: called with the seconds of each wait for a bucket, for exporters with histograms of their own.
 
     Attributes:
-        bubble: the part of the last pipeline step driven here in which its workers computed nothing; None without one.
+        bubble: the fraction of the last pipeline step driven here in which its workers were idle; None before the
+            first step.
     """
 
     def __init__(self, observe: Callable[[float], object]) -> None:
@@ -162,26 +159,25 @@ class TrainingCounts:
         self._waits = Histogram()
 
     def bucket_waited(self, time_s: float) -> None:
-        """The backward pass was over, and waited for the reduction of a bucket."""
+        """Records how long a finished backward pass waited for the reduction of a bucket."""
         with self._lock:
             self._waits.add(time_s)
         self._observe(time_s)
 
     def bucket_waits(self) -> Histogram:
-        """One that does not change."""
         with self._lock:
             return self._waits.copy()
 
 
 training: list[TrainingCounts] = []
-"""Where DDP and pipelines count; empty until somebody asks for metrics."""
+"""The counts of DDP and pipelines as the only entry; empty until metrics are requested."""
 
 
 class Family(NamedTuple):
     """The values of one metric, under OpenTelemetry's name.
 
     Attributes:
-        unit: by UCUM: "s", "By", or what is counted, in braces.
+        unit: in UCUM notation: "s", "By", or the counted objects in braces.
     """
 
     name: str
@@ -194,7 +190,7 @@ class Family(NamedTuple):
 MAX_CURVES: Final = 64
 MAX_NAME_CHARS: Final = 100
 KEPT_POINTS: Final = 100
-"""Of each curve. A live view asks twice a second and keeps what it has seen."""
+"""Limit on the points of each curve. A live view asks twice a second, and keeps earlier points itself."""
 
 _lock = threading.Lock()
 _curves: dict[str, deque[tuple[float, float]]] = {}
@@ -204,15 +200,15 @@ def publish(name: str, value: float) -> None:
     """Adds a point to a curve of this process, which `python -m rpcdist dashboard` shows.
 
     It takes about a microsecond, sends nothing, and works before `init_rpc` and without it. The latest points are kept.
-    Numbers that are not finite are left out. Any thread may call it.
+    Numbers that are not finite are ignored. Any thread may call it.
 
     Args:
-        name: of the curve, such as "loss".
+        name: the name of the curve, such as "loss".
         value: a number, or a tensor of one element.
 
     Raises:
-        TypeError, ValueError, OverflowError: the value is no number.
-        ConfigError: the name is no text of 1 to 100 characters, or this process has 64 curves already.
+        TypeError, ValueError, OverflowError: the value is not a number.
+        ConfigError: the name is not a string of 1 to 100 characters, or this process has 64 curves already.
     """
     number = float(value)
     points = _curves.get(name) if isinstance(name, str) else None

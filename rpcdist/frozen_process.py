@@ -1,9 +1,9 @@
-"""Looking into a process of this host that cannot answer: one whose interpreter lock is held in C, or that is stopped.
+"""Inspects a process of this host that cannot answer, because C code holds its interpreter lock, or it is stopped.
 
-A worker calls `let_others_look`. From then on a signal has `faulthandler`, which needs neither the interpreter's lock
+A worker calls `allow_inspection`. From then on a signal makes `faulthandler`, which needs neither the interpreter lock
 nor memory, write the stacks of all threads into a file in memory. Another process of the same user finds the file among
-the descriptors of that process, sends the signal, and reads what was written. Before that nothing of it runs. The
-signal ends a sleep in C early, so it is sent only where the process has not answered.
+the descriptors of that process, sends the signal, and reads the file. The signal interrupts a sleep in C, so it is sent
+only to a process that has not answered.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class FrozenProcess:
     """A process that does not answer, as others see it.
 
     Attributes:
-        state: "stopped" by a signal, "ended", "in the kernel", "frozen": it lives, and runs none of its Python threads
-            that would answer; or "unknown".
-        detail: the same in a sentence, with what to do.
-        stacks: of all its threads; empty where they cannot be had.
-        runs: one of its threads has a processor, or waits for one.
+        state: "stopped" by a signal, "ended", "in the kernel", "frozen" (it lives, but none of the Python threads that
+            would answer can run), or "unknown".
+        detail: the same in a sentence, with advice.
+        stacks: the stacks of all its threads; empty if they are not available.
+        runs: whether one of its threads runs on a processor, or waits for one.
     """
 
     state: str
@@ -50,8 +50,8 @@ _registered: list[tuple[int, int]] = []
 """The signal that writes the stacks of this process, and the descriptor of their file, as the only entry; or empty."""
 
 
-def let_others_look() -> None:
-    """Has a signal write the stacks of this process, where the system can do that; pair it with `stop_letting_look`."""
+def allow_inspection() -> None:
+    """Makes a signal write the stacks of this process, on Linux; pair it with `forbid_inspection`."""
     global _num_users
     with _lock:
         _num_users += 1
@@ -73,8 +73,8 @@ def let_others_look() -> None:
         _registered.append((number, file))
 
 
-def stop_letting_look() -> None:
-    """Undoes `let_others_look`."""
+def forbid_inspection() -> None:
+    """Undoes one `allow_inspection`."""
     global _num_users
     with _lock:
         _num_users -= 1
@@ -87,8 +87,8 @@ def stop_letting_look() -> None:
         os.close(file)
 
 
-def look_at_process(pid: int) -> FrozenProcess:
-    """Looks at a process of this user; takes `QUICK_ANSWER_LIMIT_S` at most."""
+def inspect_process(pid: int) -> FrozenProcess:
+    """Inspects a process of this user; takes `QUICK_ANSWER_LIMIT_S` at most."""
     state, waits_in = _state_of(pid)
     if state in ("", "Z", "X"):
         return FrozenProcess("ended", f"process {pid} has ended")
@@ -118,7 +118,7 @@ def look_at_process(pid: int) -> FrozenProcess:
 
 
 def _state_of(pid: int) -> tuple[str, str]:
-    """The letter that the kernel has for a process, empty for none, and the kernel's function in which it waits."""
+    """The kernel's letter for the state of a process, empty if it has ended, and the function in which it waits."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             state = file.read().rpartition(")")[2].split()[0]
@@ -140,7 +140,7 @@ def _has_running_thread(pid: int) -> bool:
 
 
 def _stacks_of(pid: int) -> str:
-    """The stacks that a process writes of itself; empty if it does not."""
+    """The stacks that a process writes after the signal; empty if it writes none."""
     found = _file_of(pid)
     if found is None:
         return ""
@@ -151,7 +151,7 @@ def _stacks_of(pid: int) -> str:
             os.kill(pid, number)
             ends_at, size = time.monotonic() + QUICK_ANSWER_LIMIT_S, -1
             while time.monotonic() < ends_at:
-                time.sleep(CHECK_INTERVAL_S)  # nobody tells when it has written all
+                time.sleep(CHECK_INTERVAL_S)  # there is no event for the end of the file
                 before, size = size, os.fstat(file.fileno()).st_size
                 if size and size == before:
                     break
@@ -162,11 +162,11 @@ def _stacks_of(pid: int) -> str:
 
 
 def _file_of(pid: int) -> tuple[str, int] | None:
-    """The file into which a process writes its stacks, and the signal that has it do so."""
+    """The file into which a process writes its stacks, and the signal for it."""
     folder = f"/proc/{pid}/fd"
     try:
         names = os.listdir(folder)
-    except OSError:  # another user's, or it has ended
+    except OSError:  # it belongs to another user, or has ended
         return None
     for name in names:
         try:

@@ -6,8 +6,8 @@
     metrics.serve("127.0.0.1:9464-9471")        # the same from a program; the first free port of the range
     metrics.export_to_opentelemetry()           # into the meter provider of the program
 
-Names and units follow OpenTelemetry's conventions for RPC. Nothing is counted before one of these is asked for. The
-page docs/metrics.md lists the metrics; `families` reads them as data.
+Names and units follow OpenTelemetry's conventions for RPC. Nothing is counted before one of these is used. The page
+docs/metrics.md lists the metrics; `families` returns them as data.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _LOOPBACK: Final = "127.0.0.1"
 _MAX_CONNECTIONS: Final = 16
 _SIZES: Final = ((1 << 10, "1 KiB"), (64 << 10, "64 KiB"), (1 << 20, "1 MiB"), (16 << 20, "16 MiB"))
 _LARGEST: Final = "more"
-_MAX_UNREAD: Final = 10_000  # operations that have not ended; the oldest of more are not counted
+_MAX_UNREAD: Final = 10_000  # operations that have not ended; the oldest ones beyond this number are not counted
 _FOLDED_FROM: Final = 1024
 _ITEM_BYTES: Final = {"float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1, "bool": 1}
 
@@ -75,13 +75,13 @@ METRICS: Final[Mapping[str, tuple[Kind, str, str]]] = {
 
 _lock = threading.Lock()
 _endpoint: list[str] = []
-"""Where this process serves its metrics; empty until it does."""
+"""The address at which this process serves its metrics, as the only entry; empty before `serve`."""
 _exported: list[Any] = []
-"""The histograms of OpenTelemetry that calls are recorded in, by name; empty until they are asked for."""
+"""A dictionary of OpenTelemetry's histograms by name, as the only entry; empty before the export begins."""
 
 
 class _WorkerCounts:
-    """The counts of one agent, from the moment when metrics are asked for."""
+    """The counts of one agent, from the time at which metrics are requested."""
 
     def __init__(self, agent: Agent) -> None:
         self.made = CallCounts(False, _observer("rpc.client.call.duration"))
@@ -100,9 +100,9 @@ class _WorkerCounts:
 
 
 class _OperationCounts:
-    """Collective operations of a process; they are taken from the flight recorder when somebody reads.
+    """Histograms of the collective operations of a process, from the records of the flight recorder.
 
-    A record is noted when its operation begins, so one that has not ended waits for the next reading.
+    A record is noted when its operation begins, so a record that has not ended waits for the next reading.
     """
 
     def __init__(self, recorder: FlightRecorder) -> None:
@@ -113,7 +113,7 @@ class _OperationCounts:
         recorder.note = self._also_note
 
     def _also_note(self, record: Record) -> None:
-        """As `CallCounts.note`: takes no lock that another thread may hold."""
+        """Notes a record, like `CallCounts.note`: never waits for a lock."""
         self._note(record)
         self._noted.append(record)
         if len(self._noted) >= _FOLDED_FROM and self._lock.acquire(False):
@@ -123,7 +123,7 @@ class _OperationCounts:
                 self._lock.release()
 
     def histograms(self) -> dict[tuple[str, str, str], Histogram]:
-        """By operation, size and error."""
+        """The histograms by operation, size and error."""
         with self._lock:
             self._fold()
             return {key: histogram.copy() for key, histogram in self._histograms.items()}
@@ -145,9 +145,9 @@ class _OperationCounts:
 
 
 def attach(agent: Agent | None = None) -> None:
-    """Counts from now on what a worker does, and serves that where the environment asks for it; idempotent.
+    """Begins to count for a worker, and serves the metrics if `RPCDIST_METRICS` is set; idempotent.
 
-    `init_rpc` and `init_process_group` call it where metrics are asked for.
+    `init_rpc` and `init_process_group` call this if metrics are requested.
 
     Args:
         agent: the worker; by default the current one, if there is one.
@@ -170,7 +170,7 @@ def attach(agent: Agent | None = None) -> None:
 
 
 def families() -> list[Family]:
-    """The metrics of this process as data; any thread, takes milliseconds.
+    """The metrics of this process as data. Any thread may call it; it takes milliseconds.
 
     Raises:
         TimeoutError: the I/O loop did not answer within two seconds.
@@ -262,8 +262,8 @@ def _family(name: str, *samples: tuple[Mapping[str, str], float | Histogram]) ->
 def serve(address: str) -> str:
     """Serves the metrics of this process over HTTP, for Prometheus; needs `pip install 'rpcdist[metrics]'`.
 
-    Anybody who reaches the address can read them: names of functions and workers, counts and times. They need no token,
-    so the default is loopback.
+    Every process that reaches the address can read them without a token: names of functions and workers, counts and
+    times. So the default is loopback.
 
     Args:
         address: "9464", "0.0.0.0:9464", or a range for the workers of one host, such as "9464-9471".
@@ -318,7 +318,7 @@ def _parsed(address: str) -> tuple[str, PortRange]:
 
 
 class _Collector:
-    """Answers prometheus_client at each scrape, on a thread of that."""
+    """Makes the metrics at each scrape, on a thread of prometheus_client."""
 
     def collect(self) -> Iterator[Any]:
         """The metrics under Prometheus' names."""
@@ -340,7 +340,7 @@ class _Collector:
 
 
 def _buckets(histogram: Histogram) -> Iterator[tuple[str, float]]:
-    """Upper bounds, and how many lie below: Prometheus adds them up."""
+    """Upper bounds, and the number of times below each of them."""
     below = 0
     for bound, count in zip((*BUCKET_BOUNDS, float("inf")), histogram.counts, strict=True):
         below += count
@@ -351,14 +351,13 @@ def _buckets(histogram: Histogram) -> Iterator[tuple[str, float]]:
 
 
 def export_to_opentelemetry(meter_provider: Any = None) -> None:
-    """Has the metrics of this process go to OpenTelemetry; needs `pip install 'rpcdist[otel]'` and an SDK.
+    """Exports the metrics of this process to OpenTelemetry; needs `pip install 'rpcdist[otel]'` and an SDK.
 
-    Durations of calls are recorded as calls end, in groups of 64 and before each export; the rest is read when the SDK
-    collects. A second call does nothing. Call it before `init_rpc`, so that no call is missed.
+    Durations of calls are recorded in groups of 64, and before each export; all other metrics are read when the SDK
+    collects them. A second call does nothing. Call it before `init_rpc`, so that no call is missed.
 
     Args:
-        meter_provider: of the SDK; by default the global one.
-
+        meter_provider: the meter provider of the SDK; by default the global one.
     Raises:
         ConfigError: the package `opentelemetry-api` is missing.
     """
@@ -379,7 +378,7 @@ def export_to_opentelemetry(meter_provider: Any = None) -> None:
                 meter.create_observable_gauge(name, [_callback(api, name)], unit, text)
             elif kind == "counter":
                 meter.create_observable_counter(name, [_callback(api, name)], unit, text)
-        # OpenTelemetry has no histogram that is read: these operations are not recorded as they end.
+        # Operations are not recorded as they end, and OpenTelemetry has no observable histogram.
         operations = "rpcdist.collective.duration"
         number = _callback(api, operations, lambda histogram: sum(histogram.counts))
         text = METRICS[operations][2]
@@ -405,7 +404,7 @@ def _callback(
 
 
 def _observer(name: str) -> Callable[[str, str, float], None]:
-    """Records a call's duration with OpenTelemetry, if that is asked for."""
+    """Returns a function that records a call's duration with OpenTelemetry, once the export has begun."""
 
     def observe(function: str, error: str, time_s: float) -> None:
         for recorded in _exported:

@@ -1,9 +1,8 @@
-"""Files and folders that are this user's alone, so that what they hold can be believed, or kept secret.
+"""Files and folders that no other user can read or write, so that their contents are trusted, or secret.
 
-Among them are those to which the flight recorders of a process, of calls and of collectives, write what they remember
-when a job fails. `RPCDIST_FLIGHT_RECORDER_SIZE` says how much each remembers (1,000; 0 switches them off),
-`RPCDIST_FLIGHT_RECORDER_DIR` where they write (by default the folder `rpcdist-flight-<user id>` of the system's
-temporary folder).
+The flight recorders of calls and of collectives write such files when a job fails. `RPCDIST_FLIGHT_RECORDER_SIZE` is
+the number of records of each (1,000; 0 turns them off), and `RPCDIST_FLIGHT_RECORDER_DIR` their folder (by default
+`rpcdist-flight-<user id>` in the system's temporary folder).
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from rpcdist.errors import ConfigError
 
 
 def why_not_private(status: os.stat_result, *, is_folder: bool = False, may_be_read: bool = False) -> str | None:
-    """Why others may have a hand in a file or folder, as a clause for a message; None if it is this user's alone.
+    """Why a file or folder is not private, as a clause for a message; None if it is private.
 
     Args:
-        status: of the opened file, so that nobody can exchange it between the look and the use.
-        is_folder: a folder is wanted, not a regular file.
-        may_be_read: others may read it, and only must not write.
+        status: of the opened file, so that it cannot be replaced between the check and the use.
+        is_folder: whether it must be a folder, and not a regular file.
+        may_be_read: whether others may read it, and only must not write.
     """
     if not (stat.S_ISDIR if is_folder else stat.S_ISREG)(status.st_mode):
         return f"is not a {'folder' if is_folder else 'regular file'}"
@@ -40,13 +39,13 @@ def why_not_private(status: os.stat_result, *, is_folder: bool = False, may_be_r
 
 
 def runtime_folder(create: bool) -> str:
-    """This user's folder for what lasts until the machine starts again, which must be this user's alone.
+    """This user's private folder for files that last until the machine is restarted.
 
     Args:
-        create: make it if it is missing.
+        create: whether to create the folder if it is missing.
 
     Raises:
-        OSError: it is missing, cannot be made, or others may write there.
+        OSError: the folder is missing, cannot be created, or is not private.
     """
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     user = os.geteuid() if hasattr(os, "geteuid") else os.getlogin()
@@ -68,19 +67,19 @@ _writing: Final = threading.Lock()
 _listeners: Final[list[Callable[[BaseException], object]]] = []
 
 
-def hear_failures(listener: Callable[[BaseException], object]) -> None:
-    """Has a function called with the exception with which the program of this process fails."""
+def add_failure_listener(listener: Callable[[BaseException], object]) -> None:
+    """Registers a function to be called with the exception that ends the program of this process."""
     _listeners.append(listener)
 
 
-def forget_failures(listener: Callable[[BaseException], object]) -> None:
-    """Undoes `hear_failures`, if it was called."""
+def remove_failure_listener(listener: Callable[[BaseException], object]) -> None:
+    """Removes a registered function, if it is registered."""
     if listener in _listeners:
         _listeners.remove(listener)
 
 
 def note_failure(error: BaseException) -> None:
-    """The program of this process fails with an exception. Its launcher calls this before it reports that."""
+    """Calls the listeners: an exception ends the program. The launcher calls this before it reports the failure."""
     for listener in list(_listeners):
         try:
             listener(error)
@@ -89,7 +88,7 @@ def note_failure(error: BaseException) -> None:
 
 
 def flight_recorder_size() -> int:
-    """How many operations, or calls, a recorder remembers. Raises `ConfigError`."""
+    """The number of operations, or calls, that a flight recorder keeps. Raises `ConfigError`."""
     text = os.environ.get(SIZE_VARIABLE, str(DEFAULT_SIZE))
     if not text.isdigit():
         raise ConfigError(f"{SIZE_VARIABLE} must be a whole number of operations, not {text!r}")
@@ -97,21 +96,21 @@ def flight_recorder_size() -> int:
 
 
 def flight_folder() -> Path:
-    """The folder that failures are written to."""
+    """The folder of the flight files."""
     user = os.getuid() if hasattr(os, "getuid") else "user"
     return Path(os.environ.get(FOLDER_VARIABLE) or Path(tempfile.gettempdir()) / f"rpcdist-flight-{user}")
 
 
 def write_flight_file(name: str, kin: str, text: str) -> Path | None:
-    """Writes a file in one step, in a folder that only this user can read.
+    """Writes a file atomically, in the private folder of the flight files.
 
     Args:
-        name: of the file; one that is there is replaced.
-        kin: a pattern of names, of which the newest `KEPT_FILES` are kept.
+        name: the name of the file; an existing file is replaced.
+        kin: a glob pattern; only the newest `KEPT_FILES` files that match it are kept.
         text: the content.
 
     Returns:
-        The file; None, with a warning in the log, when it could not be written: that must not hide the failure itself.
+        The file; None, with a warning in the log, if it could not be written, which must not hide the failure itself.
     """
     folder = flight_folder()
     path = folder / name

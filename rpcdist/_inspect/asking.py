@@ -23,7 +23,7 @@ from rpcdist.errors import (
     RpcdistError,
     TransportError,
 )
-from rpcdist.frozen_process import FrozenProcess, look_at_process
+from rpcdist.frozen_process import FrozenProcess, inspect_process
 from rpcdist.inspection import MemberFacts, SilentWorker, WorkerFacts, facts_from_json, notes_from_json
 from rpcdist.inspection.facts import JobFacts
 from rpcdist.time_limits import (
@@ -233,7 +233,7 @@ class Asker:
         pid = process_at(address)
         if pid is None:
             return None
-        return await run_in_thread(lambda: look_at_process(pid), lambda: None, "rpcdist-looks-in")
+        return await run_in_thread(lambda: inspect_process(pid), lambda: None, "rpcdist-looks-in")
 
     async def _look_from_there(self, address: str, answered: Sequence[WorkerFacts]) -> FrozenProcess | None:
         """Asks a worker on the same host to inspect the process."""

@@ -31,7 +31,7 @@ from rpcdist.at_exit import register_at_exit, unregister_at_exit
 from rpcdist.collectives import Store
 from rpcdist.collectives._group.world import current_world
 from rpcdist.errors import NotInitialized
-from rpcdist.frozen_process import let_others_look, stop_letting_look
+from rpcdist.frozen_process import allow_inspection, forbid_inspection
 from rpcdist.ids import Identity
 from rpcdist.private_files import flight_recorder_size
 from rpcdist.rpc._actors.actor_names import ActorNames, ActorTable
@@ -406,7 +406,7 @@ class Agent:
         self.pool.start()
         self._restore_torch = replace_torch_functions()
         if self.flight_log is not None:
-            self.flight_log.hear_failures()
+            self.flight_log.start()
         register_at_exit(self._abandon)
         network = self.network
         for service, kind, reply in (
@@ -415,7 +415,7 @@ class Agent:
         ):
             network.add_service(service, {"Deliver": self._control.service_method(kind, reply, self._leases.seen)})
         network.add_service(SERVICE, self.inspector.methods)
-        let_others_look()
+        allow_inspection()
         network.handle_role(ROLE, self._connections, self._connections.refusal)
         network.handle_role(PROBE_ROLE, ProbeTaker(self._search.on_probe))
         network.run(self._news.begin_telling(), SLOW_ANSWER_LIMIT_S)
@@ -459,7 +459,7 @@ class Agent:
         self.network.run(self._close_connections(), timeout_s)
         self.user_loop.close(timeout_s)
         self.pool.close(timeout_s)
-        stop_letting_look()
+        forbid_inspection()
 
     def _abandon(self) -> None:
         """At the exit of a process that did not call `shutdown`, before its threads end: nobody is told any more what

@@ -1,11 +1,11 @@
-"""Memory of GPUs that other processes of this host lend: what a message brings is copied into tensors of this process.
+"""GPU memory that other processes of this host lend: the tensors of a message are copied into memory of this process.
 
-The copy waits for the lender's number in the current stream of the thread that decodes, and writes a number of its own
-when it is done: nobody waits on the host. That it is under way, the lender hears with the next message to it, or with
-the next tick. An allocation is opened once, which takes 300 us, and stays open for a while.
+In the current stream of the decoding thread, the copy waits for the lender's number, and then writes a number of its
+own: no thread of the host waits. The next message to the lender, or the next tick, reports that the copy was enqueued.
+An allocation is opened once, and stays open for a while.
 
-If the lender is lost before its number is there, or does not write it for `GPU_WAIT_LIMIT_S`, the streams that wait for
-it go on, and what they copy is undefined; the log says so.
+If the lender is lost before it wrote its number, or does not write it for `GPU_WAIT_LIMIT_S`, the waiting streams
+continue, and what they copy is undefined; the log says so.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class _OpenMemory:
     """An allocation of another process, or of this one.
 
     Attributes:
-        sequences: by offset, the last number that a stream of this process waits for there, and since when; those that
-            are known to have come are left out.
+        sequences: by offset, the last number that a stream of this process waits for, and since when. Numbers that are
+            known to be written are left out.
     """
 
     device: int
@@ -48,12 +48,7 @@ class _OpenMemory:
 
 @dataclass(slots=True, eq=False)
 class Borrowed:
-    """A loan that is being copied.
-
-    Attributes:
-        home: the device that it is on.
-        devices: those that it is copied to.
-    """
+    """A loan that is being copied from the device `home` to `devices`."""
 
     loan: value_pb2.GpuLoan
     home: int
@@ -63,15 +58,15 @@ class Borrowed:
 
 @dataclass(eq=False, repr=False)
 class BorrowedGpuMemory:
-    """One per agent. Any thread may use it.
+    """The borrowed memory of an agent. Thread-safe.
 
     Args:
-        memory: CUDA; called when memory is borrowed first.
-        lent: that of this process, whose own loans come back where a worker calls itself, or another of its process.
+        memory: makes the interface to CUDA, when memory is first borrowed.
+        lent: the memory that this process lends: its own loans come back if its workers call each other.
         now: the monotonic clock.
 
     Attributes:
-        news: by lender, the message that it shall get.
+        news: the pending report to each lender.
     """
 
     memory: Callable[[], GpuMemory]
@@ -89,7 +84,7 @@ class BorrowedGpuMemory:
         return bool(self._opened)
 
     def device_of(self, loan: value_pb2.GpuLoan) -> int:
-        """The index that the device of a loan has here. Raises `SerializationError`."""
+        """The index of a loan's device in this process. Raises `SerializationError`."""
         if not self._indices:
             memory = self.memory()
             self._indices = {memory.uuid(index): index for index in range(torch.cuda.device_count())}
@@ -98,7 +93,7 @@ class BorrowedGpuMemory:
         return self._indices[loan.gpu]
 
     def probe(self, loan: value_pb2.GpuLoan, lender: int) -> str:
-        """Whether memory that a worker lends can be read here: empty, or why not. The loan is not copied."""
+        """Opens a loan without copying it; returns why it cannot be read here, or an empty text."""
         reason = ""
         try:
             self.begin(loan, lender)
@@ -108,11 +103,7 @@ class BorrowedGpuMemory:
         return reason
 
     def begin(self, loan: value_pb2.GpuLoan, lender: int) -> Borrowed:
-        """Opens the memory of a loan; `finish` or `discard` must follow.
-
-        Raises:
-            SerializationError: it is damaged, or cannot be read here.
-        """
+        """Opens the memory of a loan; `finish` or `discard` must follow. Raises `SerializationError`."""
         home = self.device_of(loan)
         with self._lock:
             if lender in self._overdue:
@@ -126,22 +117,16 @@ class BorrowedGpuMemory:
             except GpuUnavailable as exc:
                 raise SerializationError(f"a tensor in memory of another process cannot be read: {exc}") from exc
             if loan.offset % ALIGNMENT_BYTES or loan.offset + loan.size > opened.size or loan.size < ALIGNMENT_BYTES:
-                raise SerializationError(
-                    f"a loan arrived that is said to lie beyond the {opened.size} bytes of its memory"
-                )
+                raise SerializationError(f"a loan arrived that lies beyond the {opened.size} bytes of its memory")
             if not opened.is_own:
                 opened.sequences[loan.offset] = loan.sequence, self.now()
             return Borrowed(loan, home, opened.address + loan.offset)
 
     def copy(self, borrowed: Borrowed, offset: int, target: torch.Tensor, size: int) -> None:
-        """Copies a part of a loan into a tensor, in the current stream of its device.
-
-        Raises:
-            SerializationError: the part is not in the loan.
-        """
+        """Copies a part of a loan into a tensor, in the current stream of its device. Raises `SerializationError`."""
         loan, memory, device = borrowed.loan, self.memory(), target.get_device()
         if offset + size > loan.size:
-            raise SerializationError(f"a tensor arrived that is said to lie beyond the {loan.size} bytes of its loan")
+            raise SerializationError(f"a tensor arrived that lies beyond the {loan.size} bytes of its loan")
         if device not in borrowed.devices:
             try:
                 memory.wait(borrowed.home, borrowed.address, loan.sequence, device)
@@ -151,7 +136,7 @@ class BorrowedGpuMemory:
         memory.copy(device, target.data_ptr(), borrowed.address + offset, size)
 
     def finish(self, borrowed: Borrowed, lender: int) -> None:
-        """All that is wanted of a loan is being copied."""
+        """Reports that all needed parts of a loan are being copied."""
         if not borrowed.devices:
             self.discard([borrowed.loan], lender)
             return
@@ -159,8 +144,8 @@ class BorrowedGpuMemory:
         try:
             self.memory().write(borrowed.home, copied_at, borrowed.loan.sequence, borrowed.devices)
         except GpuUnavailable as exc:
-            logger.error("the sender of a tensor cannot be told that it was copied: %s", exc)
-            return  # it uses the memory again when this process is gone
+            logger.error("the sender of a tensor cannot be notified that it was copied: %s", exc)
+            return  # it reuses the memory when this process has ended
         with self._lock:
             self._news_of(lender).copied.append(borrowed.loan.number)
 
@@ -176,7 +161,7 @@ class BorrowedGpuMemory:
         return news
 
     def release(self, lender: int) -> rpc_pb2.Message | None:
-        """Takes out the news for a lender; None if there are none."""
+        """Removes and returns the report to a lender; None if there is none."""
         if lender not in self.news:
             return None
         with self._lock:
@@ -184,15 +169,15 @@ class BorrowedGpuMemory:
         return None if news is None else rpc_pb2.Message(gpu_release=news)
 
     def clean(self) -> None:
-        """Closes allocations that nobody used for a while. May take long."""
+        """Closes allocations that were not used for a while. May take long."""
         now = self.now()
         closing: list[tuple[int, bytes, _OpenMemory]] = []
-        with self._lock:  # nobody else closes them meanwhile
+        with self._lock:  # no other thread closes them meanwhile
             for key, opened in list(self._opened.items()):
                 is_idle = now - opened.used > IDLE_LIMIT_S
                 if is_idle or any(now - since > GPU_WAIT_LIMIT_S for _, since in opened.sequences.values()):
                     self._end_waits(opened, key[0], now)
-                if is_idle and not opened.sequences:  # else closing would wait with the stream, and for ever
+                if is_idle and not opened.sequences:  # otherwise closing would wait as long as the stream
                     closing.append((*key, self._opened.pop(key)))
         for lender, handle, opened in closing:
             self._close(opened)
@@ -200,11 +185,11 @@ class BorrowedGpuMemory:
                 self._news_of(lender).closed.append(handle)
 
     def _end_waits(self, opened: _OpenMemory, lender: int, now: float) -> None:
-        """Forgets the numbers that have come, and ends the waits that have lasted too long. With the lock."""
+        """Forgets the numbers that are written, and ends the waits that have lasted too long. With the lock."""
         memory = self.memory()
         for offset, (sequence, since) in list(opened.sequences.items()):
             address = opened.address + offset
-            if 0 < (sequence - memory.read(opened.device, address) & 0xFFFFFFFF) < 1 << 31:  # not there yet
+            if 0 < (sequence - memory.read(opened.device, address) & 0xFFFFFFFF) < 1 << 31:  # not written yet
                 if now - since <= GPU_WAIT_LIMIT_S:
                     continue
                 memory.force(opened.device, address, sequence)
@@ -219,7 +204,7 @@ class BorrowedGpuMemory:
             del opened.sequences[offset]
 
     def on_gone(self, lender: int, name: str) -> None:
-        """The process of a worker has ended: streams that wait for it go on. Closes its memory, which may take long."""
+        """Ends the waits for a process that has ended, and closes its memory. May take long."""
         with self._lock:
             self.news.pop(lender, None)
             self._overdue.discard(lender)
@@ -227,7 +212,7 @@ class BorrowedGpuMemory:
         self._end(closing, f"worker {name!r} was lost", Deadline.after(0.0))
 
     def close(self, timeout_s: float) -> None:
-        """Closes everything, when all that was borrowed is copied, or after `timeout_s`."""
+        """Closes all memory when its copies are done, or after `timeout_s`."""
         with self._lock:
             closing = list(self._opened.values())
             self._opened.clear()
@@ -235,7 +220,7 @@ class BorrowedGpuMemory:
         self._end(closing, "RPC ended here", Deadline.after(timeout_s))
 
     def _end(self, closing: list[_OpenMemory], what: str, deadline: Deadline) -> None:
-        """Closes allocations. Writes the numbers that are not there by the deadline, or streams would hang."""
+        """Closes allocations. Writes numbers that are missing at the deadline, since streams would hang."""
         num_undefined = 0
         for opened in closing:
             if opened.is_own:

@@ -1,12 +1,12 @@
-"""Memory of GPUs that other processes of the host can read, and how streams of one process wait for those of another.
+"""GPU memory that other processes of the host can read, and waits of a stream for streams of another process.
 
-The memory is allocated for this alone. torch's own cannot be shared where it has `expandable_segments` or
+The memory is allocated for this purpose alone. torch's own memory cannot be shared under `expandable_segments` or
 `cudaMallocAsync`, and its tensors change while others read them.
 
 A stream waits for a number in that memory, and not for an event of the other process: if that process is killed while
-its kernels run, its events never come, and a stream that waits for one never ends. A number can be written by anyone.
+its kernels run, its events never come, and a stream that waits for one never ends. Any process can write a number.
 
-`GpuMemory` is the seam at which tests put a stand-in that needs no GPU.
+Tests implement `GpuMemory` without a GPU.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ _raw_current_stream: Final[Any] = getattr(torch._C, "_cuda_getCurrentRawStream",
 
 
 class GpuUnavailable(Exception):
-    """Why memory of GPUs cannot be shared here."""
+    """GPU memory cannot be shared here, for the reason in the text."""
 
 
 class GpuMemory(Protocol):
-    """CUDA, as lending and borrowing need it. Devices are given by their index; any thread may call."""
+    """The part of CUDA that lending and borrowing need. Devices are indices. Thread-safe."""
 
     def uuid(self, device: int) -> bytes:
-        """The same in every process, whatever index the device has there."""
+        """Identifies a device in every process, whatever its index there."""
 
     def total_bytes(self, device: int) -> int:
         """The memory of the device."""
 
     def allocate(self, device: int, size: int) -> int:
-        """The address of new memory that can be shared, all zeros. Raises `MemoryError`."""
+        """Allocates memory that can be shared, filled with zeros; returns its address. Raises `MemoryError`."""
 
     def free(self, device: int, address: int) -> None:
-        """Ends memory of `allocate`; may wait until the device is idle."""
+        """Frees memory from `allocate`; may wait until the device is idle."""
 
     def handle(self, device: int, address: int) -> bytes:
         """Names memory of `allocate` for other processes."""
@@ -52,26 +52,26 @@ class GpuMemory(Protocol):
         """The address and the size of memory of another process. Raises `GpuUnavailable`."""
 
     def close(self, device: int, address: int) -> None:
-        """Ends what `open` began; may wait until the device is idle."""
+        """Undoes `open`; may wait until the device is idle."""
 
     def copy(self, device: int, target: int, source: int, size: int) -> None:
         """Copies memory of devices, in the current stream of this thread."""
 
     def write(self, home: int, address: int, number: int, devices: Sequence[int]) -> None:
-        """Writes four bytes of memory of `home` when the current streams of some devices come here."""
+        """Writes four bytes to memory of `home` when the current streams of `devices` reach this point."""
 
     def wait(self, home: int, address: int, number: int, device: int) -> None:
-        """Has the current stream of a device wait until four bytes of memory of `home` are this number, or a later."""
+        """Makes the current stream of a device wait until four bytes of memory of `home` reach this number."""
 
     def force(self, device: int, address: int, number: int) -> None:
-        """Writes four bytes soon, whatever the streams of this process wait for."""
+        """Writes four bytes soon, without waiting for other streams of this process."""
 
     def read(self, device: int, address: int) -> int:
-        """Reads four bytes, whatever the streams of this process wait for."""
+        """Reads four bytes, without waiting for other streams of this process."""
 
 
 class CudaMemory:
-    """`GpuMemory` of CUDA. Raises `GpuUnavailable` where CuPy, the driver or a GPU is missing."""
+    """Implements `GpuMemory`. Raises `GpuUnavailable` if CuPy, the driver or a GPU is missing."""
 
     def __init__(self) -> None:
         if not torch.cuda.is_available():
@@ -173,7 +173,7 @@ class CudaMemory:
         """Calls a function of the driver, with the context of a device."""
         if self._bound.__dict__.get("device") != device or self._runtime.getDevice() != device:
             with torch.cuda.device(device):
-                self._runtime.setDevice(device)  # binds the context, where torch has not needed it on this thread yet
+                self._runtime.setDevice(device)  # binds the context, if torch has not used it on this thread yet
                 status = function(*arguments)
             self._bound.device = device
         else:
@@ -182,7 +182,7 @@ class CudaMemory:
             raise GpuUnavailable(f"a function of the driver failed with CUresult {status}")
 
     def _stream_aside(self, device: int) -> torch.cuda.Stream:
-        """A stream that waits for nothing."""
+        """The stream of a device that waits for no other one."""
         with self._lock:
             stream = self._aside.get(device)
             if stream is None:
@@ -205,7 +205,7 @@ def _cuda_memory() -> CudaMemory | GpuUnavailable:
 
 
 def cuda_memory() -> GpuMemory:
-    """That of this process, made when it is asked for first. Raises `GpuUnavailable`."""
+    """The CUDA memory of this process, made at the first use. Raises `GpuUnavailable`."""
     made = _cuda_memory()
     if isinstance(made, GpuUnavailable):
         raise GpuUnavailable(str(made))

@@ -1,8 +1,8 @@
-"""The workers that can read memory of this worker's GPUs, and the messages to them about it.
+"""The workers that can read this worker's GPU memory, and the messages to them about it.
 
-A worker is asked when a tensor of a GPU goes to it first, with a loan that it tries to open. Until it has answered,
-and where it cannot (it is on another host, in another container, a MIG instance, or has no GPU), tensors travel through
-host memory: nobody waits for the answer.
+When the first GPU tensor goes to a worker, the worker is asked to open a loan. Until it has answered, and if it cannot
+open the loan (it is on another host, in another container or a MIG instance, or has no GPU), tensors travel through
+host memory.
 """
 
 from __future__ import annotations
@@ -37,11 +37,7 @@ CHUNK_BYTES: Final = 4 << 20
 
 
 class ValueOnGpus:
-    """`GpuArrivals` of a value. Decode it on one thread, and call `done`; or `discard` it.
-
-    Args:
-        borrowed: memory that others lend.
-    """
+    """Implements `GpuArrivals` for a value. Decode the value on one thread and call `done`, or `discard` it."""
 
     __slots__ = ("_begun", "_borrowed", "_is_over", "_me", "_sender", "_value")
 
@@ -99,13 +95,13 @@ class ValueOnGpus:
         return self._value.gpu_loans[buffer.gpu_loan - 1]
 
     def done(self) -> None:
-        """All that is wanted of the loans was copied, as far as that was possible."""
+        """Ends the loans: all needed parts were copied, as far as that was possible."""
         for begun in self._begun.values():
             self._borrowed.finish(begun, self._sender.id)
         self.discard()
 
     def discard(self) -> None:
-        """The value is not wanted, or not any more; idempotent."""
+        """Ends the loans that were not copied; idempotent."""
         if not self._is_over:
             self._is_over = True
             loans = self._value.gpu_loans
@@ -115,7 +111,7 @@ class ValueOnGpus:
 
 
 def new_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device, size: int) -> torch.Tensor:
-    """A tensor on a GPU. Raises `SerializationError`, with the bytes that are free, where it does not fit."""
+    """A tensor on a GPU. Raises `SerializationError`, with the free bytes, if it does not fit."""
     try:
         return torch.empty(shape, dtype=dtype, device=device)
     except torch.OutOfMemoryError as exc:
@@ -127,7 +123,7 @@ def new_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device, s
 
 def copy_up(source: torch.Tensor, target: torch.Tensor) -> None:
     """Copies bytes of the host to a GPU, in its current stream: one chunk goes up while the next is copied into pinned
-    memory, which torch's allocator keeps for the next time. The driver's own way takes twice as long.
+    memory, which torch's allocator keeps for later copies. The driver's own copy takes twice as long.
     """
     pinned = torch.empty(source.nbytes, dtype=_BYTE, pin_memory=True)
     for part, staged, there in zip(
@@ -155,7 +151,7 @@ def _say_once(me: str, sender: str) -> None:
 PROBE = "rpcdist.rpc._devices.gpu_sharing:probe"
 _PROBED_BYTES: Final = 512
 
-_ASKED: Final = "it was asked, and has not answered yet"
+_ASKED: Final = "it has not answered yet"
 
 
 @cache
@@ -164,15 +160,15 @@ def _lent_by_process() -> LentGpuMemory:
 
 
 class GpuSharing:
-    """One per agent. Any thread may use it.
+    """Lends and borrows GPU memory for an agent. Thread-safe.
 
     Args:
         identity_of: the process that has the id of a worker now.
-        find_map: the device map for what goes to a worker (`DeviceMaps.find`).
+        find_map: see `DeviceMaps.find`.
         ask: calls a function that every worker serves, by worker, name and arguments.
-        send: a message to a worker, if it lives.
-        submit: has a thread of the pool do something.
-        takes_loans: whether peers may have this process read memory of their GPUs.
+        send: sends a message to a worker, if it lives.
+        submit: runs a function on the pool.
+        takes_loans: whether this process reads GPU memory of peers.
         lends: whether memory may be lent at all.
     """
 
@@ -197,8 +193,8 @@ class GpuSharing:
         self._cleaned = 0.0
         self._takes_loans = takes_loans
         self._lends = lends
-        self._lent: LentGpuMemory | None = None  # once a tensor of a GPU was sent
-        self._readers: dict[Identity, str] = {}  # empty, or why it cannot read
+        self._lent: LentGpuMemory | None = None  # made for the first GPU tensor that is sent
+        self._readers: dict[Identity, str] = {}  # why each worker cannot read; empty if it can
         self._lock = threading.Lock()
         self.borrowed = BorrowedGpuMemory(cuda_memory, lambda: self._lent, lambda worker: identity_of(worker).name)
         self.callables: dict[str, Callable[..., Any]] = {PROBE: self._probe}
@@ -206,10 +202,10 @@ class GpuSharing:
     def route(
         self, to: int, session: AnySession | None = None, of_call: DeviceMap | None = None, *, back: bool = False
     ) -> DeviceRoute:
-        """How tensors of GPUs in one value reach a worker.
+        """How GPU tensors in one value reach a worker.
 
         Args:
-            session: for the result of a call, the one by which the call came.
+            session: for the result of a call, the session of the call.
             of_call: see `DeviceMaps.find`.
             back: see `DeviceRoute`.
         """
@@ -217,7 +213,7 @@ class GpuSharing:
         return DeviceRoute(None if back else self._find_map(to, session, of_call), lend, back=back)
 
     def moves_cpu(self, to: int, session: AnySession | None = None, of_call: DeviceMap | None = None) -> bool:
-        """Whether tensors of the CPU in a value arrive on another device; arguments as for `route`."""
+        """Whether CPU tensors in a value arrive on another device; arguments as for `route`."""
         map_device = self._find_map(to, session, of_call)
         return map_device is not None and moves_cpu(map_device)
 
@@ -227,11 +223,11 @@ class GpuSharing:
     def _lend(
         self, to: int, session: AnySession | None, device: int, spans: Sequence[tuple[int, int]]
     ) -> tuple[value_pb2.GpuLoan, list[int]] | None:
-        """Lends memory to a worker; None if it cannot read it, that is not known yet, or there is too little."""
+        """Lends memory to a worker; None if it cannot read it, has not answered yet, or there is too little."""
         identity = self.identity_of(to) if session is None else session.peer
         reason = self._readers.get(identity)
         if reason is None:
-            reason = self._first_look(identity)
+            reason = self._begin_probe(identity)
         lent = self._lent
         if reason or lent is None:
             return None
@@ -242,16 +238,16 @@ class GpuSharing:
             return None
 
     def tell(self, session: AnySession) -> None:
-        """Says what the worker at the other end of a session has to hear by now, with the next message there."""
+        """Sends the pending report to the peer of a session, together with the next message."""
         if (message := self.borrowed.release(session.peer.id)) is not None:
             session.hold_back(lambda: session.send(message, ()))
 
     def doubt(self, loan: int) -> None:
-        """The message with the loan of this number may not arrive."""
+        """Records that the message with the loan of this number may not arrive."""
         if self._lent is not None:
             self._lent.doubt([loan])
 
-    def _first_look(self, to: Identity) -> str:
+    def _begin_probe(self, to: Identity) -> str:
         with self._lock:
             if to in self._readers:
                 return self._readers[to]
@@ -273,7 +269,7 @@ class GpuSharing:
             return self._note(to, "")
         try:
             answer = self._ask(to.id, PROBE, (made[0].SerializeToString(),), SLOW_ANSWER_LIMIT_S)
-        except Exception as exc:  # it is lost, and the call that is under way says so
+        except Exception as exc:  # it is lost, and the call in progress reports that
             self._lent.doubt([made[0].number])
             return self._note(to, str(exc))
         answer.is_quiet = True
@@ -282,8 +278,8 @@ class GpuSharing:
 
     def _answered(self, to: Identity, answer: Future[Any]) -> None:
         error = answer.exception()
-        told = answer.value() if error is None else str(error)
-        self._note(to, told if isinstance(told, str) else abridged(told))
+        reason = answer.value() if error is None else str(error)
+        self._note(to, reason if isinstance(reason, str) else abridged(reason))
 
     def _note(self, to: Identity, reason: str) -> str:
         self._readers[to] = reason
@@ -292,18 +288,18 @@ class GpuSharing:
         return reason
 
     def _probe(self, loan: bytes) -> str:
-        """Serves `PROBE`: whether a loan can be read here; empty, or why not."""
+        """Serves `PROBE`: returns why a loan cannot be read here, or an empty text."""
         lender = calling_worker.get()
         if lender is None:
-            return "nobody asks"
+            return "no worker has called"
         if not self._takes_loans:
-            return f"{self._me.name!r} takes tensors of the host only (allow_pickle=False)"
+            return f"{self._me.name!r} accepts only tensors from host memory (allow_pickle=False)"
         return self.borrowed.probe(value_pb2.GpuLoan.FromString(loan), lender.id)
 
     # ------------------------------------------------------------ on the I/O loop, or the thread that reads
 
     def on_release(self, session: AnySession, message: rpc_pb2.Message, buffers: list[ReceiveBuffer]) -> None:
-        """A worker says what it has copied."""
+        """Records which loans a worker has copied."""
         if self._lent is not None:
             release = message.gpu_release
             self._lent.release(release.copied, release.unwanted, session.peer, release.closed)
@@ -337,7 +333,7 @@ class GpuSharing:
             self._lent.clean()
 
     def close(self, timeout_s: float) -> None:
-        """The agent ends. Waits for what is being copied here, at most for `timeout_s`."""
+        """Waits for copies in progress, at most for `timeout_s`, and closes all memory."""
         self.borrowed.close(timeout_s)
         if self._lent is not None:
             for reader in self._readers:

@@ -1,8 +1,8 @@
-"""The streams in which functions run that were called with tensors of GPUs.
+"""The CUDA streams of functions that were called with GPU tensors.
 
-A function runs with a stream of its own for each device of its arguments, so that calls that run at the same time do so
-on the device, too. The stream begins behind the current one of the thread, and that one goes on behind it: what is
-enqueued before a call begins, or after it has ended, sees the order of the program. torch's pool streams promise less.
+A function runs with a stream of its own for each device of its arguments, so that concurrent calls are also concurrent
+on the device. The stream waits for the thread's current stream when the call begins, and that stream waits for it when
+the call ends, so work that was enqueued before and after a call keeps the order of the program.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 _idle: Final[dict[int, list[_PoolStream]]] = {}
-"""By device, the streams that nobody uses, the last one first: calls that come one after the other share a stream, and
-with it the memory that torch's allocator keeps for it."""
+"""The unused streams of each device, in the order of their last use. Consecutive calls share a stream, and with it the
+memory that torch's allocator keeps for the stream."""
 
 
 class _PoolStream:
-    """A stream, and the events by which it begins behind another one, and that one goes on behind it."""
+    """A stream, with the events by which it waits for another stream, and that stream for it."""
 
     __slots__ = ("_begin", "_end", "device", "stream")
 
@@ -38,7 +38,7 @@ class _PoolStream:
 
 
 class HandlerStreams:
-    """Current from its making until `leave`, on one thread."""
+    """Streams that are current on this thread from their creation until `leave`, which is idempotent."""
 
     __slots__ = ("_entered",)
 
@@ -63,7 +63,7 @@ class HandlerStreams:
 
 
 def into_default_streams(tensors: Sequence[torch.Tensor | None]) -> None:
-    """Has the default streams wait for tensors of the current streams."""
+    """Makes the default streams wait for tensors of the current streams."""
     for tensor in tensors:
         if tensor is not None and tensor.is_cuda:
             default = torch.cuda.default_stream(tensor.device)
@@ -73,7 +73,7 @@ def into_default_streams(tensors: Sequence[torch.Tensor | None]) -> None:
 
 
 def _make_current(stream: Any) -> None:
-    """Of its device alone: `torch.cuda.set_stream` also changes the current device."""
+    """Sets the current stream of its device; unlike `torch.cuda.set_stream`, keeps the current device."""
     device = torch.cuda.current_device()
     torch.cuda.set_stream(stream)
     if device != stream.device_index:
@@ -81,13 +81,10 @@ def _make_current(stream: Any) -> None:
 
 
 class ArrivedTensors:
-    """Tensors that were copied in a stream which another thread may not have as its current one.
+    """The GPU tensors of one value, copied in a stream that may not be the current one of the thread that uses them.
 
-    Streams that use them wait for an event, and not for the stream: that one may have got later copies meanwhile, which
-    wait for GPUs of other workers.
-
-    Args:
-        tensors: those of one value that lie on GPUs.
+    Streams that use them wait for an event, and not for that stream, which may have later copies that wait for GPUs of
+    other workers.
     """
 
     __slots__ = ("_by_device",)
@@ -109,7 +106,7 @@ class ArrivedTensors:
         return self.of(result)
 
     def join_gpus(self) -> None:
-        """Has the current streams of this thread wait for them."""
+        """Makes the current streams of this thread wait for the tensors."""
         for stream, event, tensors in self._by_device:
             current = torch.cuda.current_stream(stream.device)
             if current != stream:

@@ -1,12 +1,10 @@
-"""Memory of GPUs that this process lends: tensors are copied into it, and it is kept until its receiver has copied it.
+"""GPU memory that this process lends: tensors are copied into it, and it is kept until its receiver has copied it.
 
-The copy is made in the current stream of the thread that sends, so a tensor may change, or be freed, as soon as the
-call has been made. The copy costs 48 us for 64 MiB (H100), and makes all tensors equal: those of any allocator of
-torch, and of none.
-
+The copy is made in the current stream of the sending thread, so a tensor may change, or be freed, as soon as the call
+was made. It works for tensors of every allocator.
     idle -> lent      `lend`: the bytes are copied into a slot, and then a number is written at its beginning
     lent -> idle      `release`: the receiver copies them, or has; the next copy into the slot waits, on the device, for
-                      the number that the receiver's stream writes then
+                      the number that the receiver's stream writes afterwards
     lent -> doubtful  `doubt`: the message with the loan may not have arrived, or its connection has ended
     doubtful -> idle  `release`, or `clean` after `GPU_LOAN_DOUBT_S`: a receiver that was about to copy has done so
 
@@ -29,7 +27,7 @@ from rpcdist.rpc._devices.cuda_memory import GpuMemory
 from rpcdist.time_limits import GPU_LOAN_DOUBT_S, IDLE_LIMIT_S
 
 ALIGNMENT_BYTES: Final = 512
-"""Of each part of a loan. The first part has the lender's number, and that of the receiver at `COPIED_AT`."""
+"""Alignment of each part of a loan. The first part has the lender's number, and the receiver's at `COPIED_AT`."""
 
 COPIED_AT: Final = 128
 
@@ -37,7 +35,7 @@ SHARED_ALLOCATION_BYTES: Final = 32 << 20
 """Slots of up to an eighth of this are parts of allocations of this size; larger ones have their own."""
 
 MOST_OF_DEVICE: Final = 8
-"""At most an eighth of a device is lent or kept for lending. Beyond it, tensors travel through host memory."""
+"""At most an eighth of a device's memory is lent or kept for loans; other tensors travel through host memory."""
 
 
 @dataclass(slots=True, eq=False)
@@ -65,11 +63,7 @@ class _LoanSlot:
 
 
 class LentGpuMemory:
-    """One per process: workers of several agents may share it. Any thread may use it.
-
-    Args:
-        now: the monotonic clock.
-    """
+    """The lent memory of a process, which its agents share; `now` is the monotonic clock. Thread-safe."""
 
     def __init__(self, memory: GpuMemory, now: Callable[[], float] = time.monotonic) -> None:
         self._memory = memory
@@ -86,7 +80,7 @@ class LentGpuMemory:
         return len(self._lent)
 
     def kept_bytes(self, device: int | None = None) -> int:
-        """The size of all allocations, on one device or on all."""
+        """The size of all allocations, on one device or on all of them."""
         kept = list(self._allocations.values())
         return sum(each.size for each in kept if device is None or each.device == device)
 
@@ -141,18 +135,18 @@ class LentGpuMemory:
         return loan, offsets
 
     def own_address(self, handle: bytes) -> tuple[int, int] | None:
-        """Address and size of an allocation of this process, which no process can open as another's."""
+        """Address and size of an allocation of this process, which cannot open it like those of others."""
         allocation = self._allocations.get(handle)
         return None if allocation is None else (allocation.address, allocation.size)
 
     def release(
         self, copied: Iterable[int], unwanted: Iterable[int], sender: Identity, closed: Iterable[bytes] = ()
     ) -> None:
-        """A worker does not need what was lent to it any more. Loans to others stay as they are.
+        """Ends loans that a worker no longer needs; numbers of loans to other workers are ignored.
 
         Args:
-            copied: the numbers of loans that it copies: its stream writes when it has.
-            unwanted: those of others.
+            copied: the loans that it is copying: its stream writes a number afterwards.
+            unwanted: the loans that it does not copy.
             closed: allocations that it has closed.
         """
         with self._lock:
@@ -171,7 +165,7 @@ class LentGpuMemory:
                     allocation.readers.discard(sender)
 
     def doubt(self, numbers: Iterable[int]) -> None:
-        """These loans may not arrive."""
+        """Records that these loans may not arrive."""
         with self._lock:
             for number in numbers:
                 slot = self._lent.get(number)
@@ -179,14 +173,11 @@ class LentGpuMemory:
                     slot.doubtful_since = self._now()
 
     def on_broken(self, to: Identity) -> None:
-        """A connection with a worker has ended. Loans that it has still to read stay for a while."""
+        """Handles the end of a connection with a worker. Loans that it has not read stay for a while."""
         self.doubt([number for number, slot in list(self._lent.items()) if slot.lent_to == to])
 
     def on_gone(self, to: Identity) -> None:
-        """A process has ended: what it had opened is closed, and it does not say any more that it has copied a loan.
-
-        May take long: it asks the devices.
-        """
+        """Handles the end of a process: nothing is open there, and it reports no more copies. May take long."""
         self.on_broken(to)
         with self._lock:
             for allocation in self._allocations.values():
@@ -205,7 +196,7 @@ class LentGpuMemory:
                         self._memory.force(allocation.device, address, number)
 
     def clean(self) -> None:
-        """Ends doubts, and frees memory that was not used for a while. May wait until a device is idle."""
+        """Ends old doubts, and frees memory that was not used for a while. May wait until a device is idle."""
         if not self._lent and not self._allocations:
             return
         now = self._now()
@@ -270,6 +261,6 @@ class LentGpuMemory:
 
 
 def slot_size(size: int) -> int:
-    """The size of the slot for a loan: at most an eighth more, so that loans of nearly one size use the same slots."""
+    """The size of a loan's slot: at most an eighth more, so that loans of similar sizes use the same slots."""
     step = max(ALIGNMENT_BYTES, 1 << max(0, size.bit_length() - 4))
     return max(1, -(-size // step)) * step

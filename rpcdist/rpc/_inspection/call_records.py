@@ -1,12 +1,12 @@
 """The records that a worker makes of its calls: rows of the flight recorder, and spans for OpenTelemetry.
 
-The flight recorder has the last calls that a worker has made and served, and how they ended. A call appends one row to
-a queue of a fixed length, in a single step that needs no lock. The row that falls out at the other end gives its memory
-to the next one, so the recorder allocates nothing once it is full.
+The flight recorder keeps the last calls that a worker has made and served, and how they ended. A call appends one row
+to a queue of fixed length, in a single step that needs no lock. A full recorder allocates nothing: the memory of the
+row that is dropped serves the next one.
 
-Spans are those of each call at the caller and at the callee, with W3C trace context between them; of backward passes,
-with the context in their messages; of streams, collectives, DDP and pipeline stages. Nothing of OpenTelemetry is
-imported before somebody asks for spans.
+Spans cover each call at the caller and at the callee, with W3C trace context between them; backward passes, with the
+context in their messages; streams, collectives, DDP and pipeline stages. OpenTelemetry is imported only when the
+program asks for spans.
 """
 
 from __future__ import annotations
@@ -28,12 +28,9 @@ _SYSTEM: Final = {"rpc.system.name": "rpcdist"}
 
 
 class CallSpans:
-    """Begins and ends the spans of the calls of a process. Any thread may use it.
+    """Begins and ends the spans of a process, with a tracer provider of OpenTelemetry (None: the global one).
 
-    Raises `ImportError` where the package `opentelemetry-api` is missing.
-
-    Args:
-        tracer_provider: of OpenTelemetry; None for the global one.
+    Any thread may use it. The constructor raises `ImportError` if the package `opentelemetry-api` is missing.
     """
 
     def __init__(self, tracer_provider: Any) -> None:
@@ -46,17 +43,17 @@ class CallSpans:
         self._header = TraceContextTextMapPropagator()
 
     def begin_made(self, called: str) -> Any:
-        """A call is made; its span is a child of the one that is current here."""
+        """Begins the span of a call that is made here, as a child of the current span."""
         return self._tracer.start_span(called, kind=self._trace.SpanKind.CLIENT, attributes=_SYSTEM)
 
     def traceparent(self, span: Any) -> str:
-        """The W3C header that makes the span of the callee a child of this one; empty for a span that is not kept."""
+        """The W3C header that makes the callee's span a child of this one; empty for a span that is not sampled."""
         carrier: dict[str, str] = {}
         self._header.inject(carrier, self._trace.set_span_in_context(span, self._context.Context()))
         return carrier.get("traceparent", "")
 
     def begin_served(self, traceparent: str) -> Any:
-        """A call has arrived. `traceparent` is its caller's word: a header that is malformed counts as none."""
+        """Begins the span of a call that has arrived. A malformed `traceparent` from the caller is ignored."""
         carrier = {"traceparent": traceparent} if len(traceparent) <= MAX_TRACEPARENT_CHARS else {}
         parent = self._header.extract(carrier, self._context.Context())
         return self._tracer.start_span("rpc", parent, kind=self._trace.SpanKind.SERVER, attributes=_SYSTEM)
@@ -79,13 +76,13 @@ class CallSpans:
     def detach(self, token: Any) -> None:
         self._context.detach(token)
 
-    # ------------------------------------------------------------ what is no call
+    # ------------------------------------------------------------ spans of other operations
 
     def begin_pass(self, name: str, id: int) -> tuple[str, Callable[[BaseException | None], None]]:
-        """A pass, or a step, begins in this process; its span is a child of the one that is current here.
+        """Begins the span of a backward pass, or of an optimizer's step, as a child of the current span.
 
         Returns:
-            The W3C header of its span, for the other workers, and what has to be called when the pass is over.
+            The W3C header of the span, for the other workers, and the function that ends the span.
         """
         span = self._tracer.start_span(name, attributes={**_SYSTEM, "rpcdist.pass": id})
         return self.traceparent(span), lambda error: self._end(span, error, None)
@@ -93,7 +90,7 @@ class CallSpans:
     def parts_of_pass(
         self, traceparent: str, parts: Iterable[tuple[str, int, float, float]], name_of: Callable[[int], str]
     ) -> None:
-        """A pass is over, with these parts here: kind, peer or -1, begin and end (seconds since the epoch) of each."""
+        """Records the parts of a pass that ran here: kind, peer or -1, begin and end in seconds since the epoch."""
         parent = self._context.Context()
         if len(traceparent) <= MAX_TRACEPARENT_CHARS:
             parent = self._header.extract({"traceparent": traceparent}, parent)
@@ -102,12 +99,12 @@ class CallSpans:
             self._whole(f"backward {kind}", attributes, parent, began_s)(ended_s, None)
 
     def on_span(self, lane: str, name: str, began_s: float, ended_s: float) -> None:
-        """Something that DDP, a pipeline or the reader of a stream has done; see `span_taps`."""
+        """Records an action of DDP, a pipeline or the reader of a stream; see `span_taps`."""
         shift_s = time.time() - time.monotonic()
         self._whole(lane, {**_SYSTEM, "rpcdist.detail": name}, None, began_s + shift_s)(ended_s + shift_s, None)
 
     def on_operation(self, group: str, operation: str) -> Callable[[float, float, BaseException | None], None]:
-        """An operation of a process group begins; see `operation_taps`."""
+        """Begins the span of an operation of a process group; see `operation_taps`."""
         parent = self._context.get_current()
         attributes = {**_SYSTEM, "rpcdist.group": group, "rpcdist.operation": operation}
 
@@ -134,7 +131,7 @@ exporter: CallSpans | None = None
 
 
 def export(spans: CallSpans | None) -> None:
-    """Has spans go there from now on, and no longer where they went before; None for nowhere."""
+    """Sends all later spans to this exporter, in place of the previous one; None turns spans off."""
     global exporter
     if exporter is not None:
         span_taps.remove(exporter.on_span)
@@ -169,13 +166,10 @@ def _times_of(function: str, served: bool, calls: list[RecordedCall]) -> Functio
 
 
 class EndedCalls:
-    """Those that are told of each call that has ended: the recorder, metrics, traces. Any thread may call any method.
-
-    Args:
-        recorder: takes the rows, if there is one.
+    """The listeners for calls that have ended: the flight recorder, metrics, traces. Thread-safe.
 
     Attributes:
-        note: takes a row; None if nobody wants to be told.
+        note: passes a row to the listeners; None if there are none.
     """
 
     __slots__ = ("_listeners", "_lock", "note")
@@ -186,7 +180,7 @@ class EndedCalls:
         self.note = recorder
 
     def add(self, listener: Callable[[Row], object]) -> Callable[[], None]:
-        """Has a function called with the row of each call; returns what ends that."""
+        """Registers a function to be called with the row of each call; returns a function that removes it."""
         with self._lock:
             self._listeners.append(listener)
             self._set()
@@ -201,22 +195,18 @@ class EndedCalls:
     def _set(self) -> None:
         listeners = tuple(self._listeners)
 
-        def tell_all(row: Row) -> None:
+        def note_all(row: Row) -> None:
             for listener in listeners:
                 listener(row)
 
-        self.note = tell_all if len(listeners) > 1 else listeners[0] if listeners else None
+        self.note = note_all if len(listeners) > 1 else listeners[0] if listeners else None
 
 
 class CallRecorder:
-    """One per agent; any thread may write, and any may read.
-
-    Args:
-        size: how many calls are remembered, of those made and of those served.
+    """The flight recorder of an agent: the last `size` calls made, and as many served. Thread-safe.
 
     Attributes:
-        made: takes the row of a call that was made here and has ended.
-        served: the same of a call that was served here.
+        made, served: record the row of a call that has ended.
     """
 
     def __init__(self, size: int) -> None:
@@ -226,7 +216,7 @@ class CallRecorder:
         self.served: Callable[[Row], None] = self._served.append
 
     def times(self, most: int) -> tuple[FunctionTimes, ...]:
-        """How long the calls took, for each function; the functions with the most calls."""
+        """The durations of the calls by function, for the functions with the most calls."""
         found: dict[tuple[str, bool], list[RecordedCall]] = {}
         for call in self:
             found.setdefault((call.function, call.is_served), []).append(call)

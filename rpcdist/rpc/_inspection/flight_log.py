@@ -1,9 +1,8 @@
-"""Writes what a worker remembers when its job fails: its last calls, what it does now, and what it has noticed.
+"""Writes the flight file of a worker when its job fails: its last calls, its current state, and the events it noticed.
 
-A file is written when the program fails with an exception, when it ends without `shutdown`, when a connection breaks or
-a worker is lost, when another worker says that it fails, and on SIGUSR2. `python -m rpcdist report FOLDER` reads the
-files of all workers together. Each begins with a head; a line of JSON follows for each event, for each call, and for
-the facts.
+The file is written when the program fails with an exception or ends without `shutdown`, when a connection breaks, when
+a worker is lost or reports its failure, and on SIGUSR2. `python -m rpcdist report FOLDER` reads the files of all
+workers together. A header comes first, then a line of JSON for each event, for each call, and for the facts.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from rpcdist._proto import rpc_pb2
 from rpcdist.errors import RpcdistError, WorkerLost
 from rpcdist.ids import Identity
 from rpcdist.inspection import WorkerFacts, fields_of
-from rpcdist.private_files import forget_failures, hear_failures, write_flight_file
+from rpcdist.private_files import add_failure_listener, remove_failure_listener, write_flight_file
 from rpcdist.rpc._inspection.call_records import CallRecorder
 from rpcdist.rpc._peers.network import AnySession, Lifetime
 from rpcdist.rpc._values.exceptions import described_error, traceback_of
@@ -39,16 +38,11 @@ MAX_EVENTS: Final = 200
 MAX_TEXT: Final = 2000
 DUMP_SIGNAL: Final = getattr(signal, "SIGUSR2", None)
 _ABRUPT: Final = ("broke", "no sign of life")
-"""Words of the reasons for which connections end that nobody has closed."""
+"""Words in the reasons for the end of connections that neither side has closed."""
 
 
 class FlightLog:
-    """One per agent.
-
-    Args:
-        facts: says what the worker does; any thread.
-        sessions: the open connections; on the I/O loop.
-    """
+    """Collects the events of an agent, and writes its flight file; `sessions` lists the open connections."""
 
     def __init__(
         self,
@@ -69,11 +63,11 @@ class FlightLog:
         self._written_at = 0.0
         self._has_failed = False
         self._handles_signal = False
-        self._handler = self._on_signal  # one object, by which the shield knows it
+        self._handler = self._on_signal  # the shield compares by identity, and each access makes a new bound method
 
-    def hear_failures(self) -> None:
-        """From now on failures are heard of; on the thread that starts the agent."""
-        hear_failures(self.failed)
+    def start(self) -> None:
+        """Begins to listen for failures of the program and for the signal; on the thread that starts the agent."""
+        add_failure_listener(self.failed)
         is_main = threading.current_thread() is threading.main_thread()
         if DUMP_SIGNAL is not None and is_main and signal.getsignal(DUMP_SIGNAL) is signal.SIG_DFL:
             SignalShield.harmless.append(self._handler)
@@ -81,7 +75,7 @@ class FlightLog:
             self._handles_signal = True
 
     def stop(self) -> None:
-        forget_failures(self.failed)
+        remove_failure_listener(self.failed)
         if self._handles_signal and threading.current_thread() is threading.main_thread():
             self._handles_signal = False
             if signal.getsignal(DUMP_SIGNAL) is self._handler:  # type: ignore[arg-type]
@@ -89,8 +83,8 @@ class FlightLog:
             SignalShield.harmless.remove(self._handler)
 
     def _on_signal(self, number: int, frame: object) -> None:
-        # It may have interrupted code that holds a lock, so the facts are taken on another thread, which this starts
-        # without one: `threading.Thread` has a lock of its own.
+        # The interrupted code may hold a lock, so another thread collects the facts. `threading.Thread` would itself
+        # take a lock.
         self._note("signal", signal.Signals(number).name)
         with suppress(RuntimeError):  # no thread can be started; the signal may come again
             start_new_thread(self._write_now, ())
@@ -98,23 +92,23 @@ class FlightLog:
     # ------------------------------------------------------------ failures of this process
 
     def failed(self, error: BaseException) -> None:
-        """The program fails: says so to the others, writes the file, and gives them a moment. Any thread."""
+        """Notifies the other workers that the program fails, writes the file, and gives them a moment. Any thread."""
         if self._has_failed or self._lifetime.is_closed:
             return
         self._has_failed = True
         text = described_error(error)[:MAX_TEXT]
         self._note("failed", text, traceback=traceback_of(error)[-MAX_TEXT:])
-        was_told = False
+        has_sent = False
         for session in self._all_sessions():
             try:
                 session.send(rpc_pb2.Message(failure_notice=rpc_pb2.FailureNotice(reason=text)))
                 session.flush()
-                was_told = True
+                has_sent = True
             except RpcdistError as exc:
-                logger.debug("%s was not told of the failure: %s", session.peer.name, exc)
+                logger.debug("%s could not be notified of the failure: %s", session.peer.name, exc)
         self._write(self._facts())
-        if was_told:
-            time.sleep(FLIGHT_NOTICE_S)  # the launcher may end the others when it hears of this
+        if has_sent:
+            time.sleep(FLIGHT_NOTICE_S)  # the launcher may end the others once it knows of the failure
 
     def ended(self, error: BaseException | None) -> None:
         if error is not None:
@@ -127,13 +121,13 @@ class FlightLog:
         while True:
             try:
                 return self._sessions()
-            except RuntimeError:  # the I/O loop has changed the set meanwhile
+            except RuntimeError:  # the I/O loop changed the set during the copy
                 continue
 
-    # ------------------------------------------------------------ of others, on the I/O loop
+    # ------------------------------------------------------------ failures of others, on the I/O loop
 
     def on_broken(self, session: AnySession, reason: str) -> None:
-        """A connection has ended. It comes before the calls on it fail, so that the file shows them."""
+        """Writes the file if a connection broke; called before its calls fail, so that the file shows them."""
         if any(word in reason for word in _ABRUPT):
             self._heard("broken", f"the connection with {session.peer.name!r} ended: {reason}")
 
@@ -197,7 +191,7 @@ class FlightLog:
 
 
 def _num_kills() -> int:
-    """How many processes the kernel of this host has killed since it booted because memory had run out."""
+    """The number of processes that the kernel of this host has killed for lack of memory since it booted."""
     try:
         with open("/proc/vmstat") as file:
             return next((int(line.split()[1]) for line in file if line.startswith("oom_kill ")), 0)

@@ -1,8 +1,8 @@
-"""Collects the facts of a worker, and answers questions about them; nothing runs or is kept before the first question.
+"""Collects the facts of a worker on request; nothing runs or is kept before the first request.
 
 The I/O loop answers: not the pool, which may be exhausted, nor the user loop, which may be stuck. Tables are copied in
 single steps that the interpreter does not interrupt, so no lock of the call path is taken. The limits below bound
-the cost of a look, and `TICK_S` bounds how often one is taken.
+the cost of an answer, and `TICK_S` bounds how often one is made.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, Final
 from rpcdist._counters import published_curves
 from rpcdist._proto import inspection_pb2
 from rpcdist.collectives._group.world import World
-from rpcdist.frozen_process import FrozenProcess, look_at_process
+from rpcdist.frozen_process import FrozenProcess, inspect_process
 from rpcdist.ids import Identity
 from rpcdist.inspection import (
     CallServed,
@@ -61,7 +61,7 @@ logger = logging.getLogger(__name__)
 
 SERVICE: Final = inspection_pb2.DESCRIPTOR.services_by_name["Inspection"]
 MAX_LISTED: Final = 500
-"""Entries of a list of facts."""
+"""Limit on the entries of each list of facts."""
 
 MAX_FUNCTIONS: Final = 50
 MAX_NAMED: Final = 10
@@ -78,11 +78,7 @@ _PHASES: Final = {
 
 @dataclass(kw_only=True, eq=False)
 class Inspector:
-    """One per agent; it asks the parts that have something to say.
-
-    Attributes:
-        is_leaving: `shutdown` was called.
-    """
+    """Collects the facts of an agent from its parts. `is_leaving` is set when `shutdown` was called."""
 
     me: Identity
     network: Network
@@ -104,7 +100,7 @@ class Inspector:
     notes: NoteTaker
     is_leaving: bool = False
     _began: float = field(default_factory=time.monotonic)
-    # By `is_brief` and `has_members`: when it was given, and the answer.
+    # By `is_brief` and `has_members`: the time of the last answer, and the answer.
     _answers: dict[tuple[bool, bool], tuple[float, bytes]] = field(default_factory=dict)
     _is_looking: bool = False
     _logged_until: float = 0.0  # calls that began before this time were old at the last check
@@ -122,7 +118,7 @@ class Inspector:
     # ------------------------------------------------------------ I/O loop
 
     async def _on_look(self, asker: Identity, request: inspection_pb2.LookRequest) -> inspection_pb2.LookReply:
-        wanted = request.is_brief, request.has_members or not request.is_brief  # without: all facts, in one way
+        wanted = request.is_brief, request.has_members or not request.is_brief  # full facts always have members
         at, answer = self._answers.get(wanted, (0.0, b""))
         if not answer or time.monotonic() - at >= TICK_S:
             answer = self._json(*wanted)
@@ -133,19 +129,20 @@ class Inspector:
     async def _on_neighbour(
         self, asker: Identity, request: inspection_pb2.NeighbourRequest
     ) -> inspection_pb2.NeighbourReply:
-        """Only workers of this job are looked at, one at a time: a signal of ours reaches no other process."""
+        """Inspects a silent worker of this host. Only workers of this job get our signal, one at a time."""
         known = {member.address for member in self.directory.known()}
         if request.address not in known or self._is_looking:
-            return inspection_pb2.NeighbourReply(state="unknown", detail="it is no worker of this job, or another asks")
+            detail = "it is not a worker of this job, or another inspection is running"
+            return inspection_pb2.NeighbourReply(state="unknown", detail=detail)
         self._is_looking = True
         try:
-            found = await run_in_thread(partial(_look_at, request.address), lambda: None, "rpcdist-looks-in")
+            found = await run_in_thread(partial(_look_at, request.address), lambda: None, "rpcdist-inspect-process")
         finally:
             self._is_looking = False
         return inspection_pb2.NeighbourReply(state=found.state, detail=found.detail, stacks=found.stacks)
 
     def _json(self, is_brief: bool = False, has_members: bool = False) -> bytes:
-        """The facts; if they are too long, without the seldom needed ones."""
+        """The facts as JSON; if the text is too long, rarely needed lists are left out."""
         facts = self._brief_facts(has_members) if is_brief else self.facts()
         text = facts_to_json(facts)
         for smaller in ("references", "streams", "threads", "calls_made", "calls_served"):
@@ -158,9 +155,9 @@ class Inspector:
         return text.encode()
 
     def _brief_facts(self, has_members: bool) -> WorkerFacts:
-        """The facts with the stack of the main thread alone where nothing takes long, and with members if asked for.
+        """The facts with the stacks of all threads only if something takes long, and otherwise of the main thread.
 
-        A rank that has not come to a collective explains by that one thread what the others wait for.
+        The main thread of a rank that has not joined a collective shows what the others wait for.
         """
         facts = self.facts(is_brief=True, has_members=has_members)
         ages_s = [call.age_s for call in facts.calls_made] + [call.age_s for call in facts.calls_served]
@@ -173,7 +170,7 @@ class Inspector:
     # ------------------------------------------------------------ any thread
 
     def facts(self, is_brief: bool = False, has_members: bool = False) -> WorkerFacts:
-        """The facts of this moment; brief ones have members only if asked for, and of the threads the main one."""
+        """The facts of this moment. Brief facts have the main thread only, and members only on request."""
         now, time_ns = time.monotonic(), time.time_ns()
         threads, threads_left_out = thread_states(threading.main_thread().ident if is_brief else None)
         references, references_left_out = self.rrefs.facts(now, MAX_LISTED)
@@ -242,7 +239,7 @@ class Inspector:
         return network.run(look(), 2 * LOOK_LIMIT_S)
 
     def explain(self) -> str:
-        """Text that says for what calls wait here, with their stacks."""
+        """Describes what the calls here wait for, with their stacks."""
         return describe(explain([self.facts()]))
 
     def calls_served(self, now: float) -> tuple[CallServed, ...]:
@@ -250,7 +247,7 @@ class Inspector:
         return tuple(self._served(active, now, threads) for active in islice(self.active_calls, MAX_LISTED))
 
     def _threads_of_calls(self) -> dict[int, int]:
-        """By `id` of a call, or of what stands for it: the thread that runs it."""
+        """The thread that runs each call, by the `id` of the call or of the object that runs it."""
         found: dict[int, int] = {}
         for ident, job, arguments in self.pool.jobs():
             for one in (*arguments, getattr(job, "__self__", None)):
@@ -354,7 +351,7 @@ class Inspector:
 
 
 def _memory_bytes() -> int | None:
-    """The part of this process that is in memory, shared pages included."""
+    """The resident memory of this process, including shared pages."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * resource.getpagesize()
@@ -366,11 +363,11 @@ def _look_at(address: str) -> FrozenProcess:
     pid = process_at(address)
     if pid is None or pid == os.getpid():
         return FrozenProcess("unknown", f"no other process of this user on {socket.gethostname()} serves at {address}")
-    return look_at_process(pid)
+    return inspect_process(pid)
 
 
 def _new_ones(calls: Iterable[tuple[float, Callable[[], str]]], seen_until: float, old_before: float) -> Iterator[str]:
-    """The calls that began in a span of time, of those in the order in which they began."""
+    """Describes the calls that began in the given span of time; `calls` are in the order in which they began."""
     for began, what in calls:
         if began > old_before:
             return

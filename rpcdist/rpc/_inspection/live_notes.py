@@ -1,6 +1,6 @@
 """Takes the notes that a live view shows: log lines, and spans of pipelines, DDP, backward passes and collectives.
 
-Nothing is noted while no live view asks: the first question begins it, and it ends when the questions have stopped.
+The first request of a live view starts the recording, which ends some time after the last request.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ N = TypeVar("N", LogLine, SpanFacts)
 
 
 class NoteTaker:
-    """One per agent; questions and `look` on the I/O loop, notes on any thread.
+    """Takes the notes of an agent; requests and `look` on the I/O loop, notes on any thread.
 
     Args:
-        is_mine: whether the code that runs now belongs to this agent: several may live in one process.
-        pass_taps: get the spans of backward passes.
-        operations: those that the flight recorder of collectives remembers.
+        is_mine: whether the running code belongs to this agent: several may live in one process.
+        pass_taps: the functions that get the spans of each backward pass.
+        operations: returns the operations in the flight recorder of collectives.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class NoteTaker:
         self._ended: deque[SpanFacts] = deque(maxlen=MAX_OPERATIONS)
 
     def since(self, number: int) -> LiveNotes:
-        """The notes with larger numbers; it goes on noting for `LIVE_NOTES_S` seconds."""
+        """The notes with larger numbers; recording continues for `LIVE_NOTES_S` seconds."""
         if not self._until:
             self._operations_until_ns = time.time_ns()
             _add_log_tap(self._on_record)
@@ -65,12 +65,12 @@ class NoteTaker:
         return LiveNotes(tuple(_after(self._lines, number)), tuple(spans))
 
     def look(self, now: float) -> None:
-        """Ends it if nobody has asked for long; `now` is a time of the monotonic clock."""
+        """Stops recording if the last request is long ago; `now` is in monotonic seconds."""
         if self._until and now >= self._until:
             self.stop()
 
     def stop(self) -> None:
-        """Notes nothing any more, and forgets what it has."""
+        """Stops recording, and drops all notes."""
         if not self._until:
             return
         self._until = 0.0
@@ -113,12 +113,12 @@ def _after(notes: deque[N], number: int) -> Iterator[N]:
 
 
 def _text_of(record: logging.LogRecord) -> str:
-    """The message now: its arguments may change, and must not be kept."""
+    """The text of a log record, formatted now: its arguments may change, and must not be kept alive."""
     try:
         text = record.getMessage()
         if record.exc_info and isinstance(error := record.exc_info[1], BaseException):
             text += f": {type(error).__name__}: {error}"
-    except Exception:  # the program's mistake, of which its own handlers tell
+    except Exception:  # a mistake of the program, which its own handlers report
         text = f"a message that cannot be formatted, from {record.pathname}, line {record.lineno}"
     return text[:MAX_TEXT]
 

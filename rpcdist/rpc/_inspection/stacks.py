@@ -1,12 +1,12 @@
 """The stacks of the threads and coroutines of this process at this moment, and the calls that they wait for.
 
-Nothing is kept for this while nobody looks: the interpreter knows the frames of all threads, and those of our functions
-that wait name the calls that they wait for.
+This needs no bookkeeping: the interpreter knows the frames of all threads, and the local variables of our waiting
+functions name the calls that they wait for.
 
-The byte code says which lock a thread waits for, and which it holds. A thread that waits for a lock of the standard
-library stands on a call of `acquire`, or at the beginning of a `with` block; the instructions before it name the lock.
-One whose current instruction is covered by the exception table entry of a `with` block is inside of that block. Locks
-that are held without `with`, and those that an expression with a call yields, are not seen.
+The byte code shows which lock a thread waits for, and which locks it holds. A thread that waits for a lock of the
+standard library is at a call of `acquire`, or at the beginning of a `with` block; the instructions before it name the
+lock. A thread is inside a `with` block if the block's entry in the exception table covers its current instruction.
+Locks that are held without `with`, and locks that an expression with a call returns, are not found.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _LOCK_TYPES: Final = (type(threading.Lock()), type(threading.RLock()), threading
 _WAITS_FOR_NOTICE: Final = threading.Condition.wait.__code__  # on a lock of its own, which nobody holds
 _OWNER: Final = re.compile(r"owner=(\d+)")
 MAX_INSTRUCTIONS: Final = 5000
-"""Of a function that is looked at: a longer one would hold up the thread that looks."""
+"""Limit on the instructions of a function that is analysed: longer ones would take too long."""
 
 
 class AwaitedLock(NamedTuple):
-    """A lock that a thread waits for: how its line names it, the object, and the thread that owns it, if it says so."""
+    """A lock that a thread waits for: its name in the source line, the object, and the owning thread if it is known."""
 
     name: str
     lock: object
@@ -49,7 +49,7 @@ Path = tuple[str, ...]
 
 
 def awaited_lock(frame: FrameType) -> AwaitedLock | None:
-    """The lock that the thread of an innermost frame waits for, if it waits for one."""
+    """The lock that a thread waits for, found from its innermost frame."""
     path = _locks_in(frame.f_code)[0].get(frame.f_lasti)
     if path is None or (path == ("waiter",) and frame.f_code is _WAITS_FOR_NOTICE):
         return None
@@ -61,7 +61,7 @@ def awaited_lock(frame: FrameType) -> AwaitedLock | None:
     if isinstance(lock, threading.Condition):
         found = getattr(lock, "_lock", lock)
     if isinstance(found, _LOCK_TYPES[0]) and not found.locked():
-        return None  # it has just got it
+        return None  # the thread has just acquired it
     owner = _OWNER.search(repr(found)) if isinstance(found, _LOCK_TYPES[1]) else None
     return AwaitedLock(name, found, int(owner[1]) if owner is not None else None)
 
@@ -120,7 +120,7 @@ def _blocks(
 
 
 def _method_before(instructions: list[dis.Instruction], index: int) -> int | None:
-    """Where the method `acquire` is loaded that an instruction calls; None if it calls another one."""
+    """The index of the instruction that loads the called method `acquire`; None if another method is called."""
     for at in range(index - 1, max(index - 12, -1), -1):
         instruction = instructions[at]
         if instruction.opname in ("LOAD_METHOD", "LOAD_ATTR") and _name(instruction) in _TAKING:
@@ -131,7 +131,7 @@ def _method_before(instructions: list[dis.Instruction], index: int) -> int | Non
 
 
 def _path_before(instructions: list[dis.Instruction], index: int) -> Path | None:
-    """The names that lead to the object on top of the stack before an instruction."""
+    """The path to the object on top of the stack before an instruction."""
     names: list[str] = []
     for at in range(index - 1, -1, -1):
         instruction = instructions[at]
@@ -151,11 +151,11 @@ def _name(instruction: dis.Instruction) -> str:
 
 
 def _value(frame: FrameType, path: Path) -> Any:
-    """The object that names lead to, without running code of users; None if they lead nowhere."""
+    """The object at a path, found without running user code; None if there is none."""
     local = frame.f_locals
     value = local.get(path[0], frame.f_globals.get(path[0]))
     if type(local) is dict and local is not frame.f_globals and frame.f_code.co_name != "<module>":
-        local.clear()  # before Python 3.13 it is a copy, which would keep all of it alive as long as the frame lives
+        local.clear()  # before Python 3.13 this copy would keep its values alive as long as the frame
     for name in path[1:]:
         value = _attribute(value, name)
     return value
@@ -170,7 +170,7 @@ def _attribute(value: object, name: str) -> object:
 
 
 MAX_FRAMES: Final = 60
-"""Of a stack: the innermost ones."""
+"""Limit on the frames of a stack; the innermost ones are kept."""
 
 MAX_THREADS: Final = 300
 MAX_WAITS: Final = 20
@@ -186,7 +186,7 @@ _RUNS_CALLBACKS: Final = Future._run_callbacks.__code__
 
 
 def thread_states(only: int | None = None) -> tuple[list[ThreadState], int]:
-    """All threads but this one, or only the one with an identifier, and how many were left out for want of room."""
+    """The states of all other threads, or of the thread `only`, and how many exceeded the limit."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = sys._current_frames()
     frames.pop(threading.get_ident(), None)
@@ -220,7 +220,7 @@ def thread_states(only: int | None = None) -> tuple[list[ThreadState], int]:
 
 
 def coroutine_stack(coroutine: Any) -> tuple[tuple[Frame, ...], tuple[int, ...]]:
-    """The lines at which a coroutine stands, the outermost first, and the numbers of the calls that it awaits."""
+    """The current lines of a coroutine, the outermost first, and the numbers of the calls that it awaits."""
     stack: list[Frame] = []
     waits_for: list[int] = []
     awaited = coroutine
@@ -264,7 +264,7 @@ def _frame(file: str, line: int | None, function: str) -> Frame:
 
 
 def _waited_in(frame: FrameType) -> list[int]:
-    """The numbers of the calls that one of our own functions waits for, if the frame is that of one."""
+    """The numbers of the calls that a frame waits for; empty unless it is a frame of one of our waiting functions."""
     code = frame.f_code
     if code is _WAITS_FOR_REPLY:
         call = _local(frame, "call")
@@ -282,16 +282,16 @@ def _waited_in(frame: FrameType) -> list[int]:
 
 
 def call_of_future(future: object) -> list[int]:
-    """The number of the call whose result a future will be, as the only entry; empty for another future."""
+    """The number of the call that will complete a future, as the only entry; empty for other futures."""
     expected = future._expected if isinstance(future, Future) else None
     return [expected.id] if isinstance(expected, PendingCall) else []
 
 
 def _local(frame: FrameType, name: str) -> object:
-    """A local variable. The copy of all of them, which the frame makes for this question, is let go."""
+    """The value of a local variable of a frame."""
     variables = frame.f_locals
     value = variables.get(name)
-    if type(variables) is dict:  # before Python 3.13
+    if type(variables) is dict:  # before Python 3.13 this copy would stay alive with the frame
         variables.clear()
     return value
 
