@@ -1,26 +1,22 @@
-"""Memory that operators free stays with the process, where the C library would return it to the system each time.
+"""Keeps freed memory in the process, where the C library would return it to the system.
 
-A training step allocates what the last one has freed: activations, gradients, copies. The allocator of glibc returns
-blocks of 128 KiB and more at once, until its own rule has learned from blocks that were freed, and what is free at the
-end of the heap from twice the largest of them on. Each 4 KiB page that comes back costs a fault, in which the kernel
-clears it: 4 ms and more for 16 MiB, as long as an operator takes for its work.
+A training step allocates what the last one has freed: activations, gradients, copies. glibc's allocator returns blocks
+of 128 KiB and more at once, until it has learned a higher limit from freed blocks, and trims the end of the heap from
+twice that limit on. Each 4 KiB page that is allocated again costs a page fault, in which the kernel clears it.
 
-So a process that trains begins with the largest block that the rule would learn, 32 MiB, and keeps `TRIM_FROM_BYTES`.
-This needs no more memory than the process had already used when the memory was freed. It concerns all of the process,
-and stays after `shutdown`.
+So a training process starts with the highest limit that the allocator would learn, 32 MiB, and keeps `TRIM_FROM_BYTES`.
+This needs no more memory than the process had used when the memory was freed. It affects the whole process, and lasts
+beyond `shutdown`.
 
-In glibc before 2.39, holes that tensors leave are often too small for the next tensor of the same size: an aligned
-block leaves a rest before and behind it, other objects get the rests, and where nothing smaller is free, they are cut
-from the hole itself. The heap of a thread that serves calls then grows by a tensor in many steps: in a test to 1.7 GiB
-in place of 0.26. Against the first, torch aligns large blocks at pages, whose rests are too large for the lists of
-small blocks; it also asks for huge pages then. It reads its variable at the process's first tensor, so this works where
-that comes after `init_rpc`. Against the second, a thread has a stock of small blocks (`stock_small_blocks`).
+In glibc before 2.39, a freed tensor often leaves a hole that is too small for the next tensor of the same size: an
+aligned block leaves remainders before and behind it, which other objects get, and small objects are cut from the hole
+itself. Then the heap of a thread that serves calls keeps growing. Against the first cause, torch's variable makes it
+align large blocks at pages, whose remainders are too large for the lists of small blocks. torch reads the variable at
+the first tensor of the process, so this works if that comes after `init_rpc`. Against the second cause, each thread
+gets a stock of small blocks (`stock_small_blocks`).
 
-Nothing is set where somebody has chosen: in the environment by glibc's own variables, or by
-`RPCDIST_KEEP_FREED_MEMORY=off`; nor where the C library is another one. An allocator that is loaded in front of it
-(jemalloc, tcmalloc) does not notice.
-
-benchmarks/NOTES.md has the measurements.
+Nothing is set if the environment has glibc's own variables or `RPCDIST_KEEP_FREED_MEMORY=off`, or if the C library is
+not glibc. Preloaded allocators (jemalloc, tcmalloc) are not affected. benchmarks/NOTES.md has the measurements.
 """
 
 from __future__ import annotations
@@ -41,24 +37,24 @@ logger = logging.getLogger(__name__)
 KEEP_FREED_MEMORY_VARIABLE: Final = "RPCDIST_KEEP_FREED_MEMORY"
 
 LARGEST_IN_HEAP_BYTES: Final = 32 << 20
-"""Larger blocks are mappings of their own, which end when they are freed; glibc takes no higher limit."""
+"""Larger blocks are separate mappings, which end when they are freed; glibc accepts no higher limit."""
 TRIM_FROM_BYTES: Final = 256 << 20
-"""From so much on, what is free at the end of a heap is returned: more than small models use in a step."""
+"""Free memory at the end of a heap is returned only above this size, which small models do not reach in a step."""
 LEFT_BY_TRIM_BYTES: Final = 16 << 20
-"""So much stays then. Less than the 64 MiB of a thread's heap: otherwise none of these would ever be returned."""
+"""The memory that is kept then; less than the 64 MiB of a thread's heap, or no heap would ever be returned."""
 
 LARGE_BYTES: Final = 2 << 20
 """From this size on, torch aligns blocks at pages if its variable is set."""
 TORCH_VARIABLE: Final = "THP_MEM_ALLOC_ENABLE"
 _HUGE_PAGES: Final = Path("/sys/kernel/mm/transparent_hugepage")
-"""Where the kernel has none, asking for them fails, and torch warns."""
+"""Missing if the kernel has no huge pages; then torch would warn that it cannot get any."""
 
 _STOCK_SIZES: Final = range(24, 1040, 16)
-"""A block of each of these sizes, in bytes, is on a list of its own in glibc."""
+"""glibc has a list of free blocks for each of these sizes, in bytes."""
 _STOCK_OF_SIZE: Final = 20
-"""Blocks of each size: 0.7 MB in all."""
+"""The number of blocks of each size: 0.7 MB in total."""
 _STOCK_CUSHION_BYTES: Final = 2 << 20
-"""Objects of other sizes are cut from this block. The pages that nobody uses take no memory."""
+"""Objects of other sizes are cut from this block; its unused pages take no memory."""
 _stock: Final = threading.local()
 
 # From <malloc.h>; these numbers are part of the binary interface.
@@ -77,7 +73,8 @@ _VARIABLES_OF_GLIBC: Final = frozenset(
 
 
 def keep_freed_memory() -> None:
-    """Has the C library keep what is freed, once for the process; see above.
+    """Makes the C library keep freed memory, once for the process; see above.
+
 
     Raises:
         ConfigError: `RPCDIST_KEEP_FREED_MEMORY` is neither 'auto' nor 'off'.
@@ -87,10 +84,11 @@ def keep_freed_memory() -> None:
 
 
 def is_wanted(environment: Mapping[str, str]) -> bool:
-    """Whether nobody has chosen otherwise.
+    """Whether the environment does not choose otherwise.
+
 
     Raises:
-        ConfigError: the variable has a value that there is not.
+        ConfigError: the variable has an unknown value.
     """
     text = environment.get(KEEP_FREED_MEMORY_VARIABLE, "auto")
     if text not in ("auto", "off"):
@@ -110,7 +108,7 @@ def _set_once() -> bool:
 
 
 def stock_small_blocks() -> None:
-    """Makes free blocks of small sizes in the heap of this thread, once; before it makes large tensors."""
+    """Makes free blocks of small sizes in this thread's heap, once; call it before the thread makes large tensors."""
     if hasattr(_stock, "is_there"):
         return
     _stock.is_there = True
@@ -127,16 +125,16 @@ def stock_small_blocks() -> None:
 
 
 def apply(mallopt: Callable[[int, int], int] | None) -> None:
-    """Sets all of it, or nothing where there is no such function."""
+    """Applies the settings, if there is such a function."""
     if mallopt is None:
         return
     refused = [(name, value) for name, value in _SETTINGS if not mallopt(name, value)]
     if refused:
-        logger.debug("the C library's allocator did not take the settings (number, bytes) %s", refused)
+        logger.debug("the C library's allocator refused the settings (number, bytes) %s", refused)
 
 
 def _find_mallopt() -> Callable[[int, int], int] | None:
-    """glibc's function, or None where the C library is another one."""
+    """glibc's function, or None for another C library."""
     try:
         is_glibc = (os.confstr("CS_GNU_LIBC_VERSION") or "").startswith("glibc")
     except (AttributeError, ValueError, OSError):  # not POSIX, another C library, not known to this one

@@ -1,13 +1,13 @@
 """Ranges in the profiles of `torch.profiler` (of calls, handlers, collective operations and buckets of DDP), the spans
 of `rpcdist.trace`, and torch's older profiler, `profile`, with the events of remote functions.
 
-While no profiler runs in this process, a place that has a range asks for one attribute and does nothing else. A
-profiler records the thread that started it, and with `_ExperimentalConfig(profile_all_threads=True)` all threads, which
-is where handlers and asynchronous operations run.
+While no profiler runs in this process, a range costs the check of one attribute. A profiler records the thread that
+started it; with `_ExperimentalConfig(profile_all_threads=True)` it records all threads, on which handlers and
+asynchronous operations run.
 
-[Note: ranges and the end of a profiler] torch frees the memory of a range when the profiler ends, and writes the
-range's end to it all the same when that comes later, even from the destructor of the range. So a range ends with its
-block, on its thread, and one that its profiler did not outlive is never ended: its object is given up for good.
+[Note: ranges and the end of a profiler] torch frees the memory of a range when the profiler ends, and still writes to
+it when the range ends later, even in the range's destructor. So a range ends with its block, on its thread; if its
+profiler has ended before, the range is never ended, and its object is leaked on purpose.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ _forget.argtypes, _forget.restype = (ctypes.py_object,), None
 
 
 span_taps: Final[list[Callable[[str, str, float, float], object]]] = []
-"""Called with the lane, the name, the begin and the end of what DDP, a pipeline or the reader of a stream has done in
-this process, in seconds of the monotonic clock, on the thread that did it. Empty while there is no trace."""
+"""Called after each action of DDP, a pipeline or the reader of a stream in this process, on the acting thread, with the
+lane, the name, and begin and end in monotonic seconds. Empty while there is no trace."""
 
 
 operation_taps: Final[list[Callable[[str, str], Callable[[float, float, BaseException | None], object]]]] = []
-"""Called with the group and the name of an operation where it is called. The function that each returns is called when
-the operation has ended, with begin and end in seconds since the epoch, and its error. Empty while nobody wants it."""
+"""Called with the group and the name of each operation when it is called. The returned function is called when the
+operation has ended, with begin and end in seconds since the epoch, and its error. Usually empty."""
 
 
 def is_profiling() -> bool:
-    """Whether a profiler runs in this process, on whatever thread."""
+    """Whether a profiler runs in this process, on any thread."""
     return profiler._is_profiler_enabled
 
 
 class record_function:
-    """A range while a `with` block lasts: torch's, but safe where the profiler ends before the block."""
+    """torch's range for a `with` block, but safe if the profiler ends before the block."""
 
     __slots__ = ("_began", "_range")
     _lock: ClassVar = threading.Lock()  # held while `_num_ended` changes, and while a range ends
@@ -95,13 +95,13 @@ class profile(profiler_legacy.profile):
     """
 
     running: Final[list[profile]] = []
-    """Those of all threads: calls look here first."""
+    """The running profiles of all threads."""
     of_process: Final[list[_server_process_global_profile]] = []
-    """Those of all functions that others call in this process: the threads that run these look here."""
+    """The running profiles of the functions that peers call in this process."""
 
     @staticmethod
     def here() -> profile | None:
-        """The one of this thread."""
+        """The profile of this thread, if one runs."""
         found: profile | None = getattr(_here, "profile", None)
         return found
 
@@ -110,15 +110,15 @@ class profile(profiler_legacy.profile):
         return {name: getattr(self, name) for name in _OPTIONS.split()}
 
     def add(self, key: str, node_id: int) -> Callable[..., None]:
-        """Notes a call that begins now, in a range called `key`, on this thread.
+        """Records a call that begins now, in a range called `key`, on this thread.
 
         Args:
             key: the name of the event.
-            node_id: of this worker.
+            node_id: the id of this worker.
 
         Returns:
-            A function to be called with one that takes the events of the callee from the result of the call, or None,
-            and with the future of the call when that is done; the event ends then.
+            A function that ends the event. Call it with the done future of the call, and a function that extracts the
+            callee's events from the result, or None.
         """
         times, found = [time.monotonic()], list[Row]()
         self._calls.append((key, node_id, times, found))
@@ -154,7 +154,7 @@ class profile(profiler_legacy.profile):
             self.function_events._build_tree()
 
     def rows(self, node_id: int) -> list[Row]:
-        """The events after the block, for the caller of this worker; those of calls that have ended since, too."""
+        """The events for the caller of this worker, including those of calls that ended after the block."""
         rows: list[Row] = []
         for event in self._merged():
             row: Row = {name: getattr(event, name) for name in _SENT.split()}
@@ -174,13 +174,13 @@ class profile(profiler_legacy.profile):
         return result
 
     def note(self) -> None:
-        """After the block: gives the events of a call to the profiles `of_process`."""
+        """Adds the events to the profiles `of_process`; call it after the block."""
         for one in list(self.of_process):
-            # Without the ties of a tree, which travel badly.
+            # Not as a tree, which cannot be sent well.
             one.process_global_function_events.append(self._merged())
 
     def _merged(self) -> list[FunctionEvent]:
-        """The events of this thread, those of its calls with their true ends, and those of the callees."""
+        """The events of this thread, with the true ends of its calls, and the events of the callees."""
         by_name: dict[str, list[FunctionEvent]] = {}
         for event in self._parsed:
             by_name.setdefault(event.name, []).append(event)
@@ -227,4 +227,4 @@ class _server_process_global_profile(profile):
         self.of_process.remove(self)
         events = [event for of_call in self.process_global_function_events for event in of_call]
         self.function_events = EventList(events, profile_memory=self.profile_memory)
-        self.function_events._tree_built = True  # each call has one of its own
+        self.function_events._tree_built = True  # each call has its own tree

@@ -1,8 +1,8 @@
 """torch's optimizers without torch's compiler, whose import is slow in each process.
 
-torch imports `torch._dynamo` when a process makes its first optimizer and when that steps, only to tell the compiler
-what to leave alone. Our workers step optimizers that nobody compiles. So `torch.optim.Optimizer` tells the compiler
-where something else has imported it, and `take_step` does without the import what torch's wrappers of `step` do.
+torch imports `torch._dynamo` when a process makes its first optimizer and when that steps, only to exclude functions
+from compilation. Our workers do not compile optimizers. So `torch.optim.Optimizer` excludes them only if something else
+has imported the compiler, and `take_step` replaces torch's wrappers of `step` without the import.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 _torch_optimizer: Any = importlib.import_module("torch.optim.optimizer")  # torch's stubs lack what is used here
 
 _UNSEEN: Final = "__dynamo_disable"
-"""Where `torch._disable_dynamo` keeps, on the function that it wraps, what it calls instead."""
+"""The attribute in which `torch._disable_dynamo` keeps the function that it calls instead of the wrapped one."""
 
 
 def take_step(optim: Any, *args: Any, **kwargs: Any) -> Any:
@@ -27,12 +27,12 @@ def take_step(optim: Any, *args: Any, **kwargs: Any) -> Any:
 
     Args:
         optim: any optimizer.
-        *args, **kwargs: of the step.
+        *args, **kwargs: the arguments of `step`.
     """
     bare = _bare_step_of(optim)
     if bare is None:
         return optim.step(*args, **kwargs)
-    optim._opt_called = True  # as a learning-rate scheduler's wrapper says, which is left out, too
+    optim._opt_called = True  # also skips the wrapper of a learning-rate scheduler, which sets this
     if is_watched(optim):
         hooked = _torch_optimizer.Optimizer.profile_hook_step(functools.partial(_without_gradients, bare))
         return hooked(optim, *args, **kwargs)
@@ -40,11 +40,11 @@ def take_step(optim: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def is_watched(optim: Any, ignores_wrapper: bool = False) -> bool:
-    """Whether somebody would notice that the wrappers of `step` are missing.
+    """Whether the wrappers of `step` are needed: for hooks, a profiler, or a wrapper in the object itself.
 
     Args:
         optim: any optimizer.
-        ignores_wrapper: not because of the wrapper that a learning-rate scheduler puts into the object.
+        ignores_wrapper: whether to ignore the wrapper that a learning-rate scheduler puts into the object.
     """
     return bool(
         optim._optimizer_step_pre_hooks
@@ -57,9 +57,9 @@ def is_watched(optim: Any, ignores_wrapper: bool = False) -> bool:
 
 
 def _bare_step_of(optim: Any) -> Callable[..., Any] | None:
-    """The `step` of an optimizer's class without what torch wraps around it for hooks, profilers and the compiler.
+    """The `step` of an optimizer's class without torch's wrappers, which take longer than the step of a small model.
 
-    They take longer than the step of a small model. None where the step is not torch's alone, or differentiable.
+    None if the step is not torch's own, or is differentiable.
     """
     if not isinstance(optim, _torch_optimizer.Optimizer):
         return None
@@ -87,14 +87,14 @@ def _without_gradients(bare: Callable[..., Any], *args: Any, **kwargs: Any) -> A
 
 
 def _leave_compiler_out() -> None:
-    """Has torch's `Optimizer` tell the compiler to leave its methods alone only where there is a compiler."""
-    told = [method for method in vars(_torch_optimizer.Optimizer).values() if _is_told(method)]
-    for function in [method.__wrapped__ for method in told]:
+    """Makes torch's `Optimizer` exclude its methods from compilation only if the compiler was imported."""
+    excluded = [method for method in vars(_torch_optimizer.Optimizer).values() if _is_excluded(method)]
+    for function in [method.__wrapped__ for method in excluded]:
         if not hasattr(function, _UNSEEN):
             setattr(function, _UNSEEN, _until_compiler_comes(function))
 
 
-def _is_told(method: object) -> bool:
+def _is_excluded(method: object) -> bool:
     """Whether `torch._disable_dynamo` made a method."""
     return isinstance(method, FunctionType) and method.__code__.co_filename == torch._compile.__file__
 

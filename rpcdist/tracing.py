@@ -3,11 +3,11 @@
     with rpcdist.trace("trace.json"):
         train_one_epoch()
 
-Each worker notes the calls that it has made and served while the block lasts, the operations of its process groups, the
-parts and messages of its backward passes, the streams that it reads, the buckets of `DistributedDataParallel` and the
-actions of its pipeline stages. At the end of the block this worker gathers the notes, sets the clocks by round trips,
-and writes the file: a process for each worker, a slice for each call at both ends, and arrows between them for the call
-and the reply.
+During the block each worker notes the calls that it makes and serves, the operations of its process groups, the parts
+and messages of its backward passes, the streams that it reads, the buckets of `DistributedDataParallel` and the actions
+of its pipeline stages. At the end of the block this worker gathers the notes, aligns the clocks by round trips, and
+writes the file: a process for each worker, a slice for each call at both ends, and arrows between them for the call and
+the reply.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ class Notes(NamedTuple):
 
     Attributes:
         worker, id: its name and rank.
-        made, served: rows of calls: number, the rank at the other end, function, begin, end, outcome, and when the
-            function was called; that is 0 where it is not known.
+        made, served: rows of calls: number, the rank at the other end, function, begin, end, outcome, and the time at
+            which the function was called (0 if it is not known).
         spans: lane, name, begin, end.
-        omitted: how many calls were more than could be kept; the oldest are left out.
+        omitted: the number of oldest calls that exceeded the limit, and were dropped.
         offset_s: the difference between the clock of the worker that writes the file and this one.
-        error_s: how much the offset may be wrong.
-        hops: of the messages of backward passes: the pass, the rank at the other end, whether it was sent here, its
-            number among those of the pass that go this way between the two, begin and end.
+        error_s: the largest error of the offset.
+        hops: the messages of backward passes: the pass, the rank at the other end, whether it was sent here, its number
+            among the pass's messages in this direction between the two workers, begin and end.
     """
 
     worker: str
@@ -84,19 +84,19 @@ class Notes(NamedTuple):
 
 @contextmanager
 def trace(path: str | os.PathLike[str], max_calls: int = MAX_CALLS, timeout: float = RPC_TIMEOUT_S) -> Iterator[None]:
-    """Writes a file of the calls of all workers while the block lasts; it blocks at both ends of the block.
+    """Writes a file of the calls of all workers during the block; blocks at both ends of the block.
 
-    Workers that join later are not in it. A worker that is lost is left out, with a warning. The file is written also
-    if the block raises. Several traces may overlap, and each sees all.
+    Workers that join during the block are left out, and so are lost workers, with a warning. The file is written even
+    if the block raises. Several traces may overlap; each has all calls of its block.
 
     Args:
-        path: of the file; it is replaced.
-        max_calls: how many calls of each worker are kept, of those made and of those served; the latest ones.
-        timeout: limit in seconds for asking each worker, at the beginning and at the end.
+        path: the file, which is replaced.
+        max_calls: limit on the calls kept by each worker, for those made and those served; the latest ones are kept.
+        timeout: limit in seconds for the answer of each worker, at the beginning and at the end.
 
     Raises:
-        NotInitialized: this process is no worker.
-        ConfigError: `max_calls` is no number from 1 to 1,000,000, or the file cannot be written.
+        NotInitialized: this process is not a worker.
+        ConfigError: `max_calls` is not a number from 1 to 1,000,000, or the file cannot be written.
         BlockingInLoop: called on an event loop; use it on a thread.
     """
     if isinstance(max_calls, bool) or not isinstance(max_calls, int) or not 1 <= max_calls <= MAX_CALLS_EVER:
@@ -104,7 +104,7 @@ def trace(path: str | os.PathLike[str], max_calls: int = MAX_CALLS, timeout: flo
     owner = f"{current_agent().worker_name}/{next(_numbers)}"
     target = Path(path)
     try:
-        with target.open("a"):  # a file that is there stays until there is something to replace it with
+        with target.open("a"):  # an existing file stays until the new content exists
             pass
     except OSError as error:
         raise ConfigError(f"the trace cannot be written: {error}") from error
@@ -119,7 +119,7 @@ def trace(path: str | os.PathLike[str], max_calls: int = MAX_CALLS, timeout: flo
         for worker, answer in _ask(asked, _end, (owner,), timeout).items():
             try:
                 notes.append(_with_clock(_notes_from(answer), worker, timeout))
-            except SerializationError as error:  # the notes of the others are as good as before
+            except SerializationError as error:  # the notes of the other workers are still valid
                 logger.warning("worker %r is not in the trace: %s", worker, error)
         if notes:
             try:
@@ -141,7 +141,7 @@ def export_to_opentelemetry(tracer_provider: Any = None) -> None:
     `init_rpc`; a second call replaces the provider.
 
     Args:
-        tracer_provider: of the SDK; by default the global one.
+        tracer_provider: the tracer provider of the SDK; by default the global one.
 
     Raises:
         ConfigError: the package `opentelemetry-api` is missing.
@@ -168,7 +168,7 @@ def trace_events(notes: Iterable[Notes]) -> Iterator[dict[str, Any]]:
     starts += [hop[4] + one.offset_s for one in notes for hop in one.hops]
     zero = min(starts, default=0.0)
     made = {(one.id, row[1], row[0]) for one in notes for row in one.made}
-    # By the calls with both ends, when the callee had ended them: a worker that is lost has no notes of its end.
+    # When the callee had ended each call, for calls with notes of both ends; a lost worker has sent none.
     known = {
         call: row[4] + one.offset_s - zero
         for one in notes
@@ -218,7 +218,7 @@ def _call_events(
 ) -> Iterator[dict[str, Any]]:
     """A slice with its parts, and one end of each of the two arrows between it and the slice at the other worker.
 
-    The parts are `queued` and `running` at the callee, and `replying` at the caller: from the end at the callee on.
+    The parts are `queued` and `running` at the callee, and `replying` at the caller, from the end at the callee.
     """
     id, peer, function, _, _, outcome, called_at = row
     start_us = round((begin + one.offset_s) * 1e6, 1)
@@ -276,9 +276,9 @@ def _hop_events(
 
 
 def _lanes(items: list[Slice]) -> list[list[Slice]]:
-    """Spreads slices over lanes, in each of which no two overlap."""
+    """Distributes slices over lanes, so that no two in a lane overlap."""
     lanes: list[list[Slice]] = []
-    taken: list[tuple[float, int]] = []  # until when, and which lane; both are heaps, for thousands of lanes
+    taken: list[tuple[float, int]] = []  # end of the last slice, and lane; both lists are heaps, for thousands of lanes
     free: list[int] = []
     for item in sorted(items, key=lambda item: item[0]):
         while taken and taken[0][0] <= item[0]:
@@ -297,7 +297,7 @@ def _lanes(items: list[Slice]) -> list[list[Slice]]:
 
 
 class _Recording:
-    """The notes of one worker for one trace, while it lasts."""
+    """The notes of one worker for one running trace."""
 
     def __init__(self, max_calls: int) -> None:
         agent = current_agent()
@@ -320,7 +320,7 @@ class _Recording:
 
     def _span(self, lane: str, name: str, begin_s: float, end_s: float) -> None:
         agent = self._agent()
-        if agent is None:  # it has ended, and nobody asks it for its notes any more
+        if agent is None:  # it has ended, so no worker will ask for its notes
             with suppress(ValueError):
                 span_taps.remove(self._span)
         elif agent_or_none() is agent:  # several workers may live in one process
@@ -353,7 +353,7 @@ class _Recording:
 
 
 def _num_omitted(rows: deque[Row], num_begun: int) -> int:
-    """How many rows a full queue has lost; of one that is not full, the others have not ended."""
+    """The number of rows that a full queue has dropped; other queues have dropped none."""
     return max(0, num_begun - len(rows)) if len(rows) == rows.maxlen else 0
 
 
@@ -365,13 +365,13 @@ def _shown(rows: Iterable[Row]) -> list[Row]:
     ]
 
 
-_recordings: AgentLocal[dict[str, _Recording]] = AgentLocal(dict)  # of one worker, by the trace
+_recordings: AgentLocal[dict[str, _Recording]] = AgentLocal(dict)  # by trace, for each worker
 _numbers: Final = itertools.count(1)
 _MAX_AT_ONCE: Final = 8
 
 
 def _begin(owner: str, max_calls: int) -> None:
-    """At each worker: begins to note."""
+    """At each worker: begins a recording."""
     running = _recordings.get()
     living = {worker.name for worker in rpc.workers()}
     for abandoned in [one for one in running if one.rpartition("/")[0] not in living]:
@@ -382,11 +382,11 @@ def _begin(owner: str, max_calls: int) -> None:
 
 
 def _end(owner: str) -> bytes:
-    """At each worker: ends, and returns the notes."""
+    """At each worker: ends the recording, and returns the notes."""
     recording, agent = _recordings.get().pop(owner, None), current_agent()
     if recording is None:
         raise ConfigError(f"worker {agent.worker_name!r} has no trace {owner!r}")
-    agent.dispatcher.calls.wait_noted(QUICK_ANSWER_LIMIT_S)  # a call is noted after its answer has left
+    agent.dispatcher.calls.wait_noted(QUICK_ANSWER_LIMIT_S)  # a call is noted after its answer was sent
     return json.dumps(recording.end(), separators=(",", ":")).encode()
 
 
@@ -399,7 +399,7 @@ def _now() -> float:
 
 
 def _ask(workers: list[str], function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> dict[str, Any]:
-    """Calls all workers at the same time; the answers of those that have given one."""
+    """Calls all workers in parallel; returns the answers by worker, without workers that failed."""
     outside = current_autograd.set(None)
     try:
         futures = {worker: rpc.rpc_async(worker, function, args=args, timeout=timeout) for worker in workers}
@@ -407,7 +407,7 @@ def _ask(workers: list[str], function: Callable[..., Any], args: tuple[Any, ...]
         for worker, future in futures.items():
             try:
                 answers[worker] = future.wait()
-            except Exception as error:  # also of a worker whose memory is used up: the others are in the trace
+            except Exception as error:  # e.g. a worker without free memory; the others are still in the trace
                 logger.warning("worker %r is not in the trace: %s", worker, error)
         return answers
     finally:
@@ -438,18 +438,18 @@ def _hop(read: Sequence[Any]) -> Hop:
 
 
 def _time(read: Any) -> float:
-    """Of another worker's clock; JSON has no infinite numbers, but its parser takes them."""
+    """Validates a time of another worker; the JSON parser accepts infinite numbers."""
     if not isinstance(read, int | float) or not math.isfinite(read):
-        raise ValueError(f"{abridged(read)} is no time")
+        raise ValueError(f"{abridged(read)} is not a time")
     return float(read)
 
 
 def _with_clock(notes: Notes, worker: str, timeout: float) -> Notes:
-    """With the offset of the worker's clock, from the shortest of several round trips."""
+    """Adds the offset of the worker's clock, measured in the shortest of several round trips."""
     if notes.id == current_agent().worker_id:
         return notes
     found: list[tuple[float, float]] = []
-    with suppress(RpcdistError):  # it has left since: its clock is taken as ours
+    with suppress(RpcdistError):  # it has left; assume that the clocks agree
         for _ in range(NUM_ROUND_TRIPS):
             sent = time.monotonic()
             there = rpc.rpc_sync(worker, _now, timeout=timeout)

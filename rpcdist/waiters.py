@@ -1,5 +1,6 @@
-"""Waits of tasks: for a function that blocks, on a thread; their ends, from other threads; a notice for long waits.
-Waits of threads for a state that changes often."""
+"""Waits of tasks and threads: tasks that wait for a blocking function, wake-ups from other threads, notices of long
+waits, and threads that wait for a state that changes often.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +17,11 @@ async def run_in_thread(function: Callable[[], T], on_cancel: Callable[[], objec
     """Calls `function` on a new thread, in a copy of this task's context, and returns its result.
 
     Args:
-        function: may block as long as it likes; the loop goes on.
-        on_cancel: called, on another thread, when this task is cancelled meanwhile, to make `function` end soon. The
-            cancellation goes on when it returns; `function` is not waited for, and its result is dropped.
-        name: of the thread. It is a daemon: unlike those of `asyncio.to_thread`, it delays no end of a loop or program.
+        function: may block for any time; the loop continues.
+        on_cancel: called on another thread if this task is cancelled, to make `function` end soon. The cancellation
+            continues when it returns; `function` is not awaited, and its result is dropped.
+        name: the name of the thread. It is a daemon, so it does not delay the end of the loop or the program, unlike
+            threads of `asyncio.to_thread`.
     """
     try:
         return await _start(function, name)
@@ -29,7 +31,7 @@ async def run_in_thread(function: Callable[[], T], on_cancel: Callable[[], objec
 
 
 def _start(function: Callable[[], T], name: str) -> asyncio.Future[T]:
-    """Calls a function on a new thread; its result comes to the running loop."""
+    """Calls a function on a new thread; returns a future of the running loop."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
     context = contextvars.copy_context()
@@ -40,7 +42,7 @@ def _start(function: Callable[[], T], name: str) -> asyncio.Future[T]:
         if error is not None:
             done.set_exception(error)
         else:
-            done.set_result(result)  # type: ignore[arg-type]  # without an error there is one
+            done.set_result(result)  # type: ignore[arg-type]  # there is a result if there is no error
 
     def run() -> None:
         result, error = None, None
@@ -51,20 +53,20 @@ def _start(function: Callable[[], T], name: str) -> asyncio.Future[T]:
         try:
             loop.call_soon_threadsafe(settle, result, error)
         except RuntimeError:
-            pass  # the loop was closed, so nobody waits any more
+            pass  # the loop was closed, and the wait with it
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return done
 
 
 def wake(waiter: asyncio.Future[None]) -> None:
-    """Ends the wait, unless it was already ended or cancelled. On the waiter's loop."""
+    """Ends a wait, unless it was already ended or cancelled; on the waiter's loop."""
     if not waiter.done():
         waiter.set_result(None)
 
 
 def wake_threadsafe(waiter: asyncio.Future[None]) -> None:
-    """Ends the wait from any thread."""
+    """Ends a wait from any thread."""
     try:
         waiter.get_loop().call_soon_threadsafe(wake, waiter)
     except RuntimeError:
@@ -72,14 +74,14 @@ def wake_threadsafe(waiter: asyncio.Future[None]) -> None:
 
 
 class RareWaits:
-    """Waits for a state that changes often, while a thread seldom waits: a change then costs a look at `num`."""
+    """Waits for a state that changes often, while threads rarely wait: a change then costs only a check of `num`."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self.num = 0
 
     def wait_for(self, condition: Callable[[], bool], timeout_s: float | None) -> bool:
-        """Waits until `condition()` is true; False when the time is over."""
+        """Waits until `condition()` is true; False on timeout."""
         with self._changed:
             self.num += 1
             try:
@@ -88,7 +90,7 @@ class RareWaits:
                 self.num -= 1
 
     def look_again(self) -> None:
-        """Has the waiting threads test their conditions; after each change if `num` is not 0."""
+        """Makes the waiting threads test their conditions; call it after each change if `num` is not 0."""
         with self._changed:
             self._changed.notify_all()
 
