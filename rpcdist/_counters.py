@@ -71,6 +71,7 @@ class Histogram:
         self.total_s += time_s
 
     def copy(self) -> Histogram:
+        """A copy, which later additions do not change."""
         made = Histogram()
         made.counts, made.total_s = list(self.counts), self.total_s
         return made

@@ -89,7 +89,7 @@ class RareWaits:
             finally:
                 self.num -= 1
 
-    def look_again(self) -> None:
+    def recheck(self) -> None:
         """Makes the waiting threads test their conditions; call it after each change if `num` is not 0."""
         with self._changed:
             self._changed.notify_all()

@@ -5,11 +5,10 @@
     rrefs               counts remote references           marshal       encodes values with their references
     pool, user_loop     run code of users                  directory     knows the members
     gatherings          barriers and the like              leaving       waits until all workers may leave
-    news, watch         workers that come and go           rounds        in which all agree to leave
+    news, watch         workers that join and leave        rounds        in which all agree to leave
 
-Nothing else happens here: a part gets all that it needs in its constructor. Threads: public functions run on the
-caller's thread; `on_*` run on the I/O loop, and run no code of users there: that runs in the pool and on the user
-loop.
+Nothing else happens here: a part gets its dependencies in its constructor. Threads: public functions run on the
+caller's thread; `on_*` run on the I/O loop, and run no user code, which runs in the pool and on the user loop.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from rpcdist.frozen_process import allow_inspection, forbid_inspection
 from rpcdist.ids import Identity
 from rpcdist.private_files import flight_recorder_size
 from rpcdist.rpc._actors.actor_names import ActorNames, ActorTable
-from rpcdist.rpc._calling.autograd_links import AutogradLinks, MakeAutograd, tell_autograd
+from rpcdist.rpc._calling.autograd_links import AutogradLinks, MakeAutograd, report_losses
 from rpcdist.rpc._calling.caller import Caller
 from rpcdist.rpc._calling.result_streams import StreamTable
 from rpcdist.rpc._calling.retries import Retries
@@ -78,8 +77,8 @@ class Agent:
     """See the module. `start_agent` makes it; `close` ends it.
 
     Args:
-        world_size: None where workers come and go.
-        look_up: blocks, bounded, and returns where the next coordinator is, after this one was lost.
+        world_size: None if workers join and leave.
+        look_up: returns the address of the next coordinator, after this one was lost; blocks, bounded.
         rref_type: the class of references; this and the rest belong to higher layers.
         make_rref: makes a reference from a handle.
         context_of: makes the context in which an agent is the current one, for the user code that the agent runs.
@@ -112,7 +111,7 @@ class Agent:
         self.ending = threading.Lock()  # of `shutdown`
         self.has_ended = False
         self.was_abandoned = False  # the process ended without `close`
-        self.counts: Any = None  # of `rpcdist.metrics`, once they are asked for
+        self.counts: Any = None  # of `rpcdist.metrics`, set when metrics are requested
         self._coordinator = coordinator
         self._store = store
         io, is_static, context = network.io, world_size is not None, context_of(self)
@@ -356,7 +355,7 @@ class Agent:
         if self.flight_log is not None:
             events.broken.listen(self.flight_log.on_broken)
             events.lost.listen(self.flight_log.on_lost)
-        tell_autograd(self.autograd, events, self._lifetime, self.directory.knows)
+        report_losses(self.autograd, events, self._lifetime, self.directory.knows)
         events.broken.listen(self.caller.calls.on_broken)
         events.broken.listen(self.streams.on_broken)
         events.broken.listen(self.dispatcher.on_broken)
@@ -387,12 +386,12 @@ class Agent:
         ticks.listen(lambda now: self.rrefs.drain())
         ticks.listen(lambda now: self.streams.drain())
         ticks.listen(lambda now: self._gpus.tick())
-        ticks.listen(self._leases.look)
+        ticks.listen(self._leases.check)
         ticks.listen(self.inspector.log_old_calls)
-        ticks.listen(self._notes.look)
+        ticks.listen(self._notes.stop_if_unused)
 
     def _on_lease_ended(self, identity: Identity) -> None:
-        """Nothing is kept of processes that are no workers: their number has no limit."""
+        """Forgets processes that are not workers, since their number has no limit."""
         if self.directory.is_news(identity) and not self.directory.was_replaced(identity):
             self._control.forget(identity)
             self._leases.forget(identity)
@@ -401,7 +400,7 @@ class Agent:
     # ------------------------------------------------------------ beginning and end
 
     def start(self) -> None:
-        """Opens for business; any thread but the loop's."""
+        """Begins to serve; on any thread except the loop's."""
         self.user_loop.start()
         self.pool.start()
         self._restore_torch = replace_torch_functions()
@@ -418,7 +417,7 @@ class Agent:
         allow_inspection()
         network.handle_role(ROLE, self._connections, self._connections.refusal)
         network.handle_role(PROBE_ROLE, ProbeTaker(self._search.on_probe))
-        network.run(self._news.begin_telling(), SLOW_ANSWER_LIMIT_S)
+        network.run(self._news.begin(), SLOW_ANSWER_LIMIT_S)
         network.io.call_soon(self._search.begin_watching)
         network.io.call_soon(self._tick)
 
@@ -430,7 +429,7 @@ class Agent:
 
     @property
     def is_closed(self) -> bool:
-        """Whether it shuts down, or has."""
+        """Whether the agent is shutting down, or has shut down."""
         return self._lifetime.is_closed
 
     def close(self, timeout_s: float = CLOSE_LIMIT_S) -> None:
@@ -462,8 +461,9 @@ class Agent:
         forbid_inspection()
 
     def _abandon(self) -> None:
-        """At the exit of a process that did not call `shutdown`, before its threads end: nobody is told any more what
-        happens to calls. The others see a connection that ends, like that of any process that dies.
+        """Ends the agent of a process that exits without `shutdown`, before its threads end.
+
+        Calls get no outcome any more. The other workers see a broken connection, as when a process dies.
         """
         if self.flight_log is not None:
             self.flight_log.ended(getattr(sys, "last_value", None))
@@ -480,7 +480,7 @@ class Agent:
         self._connections.close("the peer shut down RPC")
 
     def release(self) -> None:
-        """Gives back what the agent was started with; after `close`. Blocks, bounded."""
+        """Releases the store and the network; call it after `close`. Blocks, bounded."""
         self._store.close()
         self.network.release()
 

@@ -39,11 +39,11 @@ class CallContext(Protocol):
         ...
 
     def sending(self, tensors: Sequence[torch.Tensor], to: int) -> History | None:
-        """A value with this tensor table was encoded. Returns the part of the message that lets gradients flow back."""
+        """Records that a value with this tensor table was encoded; returns the history for its message."""
         ...
 
     def received(self, history: History | None, tensors: Sequence[torch.Tensor], sender: int) -> None:
-        """A value is being decoded; `tensors` is its tensor table, to which history is attached in place."""
+        """Attaches the history of a message, in place, to the tensor table of its value."""
         ...
 
 
@@ -52,7 +52,7 @@ class AutogradHooks(Protocol):
 
     @property
     def pass_taps(self) -> list[Callable[[int, Sequence[Any], Sequence[Any]], object]]:
-        """Those that get the id, the spans and the messages of each backward pass when it has ended here."""
+        """Functions that get the id, the spans and the messages of each backward pass when it has ended here."""
         ...
 
     def admit(self, context_id: int, sender: Identity) -> CallContext | None:
@@ -72,15 +72,15 @@ class AutogradHooks(Protocol):
     def on_pass(
         self, session: AnySession, part: CompactPass, buffers: Sequence[ReceiveBuffer], jobs: list[PoolJob]
     ) -> None:
-        """Likewise, for a message of a backward pass; the pool runs the functions added to `jobs`."""
+        """Handles a message of a backward pass; the pool runs the functions added to `jobs`."""
         ...
 
     def worker_lost(self, identity: Identity, exc: Exception) -> None:
-        """Messages to or from a worker may be lost; on the I/O loop."""
+        """Records that messages to or from a worker may be lost; on the I/O loop."""
         ...
 
     def worker_dead(self, identity: Identity) -> None:
-        """A worker is declared dead: its contexts are over. On the I/O loop."""
+        """Ends the contexts of a worker that was declared dead; on the I/O loop."""
         ...
 
     def backward(
@@ -90,13 +90,13 @@ class AutogradHooks(Protocol):
     def counts(self) -> dict[str, str]: ...
 
     def facts(self, now: float, most: int) -> tuple[list[ContextFacts], list[PassFacts]]:
-        """The contexts, and the passes that run; any thread."""
+        """The contexts and the running passes; any thread."""
         ...
 
     def flush(self) -> None: ...
 
     def close(self) -> None:
-        """The agent shuts down: passes under way fail, contexts end."""
+        """Fails running passes and ends contexts, because the agent shuts down."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""How a worker joins: one server, a place in the list of members, an agent."""
+"""Starts a worker: serves on one port, joins the list of members, and makes the agent."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ from rpcdist.transport.addresses import host_from_environment, pick_bind_host, s
 logger = logging.getLogger(__name__)
 
 COORDINATOR_KEY = "rpc_coordinator"
-"""The record of where the coordinator is: its address, and after a space its rank, if that is not 0."""
+"""The key of the coordinator's record: its address, followed by a space and its rank if that is not 0."""
 LEFT: Final = "left"
-"""That record after the coordinator of a world in which workers come and go has left as the last one. The next worker
-that comes coordinates then, whatever its rank is; it writes its rank behind the word until its address is there."""
+"""That record after the coordinator of an elastic world has left as the last worker. The next worker that joins becomes
+the coordinator, whatever its rank; until its address is known, it appends its rank to the word."""
 
 _BUILDS: Final = threading.Lock()
-"""Held by a thread that builds an agent. Where a world of a thousand forms in one process, as many threads would
-contend for the interpreter's lock, which costs more than the building."""
+"""Held while an agent is built. If a thousand agents start in one process, concurrent builds would contend for the
+interpreter lock, which costs more than the builds themselves."""
 
 
 def node_options(options: RpcOptions) -> NodeOptions:
-    """The settings of the transport that the options of RPC imply."""
+    """The transport settings that follow from the RPC options."""
     token = options.token.decode() if isinstance(options.token, bytes) else options.token
     settings = NodeOptions(token=token, peer_timeout_s=options.peer_timeout, tls=options.tls, ports=options.ports)
     return settings if options.job is None else replace(settings, job=options.job)
@@ -69,22 +69,22 @@ def start_agent(
     """Joins the job and returns the running agent; blocks until the world is complete.
 
     Args:
-        store: where the workers find the coordinator; shared by all of them, and fresh.
-        rank: its rank; rank 0 coordinates, and the first worker to come where rank 0 has left.
-        world_size: None where workers come and go.
-        options: how long to wait (`init_timeout`), where to listen, and the rest.
-        network: this worker's own place on the network, where several workers live in one process; the agent takes
-            over the caller's share of it. By default the node of the process.
+        store: a new store, shared by all workers, in which they find the coordinator.
+        rank: this worker's rank. Rank 0 is the coordinator, or the first worker that joins after rank 0 has left.
+        world_size: None if workers join and leave.
+        options: the time to wait (`init_timeout`), the address to listen on, and the rest.
+        network: this worker's network, if several workers live in one process; the agent takes over the caller's share
+            of it. By default the node of the process.
 
     Raises:
         ConfigError: the name, rank or an option is wrong.
-        DuplicateName, WorldMismatch, RendezvousError: the workers do not fit together, or did not come.
+        DuplicateName, WorldMismatch, RendezvousError: the workers' arguments conflict, or workers did not join.
     """
     check_worker_name(name)
     _check_rank(rank, world_size)
     keep_freed_memory()
     if metrics_are_wanted():
-        _upper_layers.load("metrics")()  # before this worker takes a place: the port may be in use
+        _upper_layers.load("metrics")()  # before this worker joins: the port may be in use
     place: Network = network if network is not None else acquire_node(node_options(options))
     place.expect_role(ROLE)
     try:
@@ -120,7 +120,7 @@ def _join(network: Network, store: Store, me: Identity, world_size: int | None, 
         coordinator, reply = _ask_coordinator(network, store, records, member, world_size, timeout_s, lead)
     service = coordinator.service
     if service is not None and service.table.broken is not None:
-        # The others learn the contradiction from this process, so it stays until they have been told.
+        # The other workers learn of the contradiction from this process, so it stays until they have their answer.
         network.run(service.all_answered(ATTEMPT_LIMIT_S), 2 * ATTEMPT_LIMIT_S)
     roster = members_of(reply, me, coordinator.address, time.monotonic() - started)
     _check_device_maps(me, roster.members, world_size, options)
@@ -147,7 +147,7 @@ def _join(network: Network, store: Store, me: Identity, world_size: int | None, 
 
 
 def _lead(network: Network, store: Store, records: SignedRecords, me: Member, peer_timeout_s: float) -> Coordinator:
-    """Begins to coordinate."""
+    """Makes this worker the coordinator."""
     rank = me.identity.id
     service = serve_membership(network, me.identity, peer_timeout_s)  # before others can find it
     records.set(COORDINATOR_KEY, me.address if rank == COORDINATOR else f"{me.address} {rank}")
@@ -158,22 +158,22 @@ def _lead(network: Network, store: Store, records: SignedRecords, me: Member, pe
         try:
             records.set(COORDINATOR_KEY, LEFT)
         except DistStoreError as exc:
-            logger.warning("%s could not tell the store that it has left the job: %s", me.identity.name, exc)
+            logger.warning("%s could not record in the store that it has left the job: %s", me.identity.name, exc)
 
     return Coordinator(network, me.address, me.identity, service, rank, mark_left)
 
 
 def _place(record: str) -> tuple[str, int]:
-    """The address and the rank of the coordinator by its record."""
+    """The address and the rank in the coordinator's record."""
     address, _, rank = record.partition(" ")
     return address, int(rank) if rank.isdecimal() else COORDINATOR
 
 
 def _bind_host(options: RpcOptions) -> str:
-    """The host in the options or the environment; else loopback, or the interface that reaches the coordinator.
+    """The host in the options or the environment; otherwise loopback, or the interface that reaches the coordinator.
 
-    A file and the schemes of users name no host: there MASTER_ADDR counts, as with `env://`. A store outside of the
-    ranks counts before that: rank 0 may have moved since MASTER_ADDR was set.
+    A file and user-defined schemes name no host, so MASTER_ADDR is used as for `env://`. A store outside of the ranks
+    takes precedence, since rank 0 may have moved since MASTER_ADDR was set.
     """
     url = urlsplit(options.init_method)
     explicit = options.host or host_from_environment("TP_SOCKET_IFNAME")
@@ -186,7 +186,7 @@ def _bind_host(options: RpcOptions) -> str:
 
 
 def _find_coordinator(records: SignedRecords, timeout_s: float) -> str:
-    """The record of the coordinator in the store; a store that answers late is asked again until the time is over."""
+    """The coordinator's record in the store; a store that answers late is asked again until the timeout."""
     deadline = Deadline.after(timeout_s)
     is_first = True
     while True:
@@ -195,13 +195,13 @@ def _find_coordinator(records: SignedRecords, timeout_s: float) -> str:
         except StoreTimeout as exc:
             if deadline.expired():
                 raise RendezvousError(
-                    f"the coordinator (rank 0) did not come within {timeout_s:.1f} s; start it with the same "
-                    f"init_method, MASTER_ADDR and MASTER_PORT, and look at its log ({exc})"
+                    f"the coordinator (rank 0) did not join within {timeout_s:.1f} s; start it with the same "
+                    f"init_method, MASTER_ADDR and MASTER_PORT, and see its log ({exc})"
                 ) from exc
         if is_first:
             is_first = False
             logger.warning(
-                "init_rpc still waits after %g s for the coordinator (rank 0): the store does not say where it is",
+                "init_rpc still waits after %g s for the coordinator (rank 0), whose address is not in the store yet",
                 INIT_NOTICE_S,
             )
 
@@ -215,10 +215,10 @@ def _ask_coordinator(
     timeout_s: float,
     lead: Callable[[], Coordinator],
 ) -> tuple[Coordinator, JoinReply]:
-    """Joins at the address in the store, which may be that of a coordinator that was lost: then it is read again.
+    """Joins at the address in the store, and reads it again if it is that of a lost coordinator.
 
-    In a world in which workers come and go, this worker coordinates itself if the coordinator has left, or was one of
-    its rank, which was lost.
+    In an elastic world, this worker becomes the coordinator if the coordinator has left, or was a lost worker of the
+    same rank.
     """
     deadline = Deadline.after(timeout_s)
     pauses = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, deadline)
@@ -234,7 +234,7 @@ def _ask_coordinator(
         if address == LEFT:
             if deadline.expired():
                 raise RendezvousError(
-                    f"the coordinator has left the job, and the next one (rank {rank}) did not come within "
+                    f"the coordinator has left the job, and the next one (rank {rank}) did not start within "
                     f"{timeout_s:.1f} s; start it again"
                 )
             time.sleep(next(pauses))
@@ -248,7 +248,7 @@ def _ask_coordinator(
                 return coordinator, reply
             time.sleep(next(pauses))  # the coordinator leaves, or waits for the members of the one before
         except RpcdistError as exc:
-            is_outside = not _is_at(store, address)  # a store that does not end with the coordinator
+            is_outside = not _is_at(store, address)  # the store does not end with the coordinator
             if world_size is None and is_outside:
                 if records.get([COORDINATOR_KEY], QUICK_ANSWER_LIMIT_S)[0] != record:
                     continue  # it was leaving
@@ -265,7 +265,7 @@ def _ask_coordinator(
 
 
 def _is_at(store: Store, coordinator: str) -> bool:
-    """Whether the coordinator serves the store at its own port: then the next one has the same address."""
+    """Whether the coordinator serves the store at its own port, so that its successor has the same address."""
     try:
         return split_address(store.address)[1] == split_address(coordinator)[1]
     except ConfigError:
@@ -273,16 +273,16 @@ def _is_at(store: Store, coordinator: str) -> bool:
 
 
 def _look_up(store: Store, records: SignedRecords, before: str) -> str:
-    """Where the next coordinator is; blocks, bounded.
+    """The address of the next coordinator; blocks, bounded.
 
-    Where the last one served the store at its own port, the store ended with it, and the next one is where the store
-    was looked for: at a name, for example, which may stand for another address by now.
+    If the last coordinator served the store at its own port, the store has ended with it, and its successor is at the
+    store's configured address, a host name for example, which may have another IP address now.
     """
     if _is_at(store, before):
         return store.address
     address, _ = _place(records.get([COORDINATOR_KEY], QUICK_ANSWER_LIMIT_S)[0])
     if address == LEFT:
-        raise RendezvousError("the coordinator has left the job, and no other one has come yet")
+        raise RendezvousError("the coordinator has left the job, and no other one has started yet")
     return address
 
 

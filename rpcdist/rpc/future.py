@@ -228,7 +228,7 @@ class Future(torch.futures.Future[T]):
                 yield from waiter
             except asyncio.CancelledError:
                 self._forget(wake)
-                self._not_looked_at()
+                self._ignore_error()
                 self.cancel()
                 raise
         try:
@@ -273,12 +273,12 @@ class Future(torch.futures.Future[T]):
             if not self._finished:
                 raise DeadlineExceeded(f"the result was not there within the {timeout} s of wait(); the call goes on")
         except (KeyboardInterrupt, SystemExit):
-            self._not_looked_at()
+            self._ignore_error()
             raise
         finally:
             del self  # [Note: frames]
 
-    def _not_looked_at(self) -> None:
+    def _ignore_error(self) -> None:
         """Keeps an unread error out of the log: the waiting thread was interrupted and could not read it."""
         self.is_quiet = True
         if self._failure is not None:

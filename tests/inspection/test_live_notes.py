@@ -63,9 +63,9 @@ def test_nothing_is_noted_before_the_first_question_and_after_the_last(taker: No
     assert taker.since(0) == LiveNotes()
     logger.warning("while %s", "asked")
     assert texts(taker.since(0)) == ["while asked"]
-    taker.look(time.monotonic())
+    taker.stop_if_unused(time.monotonic())
     logger.warning("still")
-    taker.look(time.monotonic() + LIVE_NOTES_S + 1)
+    taker.stop_if_unused(time.monotonic() + LIVE_NOTES_S + 1)
     assert logging.getLogRecordFactory() is logging.LogRecord and not span_taps
     logger.warning("after")
     assert taker.since(0) == LiveNotes()

@@ -126,7 +126,7 @@ def test_a_look_at_the_connections_is_as_rare_as_heartbeats() -> None:
 
     watch = LeaseWatch(40.0, sessions, PeerEvents())
     for now in (1000.0, 1000.1, 1009.9, 1010.0, 1010.1, 1020.0):
-        watch.look(now)
+        watch.check(now)
     assert looks == [1000.0, 1010.0, 1020.0]
 
 

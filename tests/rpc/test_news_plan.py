@@ -56,7 +56,7 @@ class Job:
             Directory(who, roster, refuse, refuse, asked, lambda gone: None, asked.events.append),
             asked,
         )
-        self.table.heard(who, self.table.version)
+        self.table.confirmed(who, self.table.version)
 
     def go(self, number: int, how: str) -> None:
         living = self.table.members
@@ -69,7 +69,7 @@ class Job:
         """One that was declared lost shows that it lives: it gets the whole list."""
         lost = [who for who in self.members if who not in self.table]
         if lost and self.table.found(who := lost[number % len(lost)]):
-            self.table.heard(who, 0)
+            self.table.confirmed(who, 0)
 
     def tell(self) -> None:
         for who, known in self.table.due():
@@ -88,7 +88,7 @@ class Job:
     def confirm(self, number: int) -> None:
         if self.to_coordinator:
             who, version = self.to_coordinator.pop(number % len(self.to_coordinator))
-            self.table.heard(who, version)
+            self.table.confirmed(who, version)
 
     def miss(self, number: int) -> None:
         """A member takes no notice of a message, as it does not believe the sender yet, and asks for the list later."""
@@ -99,7 +99,7 @@ class Job:
     def refresh(self, who: Identity) -> None:
         if who in self.table:
             self.members[who][0].update(Roster(self.table.version, self.table.members))
-            self.table.heard(who, self.table.version)
+            self.table.confirmed(who, self.table.version)
 
     def settle(self) -> None:
         """No more changes; the messages arrive, and those that have asked for the list get it."""
@@ -184,21 +184,21 @@ def test_a_version_that_is_too_old_gets_the_whole_list(monkeypatch: pytest.Monke
 
 def test_one_message_is_under_way_and_the_next_has_all_that_came_meanwhile() -> None:
     table = table_of(A)
-    table.heard(A, table.version)
+    table.confirmed(A, table.version)
     known = table.version
     assert table.due() == []
     table.join(record(B), 0)
     table.joins(B)
     assert table.due() == [(A, known)] and table.due() == []
-    table.heard(B, table.version)
+    table.confirmed(B, table.version)
     table.has_joined(B)
     table.join(record(C), 0)
     table.joins(C)
     assert table.due() == [(B, known + 1)]
     assert table.unaware_of(table.version) == {A, B}
-    table.heard(A, known + 1)
+    table.confirmed(A, known + 1)
     assert table.due() == [(A, known + 1)]
-    table.heard(A, known)  # it says that it knows less: the next one begins there
+    table.confirmed(A, known)  # it says that it knows less: the next one begins there
     assert table.due() == [(A, known)]
     assert table.leave(A)
     assert table.unaware_of(table.version) == {B}
@@ -206,7 +206,7 @@ def test_one_message_is_under_way_and_the_next_has_all_that_came_meanwhile() -> 
 
 def test_what_a_member_claims_is_compared_with_what_there_is() -> None:
     table = table_of(A, B)
-    assert not table.heard(A, table.version + 1) and not table.heard(worker("z", 9), 1)
+    assert not table.confirmed(A, table.version + 1) and not table.confirmed(worker("z", 9), 1)
     assert table.due() == [(A, 0), (B, 0)]
 
 

@@ -120,7 +120,7 @@ def test_a_coordinator_that_is_not_there_is_named_after_the_timeout(worker_pool:
 
 def test_a_coordinator_that_never_publishes_itself(worker_pool: WorkerPool) -> None:
     error = worker_pool.start("b").begin(join, "b", 1, 2, worker_pool.new_url(), init_timeout=1.0).error(RpcdistError)
-    assert "the coordinator (rank 0) did not come within 1.0 s" in str(error)
+    assert "the coordinator (rank 0) did not join within 1.0 s" in str(error)
 
 
 def test_a_coordinator_that_is_lost_is_named_and_may_come_again(worker_pool: WorkerPool) -> None:

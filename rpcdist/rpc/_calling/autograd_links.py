@@ -72,7 +72,7 @@ MakeAutograd = Callable[[AutogradLinks], AutogradHooks]
 """Creates distributed autograd for an agent; `rpcdist._upper_layers` lists it as "autograd"."""
 
 
-def tell_autograd(
+def report_losses(
     hooks: AutogradHooks, events: PeerEvents, lifetime: Lifetime, is_worker: Callable[[int], bool]
 ) -> None:
     """Reports broken connections and lost workers to distributed autograd, until the agent closes.

@@ -274,7 +274,7 @@ class CallTable:
             if id in self._in_flight.admitted:
                 self._in_flight.end(call.peer, id)
             if self._idle.num and not self._calls:
-                self._idle.look_again()
+                self._idle.recheck()
         return call
 
     def take_answered(

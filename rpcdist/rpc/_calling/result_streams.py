@@ -350,7 +350,7 @@ class StreamTable:
     def _pop(self, id: int) -> tuple[StreamState, AnySession] | None:
         entry = self._streams.pop(id, None)
         if not self._streams and self._idle.num:
-            self._idle.look_again()
+            self._idle.recheck()
         return entry
 
     def _fail(self, matches: Callable[[AnySession], bool], error: Callable[[str], BaseException]) -> None:

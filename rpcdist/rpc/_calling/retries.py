@@ -58,7 +58,7 @@ class Retries:
     def forget(self, retried: _Retried) -> None:
         self._open.discard(retried)
         if self._idle.num:
-            self._idle.look_again()
+            self._idle.recheck()
 
     def wait_empty(self, timeout_s: float) -> bool:
         return self._idle.wait_for(lambda: not self._open, timeout_s)

@@ -237,7 +237,7 @@ class GpuSharing:
             self._note(identity, str(exc))
             return None
 
-    def tell(self, session: AnySession) -> None:
+    def send_report(self, session: AnySession) -> None:
         """Sends the pending report to the peer of a session, together with the next message."""
         if (message := self.borrowed.release(session.peer.id)) is not None:
             session.hold_back(lambda: session.send(message, ()))

@@ -114,7 +114,7 @@ class PoolMonitor:
     """Samples a pool on its own thread. Any thread may wake it; the first wake starts the thread.
 
     Args:
-        look: acts on the state of the pool; returns whether jobs are queued.
+        adjust: acts on the state of the pool; returns whether jobs are queued.
         must_stay: whether the monitor must stay awake: jobs or answers wait, or the pool is closing.
         is_drained: whether the monitor must end: the pool is closing, and neither jobs nor answers wait.
         restart: called after a pause without queued jobs, with the time in monotonic seconds.
@@ -128,13 +128,13 @@ class PoolMonitor:
         self,
         name: str,
         *,
-        look: Callable[[], bool],
+        adjust: Callable[[], bool],
         must_stay: Callable[[], bool],
         is_drained: Callable[[], bool],
         restart: Callable[[float], object],
     ) -> None:
         self.sleeping: list[Callable[[], object]] = [self._start]
-        self._look = look
+        self._adjust = adjust
         self._must_stay = must_stay
         self._is_drained = is_drained
         self._restart = restart
@@ -165,7 +165,7 @@ class PoolMonitor:
         baton = new_baton()
         empty_ticks = 0
         while not self._is_drained():
-            empty_ticks = 0 if self._look() else empty_ticks + 1
+            empty_ticks = 0 if self._adjust() else empty_ticks + 1
             if empty_ticks > LINGER_TICKS:
                 self._sleep(baton)
                 empty_ticks = 0

@@ -143,7 +143,7 @@ class ThreadPool:
         self._reported_stall = -1.0  # `last_progress` of the last logged stall: each is logged once
         self._monitor = PoolMonitor(
             f"{NAME}-monitor",
-            look=self._look,
+            adjust=self._adjust,
             must_stay=lambda: bool(self._turns) or bool(self._held) or self._stopping,
             is_drained=lambda: self._stopping and not self._turns and not self._held,
             restart=self._history.restart,
@@ -502,7 +502,7 @@ class ThreadPool:
 
     # -- for the monitor -----------------------------------------------------------------------------------------------
 
-    def _look(self) -> bool:
+    def _adjust(self) -> bool:
         """Writes held-back answers; starts threads for queued jobs, or fails those jobs; returns whether jobs wait."""
         if self._held:
             self._held.write()

@@ -16,26 +16,26 @@ from typing import NoReturn
 from rpcdist.errors import Cancelled, NotInitialized
 from rpcdist.rpc._values.exceptions import copied, get_traceback, traceback_of
 
-logger = logging.getLogger("rpcdist.rpc.future")  # users know what they see of this as futures
+logger = logging.getLogger("rpcdist.rpc.future")  # the public module
 
 
 class Failure:
-    """The C++ half of a failed future, and the judge of whether anybody looked at its error."""
+    """The C++ half of a failed future; logs the error if the program has not retrieved it."""
 
     __slots__ = ("_frames", "_template", "seen")
 
     def __init__(self, error: BaseException) -> None:
         self._template = copied(error)
         self._frames: traceback.StackSummary | None = None
-        if (frames := get_traceback(error)) is not None:  # of this process; of a remote one the cause has the traceback
+        if (frames := get_traceback(error)) is not None:  # a remote error has its traceback in its cause
             self._frames = traceback.StackSummary.extract(traceback.walk_tb(frames), lookup_lines=False)
-        self.seen = issubclass(type(error), Cancelled | NotInitialized)  # what this process has ended itself is no news
+        self.seen = issubclass(type(error), Cancelled | NotInitialized)  # ended by this process
 
     def __repr__(self) -> str:
         return f"<failure {self._template!r}>"
 
     def __del__(self) -> None:
-        # Logging is more than a finalizer should do; asyncio does the same, and an error must not get lost.
+        # Finalizers should not log, but the error must not get lost; asyncio does the same.
         if self.seen or sys.is_finalizing():
             return
         frames = "".join(self._frames.format()) if self._frames is not None else ""

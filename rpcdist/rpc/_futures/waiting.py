@@ -1,12 +1,12 @@
 """Waiting for many futures: `wait_all`, `collect_all`, `wait_any`, `as_completed`.
 
-`torch.futures.wait_all` and `collect_all` work on our futures, too, but they wait in C++: Ctrl-C is ignored, an error
-ends the wait only after all others are done, and callbacks of what `collect_all` returns would run on the thread that
-reads a reply. `replace_torch_functions` therefore puts ours in the place of what they call, so that programs get ours
-that have imported the functions by name before; lists without a future of ours go to torch's own.
+`torch.futures.wait_all` and `collect_all` also accept our futures, but they wait in C++: Ctrl-C is ignored, an error
+ends the wait only after all others are done, and callbacks of the future from `collect_all` would run on the thread
+that reads a reply. So `replace_torch_functions` replaces the functions that they call, which also serves programs that
+imported them by name before. Lists without a future of ours go to torch's own functions.
 
-A thread that waits for several reads the connection by which the first of them that is pending will come, and makes the
-results that arrive for any of them (`FutureObserver`): nobody else is woken for that. `async for` can do neither: the
+A thread that waits for several futures reads the connection that will bring the first pending one, and makes the
+results that arrive for any of them (`FutureObserver`), so no other thread wakes up. `async for` can do neither: the
 thread of an event loop sleeps in the loop's own selector.
 """
 
@@ -46,16 +46,16 @@ _torch_wait_all: Final = torch.futures.wait_all
 
 
 class AnyDone(NamedTuple, Generic[T]):
-    """The result of `wait_any`; both lists are in the order of the argument."""
+    """The result of `wait_any`; both lists keep the order of the argument."""
 
     done: list[torch.futures.Future[T]]
     pending: list[torch.futures.Future[T]]
 
 
 def collect_all(futures: Sequence[torch.futures.Future[T]]) -> Future[list[torch.futures.Future[T]]]:
-    """A future of the list of these futures that is done when all are, or when the first of them fails.
+    """A future of the list of these futures, done when all are done, or when the first of them fails.
 
-    Cancelling it cancels those of them that can be cancelled.
+    Cancelling it cancels the futures that can be cancelled.
     """
     members = _list_of(futures, "collect_all()")
     combined: Future[list[torch.futures.Future[T]]] = Future(on_cancel=partial(_cancel_all, members))
@@ -85,12 +85,12 @@ def wait_all(futures: Sequence[torch.futures.Future[T]], timeout: float | None =
 
     Args:
         futures: ours or torch's own.
-        timeout: the limit of the wait in seconds; the calls go on when it passes.
+        timeout: the limit of the wait in seconds; the calls continue after it.
 
     Raises:
         DeadlineExceeded: the timeout passed.
-        BlockingInLoop: called on an event loop's thread with something pending.
-        BaseException: the error of the first that failed.
+        BlockingInLoop: called on an event loop's thread while a future is pending.
+        BaseException: the error of the first future that failed.
     """
     return wait_all_from(futures, timeout)
 
@@ -101,7 +101,7 @@ def wait_all_from(
     session: AnySession | None = None,
     send: Callable[[], object] | None = None,
 ) -> list[T]:
-    """`wait_all`, which calls `send` once: while this thread leads the session, if it can."""
+    """`wait_all`, which calls `send` once, if possible while this thread leads the session."""
     members = _list_of(futures, "wait_all()")
     for member in members:
         if isinstance(member, Future):
@@ -126,7 +126,8 @@ def wait_all_from(
 
 
 def wait_any(futures: Iterable[torch.futures.Future[T]], timeout: float | None = None) -> AnyDone[T]:
-    """Waits until at least one is done, or `timeout` seconds; then tells which are.
+    """Waits until at least one future is done, or for `timeout` seconds; returns the done and the pending ones.
+
 
     Raises:
         BlockingInLoop: called on an event loop's thread with all pending; there, use `asyncio.wait`.
@@ -147,25 +148,25 @@ def as_completed(futures: Iterable[torch.futures.Future[T]], timeout: float | No
 
     Args:
         futures: each is yielded once.
-        timeout: seconds from now; when they are over and some are still pending, `DeadlineExceeded` is raised.
+        timeout: limit in seconds from now; if some are still pending then, `DeadlineExceeded` is raised.
 
-    Leaving the loop early, or its cancellation, leaves the calls alone.
+    The calls continue if the loop is left early or cancelled.
     """
     return Completions(list(dict.fromkeys(futures)), timeout, "as_completed()")
 
 
 class Completions(FutureObserver, Generic[T]):
-    """An iterator, and an async iterator, over futures that become done. Serves one consumer at a time."""
+    """A sync and async iterator over futures in the order of their completion, for one consumer at a time."""
 
     def __init__(self, futures: Sequence[torch.futures.Future[T]], timeout: float | None, what: str) -> None:
         self._arrived: deque[torch.futures.Future[T]] = deque()
-        self._taken: deque[Future[T]] = deque()  # by the thread that waits here, which makes their results
-        self._is_taking = False  # that thread looks at `_taken` after it has cleared this
-        self._led: AnySession | None = None  # where it may be reading
-        self._send: Callable[[], object] | None = None  # what it does first in its next wait
-        self._num_finished = 0  # so many at the beginning of `_observed` were seen to be done
-        self._num_wanted = 1  # so many must have arrived before the sleeping thread is woken
-        self._failed: torch.futures.Future[T] | None = None  # the first that did
+        self._taken: deque[Future[T]] = deque()  # taken by the waiting thread, which makes their results
+        self._is_taking = False  # the waiting thread reads `_taken` after it has cleared this
+        self._led: AnySession | None = None  # the session that the thread may be reading
+        self._send: Callable[[], object] | None = None  # called first in the next wait
+        self._num_finished = 0  # the number of done futures at the beginning of `_observed`
+        self._num_wanted = 1  # the number of arrived futures that wakes the sleeping thread
+        self._failed: torch.futures.Future[T] | None = None  # the first one
         self._sleepers: list[Callable[[], object]] = []
         self._num_total = self._num_left = len(futures)
         self._timeout = timeout
@@ -211,7 +212,7 @@ class Completions(FutureObserver, Generic[T]):
         return self._take()
 
     def close(self) -> None:
-        """Stops watching; the futures themselves go on."""
+        """Stops observing; the futures themselves continue."""
         for future in self._observed:
             future._forget(self)
         self._observed.clear()
@@ -229,7 +230,7 @@ class Completions(FutureObserver, Generic[T]):
             try:
                 self._taken.remove(future)
             except ValueError:
-                return True  # it took a last look in between
+                return True  # the thread has taken it in between
             return False
         self._wake_one()
         return True
@@ -243,7 +244,7 @@ class Completions(FutureObserver, Generic[T]):
 
     @contextlib.contextmanager
     def _taking(self) -> Iterator[None]:
-        """Around waits, and no code of users between them: this thread makes what arrives."""
+        """Inside, this thread makes the results that arrive; encloses waits, and no user code."""
         self._is_taking = True
         try:
             yield
@@ -257,14 +258,14 @@ class Completions(FutureObserver, Generic[T]):
         return self._take()
 
     def _wait_for_all(self) -> torch.futures.Future[T] | None:
-        """Waits until all are done, or the first has failed, which it returns."""
+        """Waits until all are done, or until one has failed, and returns that one."""
         self._num_wanted = self._num_left
         if not self._wait_for(self._num_left) and self._failed is None:
             raise self._timed_out()
         return self._failed
 
     def _wait_for(self, number: int) -> bool:
-        """Waits until so many have arrived; False if the time was over, or one failed where all are waited for."""
+        """Waits until `number` futures have arrived; False on timeout, or if one failed and more than one is needed."""
         self._make_taken()
         while not self._has_ended(number):
             if asyncio._get_running_loop() is not None:
@@ -276,7 +277,7 @@ class Completions(FutureObserver, Generic[T]):
             try:
                 with blocking():
                     if not (self._has_ended(number) or self._taken or self._sleep(baton)):
-                        break  # the time is over
+                        break  # timeout
             finally:
                 self._forget(sleeper)
             self._make_taken()
@@ -291,13 +292,13 @@ class Completions(FutureObserver, Generic[T]):
             try:
                 future = self._taken[0]
             except IndexError:
-                return  # `take_over` took it back in between
+                return  # `take_over` has removed it in between
             future._settle()  # completes it, which calls `note_done`, unless another thread is doing so
             with contextlib.suppress(ValueError):
                 self._taken.remove(future)  # only now, so that a caller that returns after Ctrl-C finds it
 
     def _sleep(self, baton: LockType) -> bool:
-        """Waits until the baton is given, which is True, or until the time is over."""
+        """Waits until the baton is given; False on timeout."""
         send, self._send = self._send, None
         if send is not None:
             if self._led is None:
@@ -309,7 +310,7 @@ class Completions(FutureObserver, Generic[T]):
             self._num_finished += 1
         if self._is_taking and self._num_finished < len(observed):
             session = observed[self._num_finished]._session()
-            self._led = session  # before the baton is checked: a thread that gives it later then rings
+            self._led = session  # before the baton is checked, so that a thread that gives it later rings
             if session is not None and session.lead(baton.locked, self._left_s()):
                 return True
         return acquire(baton, self._left_s())
@@ -332,7 +333,7 @@ class Completions(FutureObserver, Generic[T]):
             try:
                 self._sleepers.remove(sleeper)
             except ValueError:
-                return  # the completing thread took it in between
+                return  # the completing thread has removed it in between
 
     def _left_s(self) -> float | None:
         return None if self._ends_at is None else max(0.0, self._ends_at - time.monotonic())
@@ -345,7 +346,8 @@ class Completions(FutureObserver, Generic[T]):
 
 
 def replace_torch_functions() -> Callable[[], None]:
-    """Has `torch.futures.wait_all` and `collect_all` use ours for lists with a future of ours, by whatever name.
+    """Makes `torch.futures.wait_all` and `collect_all` use our functions for lists with a future of ours.
+
 
     Returns:
         A function that undoes it, once every agent of the process has undone it.
@@ -415,10 +417,10 @@ def _cancel_all(futures: Sequence[torch.futures.Future[T]]) -> None:
 
 
 collecting = threading.local()
-"""torch's programs know it as `rpc.api._thread_local_var`: it has a `future_list` while a thread collects."""
+"""torch's `rpc.api._thread_local_var`: it has a `future_list` while a thread collects futures."""
 
 
 def note_started(future: Future[Any]) -> None:
-    """Adds a future that this thread has started, if it collects them."""
-    if "future_list" in collecting.__dict__:  # `hasattr` takes a microsecond to say no
+    """Adds a future that this thread has started to its list, if it collects futures."""
+    if "future_list" in collecting.__dict__:  # `hasattr` would take a microsecond
         collecting.future_list.append(future)

@@ -129,15 +129,15 @@ class FlightLog:
     def on_broken(self, session: AnySession, reason: str) -> None:
         """Writes the file if a connection broke; called before its calls fail, so that the file shows them."""
         if any(word in reason for word in _ABRUPT):
-            self._heard("broken", f"the connection with {session.peer.name!r} ended: {reason}")
+            self._on_failure("broken", f"the connection with {session.peer.name!r} ended: {reason}")
 
     def on_lost(self, identity: Identity, error: WorkerLost) -> None:
-        self._heard("lost", f"worker {identity.name!r} is lost: {error.reason}")
+        self._on_failure("lost", f"worker {identity.name!r} is lost: {error.reason}")
 
     def on_notice(self, session: AnySession, message: rpc_pb2.Message, buffers: Any) -> None:
-        self._heard("heard", f"worker {session.peer.name!r} reported its failure: {message.failure_notice.reason}")
+        self._on_failure("heard", f"worker {session.peer.name!r} reported its failure: {message.failure_notice.reason}")
 
-    def _heard(self, kind: str, text: str) -> None:
+    def _on_failure(self, kind: str, text: str) -> None:
         if self._lifetime.is_closed:
             return
         self._note(kind, text)

@@ -102,7 +102,7 @@ class Inspector:
     _began: float = field(default_factory=time.monotonic)
     # By `is_brief` and `has_members`: the time of the last answer, and the answer.
     _answers: dict[tuple[bool, bool], tuple[float, bytes]] = field(default_factory=dict)
-    _is_looking: bool = False
+    _is_inspecting: bool = False
     _logged_until: float = 0.0  # calls that began before this time were old at the last check
     _next_check: float = 0.0
     _job: str = field(init=False)
@@ -131,14 +131,14 @@ class Inspector:
     ) -> inspection_pb2.NeighbourReply:
         """Inspects a silent worker of this host. Only workers of this job get our signal, one at a time."""
         known = {member.address for member in self.directory.known()}
-        if request.address not in known or self._is_looking:
+        if request.address not in known or self._is_inspecting:
             detail = "it is not a worker of this job, or another inspection is running"
             return inspection_pb2.NeighbourReply(state="unknown", detail=detail)
-        self._is_looking = True
+        self._is_inspecting = True
         try:
-            found = await run_in_thread(partial(_look_at, request.address), lambda: None, "rpcdist-inspect-process")
+            found = await run_in_thread(partial(_inspect_process, request.address), lambda: None, "rpcdist-inspect")
         finally:
-            self._is_looking = False
+            self._is_inspecting = False
         return inspection_pb2.NeighbourReply(state=found.state, detail=found.detail, stacks=found.stacks)
 
     def _json(self, is_brief: bool = False, has_members: bool = False) -> bytes:
@@ -359,7 +359,7 @@ def _memory_bytes() -> int | None:
         return None
 
 
-def _look_at(address: str) -> FrozenProcess:
+def _inspect_process(address: str) -> FrozenProcess:
     pid = process_at(address)
     if pid is None or pid == os.getpid():
         return FrozenProcess("unknown", f"no other process of this user on {socket.gethostname()} serves at {address}")

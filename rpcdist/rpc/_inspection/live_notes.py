@@ -28,7 +28,7 @@ N = TypeVar("N", LogLine, SpanFacts)
 
 
 class NoteTaker:
-    """Takes the notes of an agent; requests and `look` on the I/O loop, notes on any thread.
+    """Takes the notes of an agent; requests and `stop_if_unused` on the I/O loop, notes on any thread.
 
     Args:
         is_mine: whether the running code belongs to this agent: several may live in one process.
@@ -64,7 +64,7 @@ class NoteTaker:
         spans = [*_after(self._ended, number), *_after(self._spans, number)]
         return LiveNotes(tuple(_after(self._lines, number)), tuple(spans))
 
-    def look(self, now: float) -> None:
+    def stop_if_unused(self, now: float) -> None:
         """Stops recording if the last request is long ago; `now` is in monotonic seconds."""
         if self._until and now >= self._until:
             self.stop()

@@ -89,7 +89,7 @@ class Marshal:
         self._rref_type = rref_type
         self._gpus = gpus
         self.gpu_news = gpus.borrowed.news
-        self.send_gpu_news = gpus.tell
+        self.send_gpu_news = gpus.send_report
         self.moves_cpu = gpus.moves_cpu
         self._worker_name = worker_name
 

@@ -146,7 +146,7 @@ class MembershipTable:
     def has_joined(self, identity: Identity) -> None:
         self._joining.discard(identity)
 
-    def heard(self, identity: Identity, version: int) -> bool:
+    def confirmed(self, identity: Identity, version: int) -> bool:
         """Records that a member knows a version (rule 4). False if it is no member, or there is no such version."""
         if identity not in self or version > self.version:
             return False

@@ -55,9 +55,9 @@ class MembershipNews:
         self._lifetime = lifetime
         self._is_coordinator = is_coordinator
         self._sent_at = float("-inf")
-        self._telling: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
-    async def begin_telling(self) -> None:
+    async def begin(self) -> None:
         """Starts sending news to the others, and watching them, at the coordinator.
 
         Workers may have joined since it took its own place. It knows them when this has returned.
@@ -79,23 +79,23 @@ class MembershipNews:
         for member in news.members:
             if member.identity != me:
                 self._watch(member.identity.id, "the membership of the job")
-        self._tell_soon(is_urgent)
+        self._send_soon(is_urgent)
 
-    def _tell_soon(self, is_urgent: bool) -> None:
+    def _send_soon(self, is_urgent: bool) -> None:
         """Sends news at once; in a large world after a pause, in which further changes are merged."""
         assert self._service is not None
         num_members = len(self._service.table)
         pause_s = 0.0 if is_urgent else NEWS_PAUSE_S * max(num_members - NEWS_AT_ONCE, 0) / 1000
         wait_s = self._sent_at + pause_s - time.monotonic()
         if wait_s <= 0:
-            self._tell()
-        elif self._telling is None and not self._lifetime.is_closed:
-            self._telling = asyncio.get_running_loop().call_later(wait_s, self._tell)
+            self._send_all()
+        elif self._timer is None and not self._lifetime.is_closed:
+            self._timer = asyncio.get_running_loop().call_later(wait_s, self._send_all)
 
-    def _tell(self) -> None:
-        if self._telling is not None:
-            self._telling.cancel()
-            self._telling = None
+    def _send_all(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         service = self._service
         if service is None or self._lifetime.is_closed:
             return
@@ -110,7 +110,7 @@ class MembershipNews:
         if (service := self._service) is not None:
             service.note_known(sender, message.version)
             if message.version < service.table.version:
-                self._tell_soon(is_urgent=len(service.table) <= NEWS_AT_ONCE)
+                self._send_soon(is_urgent=len(service.table) <= NEWS_AT_ONCE)
         elif self._is_coordinator(sender):
             news = news_of(message)
             self._directory.update(news)
@@ -121,9 +121,9 @@ class MembershipNews:
                     self._watch(identity.id, "the membership of the job")
 
     def close(self) -> None:
-        if self._telling is not None:
-            self._telling.cancel()
-            self._telling = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def on_broken(self, session: AnySession, reason: str) -> None:
         """Connects to the coordinator again, so that workers that never call it notice its death, too."""

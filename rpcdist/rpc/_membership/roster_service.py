@@ -144,7 +144,7 @@ class MembershipService:
         self.note_known(me, self.table.version)
 
     def note_known(self, identity: Identity, version: int) -> None:
-        if self.table.heard(identity, version):
+        if self.table.confirmed(identity, version):
             self._is_aware(identity, version)
 
     def _is_aware(self, identity: Identity, version: int) -> None:
@@ -366,7 +366,7 @@ class MembershipService:
     def found(self, identity: Identity) -> None:
         """Restores a worker that lives, if it was declared lost and its place is free."""
         if self.table.found(identity):
-            self.table.heard(identity, 0)
+            self.table.confirmed(identity, 0)
             self._has_changed()
 
     def others(self, me: Identity) -> list[Member]:

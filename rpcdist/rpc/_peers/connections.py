@@ -143,15 +143,15 @@ class LeaseWatch:
         self._found = events.found
         self._over: set[Identity] = set()
         self._pause_s = peer_timeout_s / HEARTBEATS_PER_PEER_TIMEOUT
-        self._next_look = 0.0
+        self._next_check = 0.0
         events.opened.listen(lambda session: self.seen(session.peer))
         events.broken.listen(lambda session, reason: self.seen(session.peer))
         events.lost.listen(lambda identity, error: self.seen(identity))
 
-    def look(self, now: float) -> None:
+    def check(self, now: float) -> None:
         """Call this often; `now` is in monotonic seconds. It renews leases as often as idle peers send heartbeats."""
-        if now >= self._next_look:
-            self._next_look = now + self._pause_s
+        if now >= self._next_check:
+            self._next_check = now + self._pause_s
             self.renew(now)
 
     def renew(self, now: float) -> None:

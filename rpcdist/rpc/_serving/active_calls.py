@@ -271,7 +271,7 @@ class ActiveCalls:
             if active.span is not None and (spans := call_records.exporter) is not None:
                 spans.end(active.span, active.what, session.peer.name, outcome)
         if self._idle.num:
-            self._idle.look_again()
+            self._idle.recheck()
 
     def wait_idle(self, timeout_s: float | None) -> bool:
         return self._idle.wait_for(lambda: not self._working(), timeout_s)
