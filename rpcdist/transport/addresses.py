@@ -7,6 +7,7 @@ coordinator. It listens on all interfaces only if it is configured to.
 from __future__ import annotations
 
 import errno
+import fcntl
 import ipaddress
 import logging
 import os
@@ -78,8 +79,6 @@ def host_from_environment(variable_of_torch: str) -> str | None:
 
 
 def _interface_address(variable: str, name: str) -> str:
-    import fcntl
-
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             request = struct.pack("256s", name.encode()[:15])

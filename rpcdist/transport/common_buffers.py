@@ -43,40 +43,39 @@ class CommonMemory:
         self.may_be_read = False
 
 
-class CommonMemoryPool:
-    """The memory of one agent; any thread may use it."""
+FreeMemory = deque[CommonMemory]
+"""The memory of one agent that no peer reads now; any thread may use it."""
 
-    def __init__(self) -> None:
-        self._free: deque[CommonMemory] = deque(maxlen=MAX_FREE_COMMON)
 
-    def take(self, num_bytes: int, readers: frozenset[int]) -> CommonMemory:
-        """Memory for `num_bytes` that no peer reads now. Raises `SegmentError` if the system has none."""
-        size_bytes = size_class(num_bytes)
-        for _ in range(len(self._free)):
-            try:
-                memory = self._free.pop()  # the last one is still in the cache
-            except IndexError:  # another thread has taken it
-                break
-            if memory.mapped.size_bytes == size_bytes and not memory.may_be_read:
-                if memory.readers == readers:
-                    return memory
-                self._free.appendleft(memory)
-        return CommonMemory(size_bytes, readers)  # memory of other sizes is freed
+def free_memory() -> FreeMemory:
+    """A new `FreeMemory`, which drops the oldest memory when it is full."""
+    return deque(maxlen=MAX_FREE_COMMON)
 
-    def give_back(self, memory: CommonMemory) -> AtEnd:
-        """An object that makes the memory available again when it is freed."""
-        return AtEnd(self._free.append, memory)
+
+def _take(free: FreeMemory, num_bytes: int, readers: frozenset[int]) -> CommonMemory:
+    """Memory for `num_bytes`, free or new. Raises `SegmentError` if the system has none."""
+    size_bytes = size_class(num_bytes)
+    for _ in range(len(free)):
+        try:
+            memory = free.pop()  # the last one is still in the cache
+        except IndexError:  # another thread has taken it
+            break
+        if memory.mapped.size_bytes == size_bytes and not memory.may_be_read:
+            if memory.readers == readers:
+                return memory
+            free.appendleft(memory)
+    return CommonMemory(size_bytes, readers)  # memory of other sizes is freed
 
 
 class CommonPack:
     """Buffers that share memory which several peers read; see `packs`."""
 
-    __slots__ = ("_at_end", "_lock", "_pack", "_pool", "_readers", "memory")
+    __slots__ = ("_at_end", "_free", "_lock", "_pack", "_readers", "memory")
 
-    def __init__(self, pack: Pack, pool: CommonMemoryPool, readers: frozenset[int]) -> None:
+    def __init__(self, pack: Pack, free: FreeMemory, readers: frozenset[int]) -> None:
         self._pack = pack
         self._readers = readers
-        self._pool = pool
+        self._free = free
         self._lock = threading.Lock()
         self._at_end: AtEnd | None = None
         self.memory: CommonMemory | None = None
@@ -92,12 +91,12 @@ class CommonPack:
             if self.memory is None:
                 starts, num_bytes = offsets(buffer.size for _, buffer in self._pack)
                 try:
-                    memory = self._pool.take(num_bytes, self._readers)
+                    memory = _take(self._free, num_bytes, self._readers)
                 except SegmentError:
                     return None
                 for start, (_, buffer) in zip(starts, self._pack, strict=True):
                     buffer.copy_to(memory.mapped.address + start)
-                self._at_end = self._pool.give_back(memory)
+                self._at_end = AtEnd(self._free.append, memory)
                 self.memory = memory
             return self.memory
 
@@ -109,10 +108,10 @@ class CommonBuffers(list[B]):
         packs: the packs to lend, by the index of their first buffer.
     """
 
-    def __init__(self, buffers: Iterable[B], pool: CommonMemoryPool, readers: frozenset[int]) -> None:
+    def __init__(self, buffers: Iterable[B], free: FreeMemory, readers: frozenset[int]) -> None:
         super().__init__(buffers)
         self.packs = {
-            pack[0][0]: CommonPack(pack, pool, readers)
+            pack[0][0]: CommonPack(pack, free, readers)
             for pack in (packs(self) if unavailable() is None else ())
             if offsets(buffer.size for _, buffer in pack)[1] <= MAX_COMMON_BYTES
         }

@@ -195,5 +195,4 @@ def in_forked_child() -> bool:
     return _guard.in_child
 
 
-if hasattr(os, "register_at_fork"):  # not on Windows, where nothing forks
-    os.register_at_fork(after_in_child=_guard.after_fork_in_child)
+os.register_at_fork(after_in_child=_guard.after_fork_in_child)

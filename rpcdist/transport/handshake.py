@@ -49,8 +49,6 @@ from rpcdist.transport.handshake_side import (
     PROTOCOL_VERSION,
     Code,
     HandshakeSide,
-    HandshakeState,
-    package_version,
 )
 from rpcdist.transport.identities import identity_from_proto, identity_to_proto, is_name, matches, named, printable
 from rpcdist.transport.keys import PROOF_BYTES, SESSION_ID_BYTES, mac
@@ -78,18 +76,10 @@ class ClientHandshake(HandshakeSide):
     """The side that opened the connection.
 
     Args:
-        job: the job's name, or empty; it must be the same on both sides.
         role: the service that the connection is for ("rpc", "store", "socket" ...).
         purpose: the purpose of the connection within its role; for raw sockets, it begins with the name of the taker.
         channel: the kind of connection, and its two ends as this side sees them.
         expected: the identity that should answer. An empty name, an id of -1 and an incarnation of 0 match any.
-        token_source: `token.describe_token_source()`, for the local error only.
-        certificates: proofs by this process's own certificate; the peer must then also show one.
-        package: the version of rpcdist, by default the installed one; it must be the same on both sides.
-
-    Attributes:
-        failure: why the handshake failed; `check()` raises it.
-        refusal_code: the failure's kind, one of `handshake_pb2.Refusal.Code`.
     """
 
     def __init__(
@@ -106,7 +96,7 @@ class ClientHandshake(HandshakeSide):
         certificates: CertificateProver | None = None,
         package: str | None = None,
     ) -> None:
-        super().__init__(token, job, identity, token_source, certificates)
+        super().__init__(token, job, identity, token_source, certificates, package)
         if not _ROLE.match(role):
             raise ConfigError(f"a role has 1 to 32 characters of a-z, 0-9, '.', '_' and '-', but it is {role[:64]!r}")
         if not _is_purpose(purpose):
@@ -121,21 +111,21 @@ class ClientHandshake(HandshakeSide):
             identity=identity_to_proto(identity),
             purpose=purpose,
             channel=channel,
-            package=package_version() if package is None else package,
+            package=self._package,
         )
 
     @property
     def other_way(self) -> tuple[Identity, int] | None:
         """The server and its TCP port for raw connections; None before it has proven the token, or without a port."""
-        if self._peer is None or not self._stream_port or self._state is HandshakeState.FAILED:
+        if self._peer is None or not self._stream_port or self._state == "failed":
             return None
         return self._peer, self._stream_port
 
     def start(self) -> pb.Handshake:
         """The first message."""
-        if self._state is not HandshakeState.START:
+        if self._state != "start":
             raise ProtocolViolation("the handshake was started twice")
-        self._state = HandshakeState.HELLO_SENT
+        self._state = "hello sent"
         return pb.Handshake(hello=self._hello)
 
     def receive(self, message: pb.Handshake) -> pb.Handshake | None:
@@ -148,12 +138,12 @@ class ClientHandshake(HandshakeSide):
             ProtocolViolation: the message is out of order, too large or malformed. Close the connection.
         """
         step = self._open(message)
-        if step == "refusal" and self._state is not HandshakeState.START:
+        if step == "refusal" and self._state != "start":
             self._refused_by_peer(message.refusal, "the server")
             return None
-        if step == "challenge" and self._state is HandshakeState.HELLO_SENT:
+        if step == "challenge" and self._state == "hello sent":
             return self._receive_challenge(message.challenge)
-        if step == "welcome" and self._state is HandshakeState.PROOF_SENT:
+        if step == "welcome" and self._state == "proof sent":
             return self._receive_welcome(message.welcome)
         raise self._unexpected(step)
 
@@ -183,7 +173,7 @@ class ClientHandshake(HandshakeSide):
             return self._refuse(Code.CERTIFICATE, reason, f"{named(peer)} at this address is refused: {reason}")
         self._peer = peer
         self._stream_port = challenge.stream_port
-        self._state = HandshakeState.PROOF_SENT
+        self._state = "proof sent"
         shown = self._shown_certificate(b"client", seen)
         return pb.Handshake(proof=pb.Proof(proof=self._proof(b"client"), certificate=shown))
 
@@ -195,7 +185,7 @@ class ClientHandshake(HandshakeSide):
             text = "the server's welcome was changed in transit, or belongs to another session"
             return self._refuse(Code.UNSPECIFIED, text)
         self._session = session
-        self._state = HandshakeState.DONE
+        self._state = "done"
         return None
 
 
@@ -208,13 +198,6 @@ class ServerHandshake(HandshakeSide):
         stream_port: the port where this process accepts raw connections, which is sent to the client; 0 for none.
         accept: policy, called once with the hello of a proven peer: returns None to accept, or the reason to refuse,
             which is sent to the peer.
-        token_source: `token.describe_token_source()`, for the local error only.
-        certificates: proofs by this process's own certificate; the peer must then also show one.
-        package: the version of rpcdist, by default the installed one; it must be the same on both sides.
-
-    Attributes:
-        failure: why the handshake failed; `check()` raises it.
-        refusal_code: the failure's kind, one of `handshake_pb2.Refusal.Code`.
     """
 
     def __init__(
@@ -230,8 +213,7 @@ class ServerHandshake(HandshakeSide):
         certificates: CertificateProver | None = None,
         package: str | None = None,
     ) -> None:
-        super().__init__(token, job, identity, token_source, certificates)
-        self._package = package_version() if package is None else package
+        super().__init__(token, job, identity, token_source, certificates, package)
         self._accept = accept
         self._channel = channel
         self._stream_port = stream_port
@@ -259,14 +241,14 @@ class ServerHandshake(HandshakeSide):
             ProtocolViolation: the message is out of order, too large or malformed. Close the connection.
         """
         step = self._open(message)
-        if step == "refusal" and self._state is not HandshakeState.START:
+        if step == "refusal" and self._state != "start":
             self._refused_by_peer(
                 message.refusal, f"the client, which calls itself {printable(self._hello.identity.name)!r},"
             )
             return None
-        if step == "hello" and self._state is HandshakeState.START:
+        if step == "hello" and self._state == "start":
             return self._receive_hello(message.hello)
-        if step == "proof" and self._state is HandshakeState.CHALLENGE_SENT:
+        if step == "proof" and self._state == "challenge sent":
             return self._receive_proof(message.proof)
         raise self._unexpected(step)
 
@@ -293,7 +275,7 @@ class ServerHandshake(HandshakeSide):
         self._hello = hello
         self._record(self._nonce, self._stream_port, peer, self._identity)
         self._peer = peer
-        self._state = HandshakeState.CHALLENGE_SENT
+        self._state = "challenge sent"
         challenge = pb.Challenge(
             nonce=self._nonce,
             proof=self._proof(b"server"),
@@ -332,7 +314,7 @@ class ServerHandshake(HandshakeSide):
         if reason is not None:
             return self._refuse(Code.POLICY, reason, f"{who} is not accepted: {reason}")
         self._session = self._session_keys(secrets.token_bytes(SESSION_ID_BYTES))
-        self._state = HandshakeState.DONE
+        self._state = "done"
         proof_bytes = mac(self._session.key, b"rpcdist welcome")
         return pb.Handshake(welcome=pb.Welcome(session_id=self._session.session_id, proof=proof_bytes))
 

@@ -5,10 +5,9 @@ Pure, like handshake.py, which describes the handshake.
 
 from __future__ import annotations
 
-from enum import Enum
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 from rpcdist._proto import handshake_pb2 as pb
 from rpcdist.errors import AuthenticationFailed, ConfigError, ProtocolViolation
@@ -34,17 +33,22 @@ MAX_HANDSHAKE_BYTES: Final = 16 << 10
 Code = pb.Refusal.Code
 
 
-class HandshakeState(Enum):
-    START = "start"
-    HELLO_SENT = "hello sent"
-    CHALLENGE_SENT = "challenge sent"
-    PROOF_SENT = "proof sent"
-    DONE = "done"
-    FAILED = "failed"
+HandshakeState = Literal["start", "hello sent", "challenge sent", "proof sent", "done", "failed"]
 
 
 class HandshakeSide:
-    """Base of the two state machines: checks every message, keeps the outcome, and reports failures."""
+    """Base of the two state machines: checks every message, keeps the outcome, and reports failures.
+
+    Args:
+        job: the job's name, or empty; it must be the same on both sides.
+        token_source: `token.describe_token_source()`, for the local error only.
+        certificates: proofs by this process's own certificate; the peer must then also show one.
+        package: the version of rpcdist, by default the installed one; it must be the same on both sides.
+
+    Attributes:
+        failure: why the handshake failed; `check()` raises it.
+        refusal_code: the failure's kind, one of `handshake_pb2.Refusal.Code`.
+    """
 
     def __init__(
         self,
@@ -53,6 +57,7 @@ class HandshakeSide:
         identity: Identity,
         token_source: str | None,
         certificates: CertificateProver | None,
+        package: str | None,
     ) -> None:
         if not token:
             raise ConfigError("the job token is empty; set RPCDIST_TOKEN (see docs/security.md)")
@@ -63,7 +68,8 @@ class HandshakeSide:
         self._identity = identity
         self._token_source = token_source
         self._certificates = certificates
-        self._state = HandshakeState.START
+        self._package = package_version() if package is None else package
+        self._state: HandshakeState = "start"
         self._hello = pb.Hello()
         self._transcript = b""
         self._peer: Identity | None = None
@@ -74,7 +80,7 @@ class HandshakeSide:
     @property
     def done(self) -> bool:
         """True once the peer is proven and the session is open."""
-        return self._state is HandshakeState.DONE
+        return self._state == "done"
 
     @property
     def peer(self) -> Identity:
@@ -97,8 +103,8 @@ class HandshakeSide:
 
     def _open(self, message: pb.Handshake) -> str:
         """Checks the rules that hold for every message, and returns its step."""
-        if self._state in (HandshakeState.DONE, HandshakeState.FAILED):
-            raise self._violation(f"a handshake message arrived when the handshake was {self._state.value}")
+        if self._state in ("done", "failed"):
+            raise self._violation(f"a handshake message arrived when the handshake was {self._state}")
         if message.ByteSize() > MAX_HANDSHAKE_BYTES:
             raise self._violation(f"a handshake message is larger than {MAX_HANDSHAKE_BYTES} bytes")
         step: str | None = message.WhichOneof("step")
@@ -107,12 +113,12 @@ class HandshakeSide:
         return step
 
     def _violation(self, text: str) -> ProtocolViolation:
-        if self._state is not HandshakeState.DONE:  # later messages do not undo the handshake; the caller closes
-            self._state = HandshakeState.FAILED
+        if self._state != "done":  # later messages do not undo the handshake; the caller closes
+            self._state = "failed"
         return ProtocolViolation(f"{text}; is the peer an rpcdist process?")
 
     def _unexpected(self, step: str) -> ProtocolViolation:
-        return self._violation(f"unexpected handshake message {step!r} when the state was {self._state.value!r}")
+        return self._violation(f"unexpected handshake message {step!r} when the state was {self._state!r}")
 
     def _refuse(self, code: pb.Refusal.Code, reason: str, local: str | None = None) -> pb.Handshake:
         """Fails here with `local`; returns the refusal to send, which contains only `reason`."""
@@ -125,7 +131,7 @@ class HandshakeSide:
     def _fail(self, code: pb.Refusal.Code, text: str) -> None:
         if code == Code.TOKEN and self._token_source is not None:
             text = f"{text} This process uses {self._token_source}."
-        self._state = HandshakeState.FAILED
+        self._state = "failed"
         self.refusal_code = code
         self.failure = AuthenticationFailed(text)
 
@@ -163,7 +169,7 @@ class HandshakeSide:
 
     def __repr__(self) -> str:
         peer = "?" if self._peer is None else self._peer.name
-        return f"<{type(self).__name__} {self._identity.name} - {peer}: {self._state.value}>"
+        return f"<{type(self).__name__} {self._identity.name} - {peer}: {self._state}>"
 
 
 @cache

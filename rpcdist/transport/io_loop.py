@@ -69,10 +69,9 @@ class IoLoop:
         self._thread.start()
 
     def _run(self) -> None:
-        if hasattr(signal, "pthread_sigmask"):
-            # The loop's own writes to connections do not pass `NO_SIGPIPE`, and this thread runs no user code.
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPIPE})
-            _blocked_signals.update({signal.SIGPIPE} - before)
+        # The loop's own writes to connections do not pass `NO_SIGPIPE`, and this thread runs no user code.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPIPE})
+        _blocked_signals.update({signal.SIGPIPE} - before)
         asyncio.set_event_loop(self.loop)
         try:
             self.loop.run_forever()

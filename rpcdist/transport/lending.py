@@ -409,8 +409,7 @@ def _count_fork() -> None:
     _num_forks += 1
 
 
-if hasattr(os, "register_at_fork"):  # not on Windows, where nothing forks
-    os.register_at_fork(before=_count_fork)
+os.register_at_fork(before=_count_fork)
 
 
 def _memory_of(mapped: MappedSegment) -> ctypes.Array[ctypes.c_char]:

@@ -26,9 +26,7 @@ _LOADAVG_BYTES: Final = 128
 
 
 def declare(name: str, result: type, *arguments: type) -> Any:
-    """A function of the C library, whose calls release the interpreter's lock. None on systems other than POSIX."""
-    if os.name != "posix":
-        return None
+    """A function of the C library, whose calls release the interpreter's lock."""
     function = getattr(ctypes.CDLL(None, use_errno=True), name)
     function.restype, function.argtypes = result, arguments
     return function
@@ -145,8 +143,7 @@ def _num_cores() -> int:
 
 
 _copier: Final = MemoryCopier(_num_cores())
-if hasattr(os, "register_at_fork"):  # not on Windows, where nothing forks
-    os.register_at_fork(after_in_child=_copier.after_fork_in_child)
+os.register_at_fork(after_in_child=_copier.after_fork_in_child)
 
 
 def copy_memory(target: int, source: int, num_bytes: int) -> None:

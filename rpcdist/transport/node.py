@@ -9,9 +9,9 @@ import socket
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from google.protobuf.descriptor import ServiceDescriptor
 
@@ -22,7 +22,7 @@ from rpcdist.inspection import Strangers
 from rpcdist.own_shortage import names_shortage, raise_descriptor_limit
 from rpcdist.time_limits import CLOSE_LIMIT_S, GRPC_STOP_GRACE_S, LEAVE_LIMIT_S, PEER_TIMEOUT_S, SLOW_ANSWER_LIMIT_S
 from rpcdist.transport import fork
-from rpcdist.transport._server.diagnosis import DIAGNOSIS_SERVICE, Diagnosis
+from rpcdist.transport._server.diagnosis import DIAGNOSIS_SERVICE, reach_service
 from rpcdist.transport._server.server import Server
 from rpcdist.transport._server.unary_services import Method
 from rpcdist.transport._tls.tls_policy import TLS_VARIABLE, TlsOptions, TlsPolicy
@@ -31,9 +31,7 @@ from rpcdist.transport.connector import Connector
 from rpcdist.transport.credentials import Credentials, Records
 from rpcdist.transport.hub_connector import HubAddress
 from rpcdist.transport.io_loop import IoLoop
-from rpcdist.transport.link import Link
 from rpcdist.transport.roles import Roles, SocketTaker
-from rpcdist.transport.session import Session, SessionHandler
 from rpcdist.transport.token import describe_token_source, job_token
 
 T = TypeVar("T")
@@ -73,6 +71,11 @@ class Node:
 
     Attributes:
         ports: the ports at which it may listen by default.
+        run: runs a coroutine on the I/O loop and waits; see `IoLoop.run`. Any thread.
+        connect: opens a link; see `Connector.connect`. On the I/O loop.
+        links: the open links to others.
+        sessions: the open sessions that peers opened.
+        handle_role, expect_role: see `Roles.handle` and `Roles.expect`.
     """
 
     def __init__(self, options: NodeOptions) -> None:
@@ -92,7 +95,13 @@ class Node:
         self.ports = PortRange.of_environment(options.ports)
         self._server = Server(self.io, self.credentials, self._roles, options.peer_timeout_s, self.ports)
         self._connector = Connector(self.io, self.credentials, options.peer_timeout_s)
-        self._server.serve_always(DIAGNOSIS_SERVICE, {"Reach": Diagnosis(self._connector.connect).reach})
+        self._server.serve_always(DIAGNOSIS_SERVICE, {"Reach": reach_service(self._connector.connect)})
+        self.run = self.io.run
+        self.connect = self._connector.connect
+        self.links = self._connector.links
+        self.sessions = self._server.sessions
+        self.handle_role = self._roles.handle
+        self.expect_role = self._roles.expect
         self._num_shares = 0
         self._shares_lock = threading.Lock()
         self._serving_lock = threading.Lock()  # held by `serve` and `stop_serving`, which wait for the loop
@@ -126,16 +135,6 @@ class Node:
         """Signs and verifies the records that the processes of the job exchange through a store."""
         return Records(self.credentials)
 
-    @property
-    def links(self) -> set[Link]:
-        """The open links to others."""
-        return self._connector.links
-
-    @property
-    def sessions(self) -> set[Session]:
-        """The open sessions that peers opened."""
-        return self._server.sessions
-
     async def traffic(self) -> Counter[tuple[str, str]]:
         """The bytes of all its sessions, including ended ones; see `Session.traffic`. On the I/O loop."""
         total = self._connector.ended_traffic + self._server.ended_traffic
@@ -144,10 +143,6 @@ class Node:
         return total
 
     # ------------------------------------------------------------ any thread
-
-    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
-        """Runs a coroutine on the I/O loop and waits; see `IoLoop.run`."""
-        return self.io.run(coroutine, timeout_s)
 
     def serve(self, host: str, port: int, timeout_s: float = SLOW_ANSWER_LIMIT_S, is_apart: bool = False) -> str:
         """Starts the server of this process, if it does not run yet; blocks.
@@ -195,20 +190,6 @@ class Node:
         """Serves methods of a service; see `Server.add_service`. Handlers are coroutines on the I/O loop."""
         self.run(self._server.add_service(descriptor, methods, address), timeout_s)
 
-    def handle_role(
-        self, role: str, handler: SessionHandler | None, refuse: Callable[[Identity], str | None] | None = None
-    ) -> None:
-        """Sets the handler of sessions that peers open for `role`; None removes it.
-
-        Args:
-            refuse: returns the reason why a peer may not connect, or None; called on the I/O loop.
-        """
-        self._roles.handle(role, handler, refuse)
-
-    def expect_role(self, role: str) -> None:
-        """Announces a later `handle_role`: until then, peers that connect wait and are not refused."""
-        self._roles.expect(role)
-
     def take_sockets(self, name: str, taker: SocketTaker, host: str, timeout_s: float) -> HubAddress:
         """Lets peers open raw sockets to `taker`, and starts the listeners if necessary; blocks.
 
@@ -229,20 +210,6 @@ class Node:
     def end_sockets(self, name: str) -> None:
         """Ends `take_sockets`: later peers are refused."""
         self._roles.take_sockets(name, None)
-
-    # ------------------------------------------------------------ I/O loop
-
-    async def connect(
-        self,
-        address: str,
-        role: str,
-        timeout_s: float,
-        handler: SessionHandler | None = None,
-        expected: Identity | None = None,
-        retry: bool = True,
-    ) -> Link:
-        """Opens a link; see `Connector.connect`."""
-        return await self._connector.connect(address, role, timeout_s, handler, expected, retry)
 
     # ------------------------------------------------------------ life
 
@@ -333,7 +300,7 @@ def _check_same(node: Node, options: NodeOptions) -> None:
         raise ConfigError("this process already uses another job token. Use one token per process.")
     if TlsPolicy.of_environment(options.tls) != mine.tls_policy:
         raise ConfigError(
-            f"this process already uses TLS {mine.tls_policy.mode.value!r} with "
+            f"this process already uses TLS {mine.tls_policy.mode!r} with "
             f"{mine.tls_policy.files or 'certificates made from the job token'}. Set TLS and its files with "
             f"{TLS_VARIABLE}, which applies to stores, groups and RPC."
         )

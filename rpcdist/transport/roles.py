@@ -54,7 +54,11 @@ class Roles:
         self._socket_takers: dict[str, SocketTaker] = {}
 
     def handle(self, role: str, handler: SessionHandler | None, refuse: Refuse | None = None) -> None:
-        """See `Node.handle_role`."""
+        """Sets the handler of sessions that peers open for `role`; None removes it.
+
+        Args:
+            refuse: returns the reason why a peer may not connect, or None; called on the I/O loop.
+        """
         self._handlers.pop(role, None)
         self._refusals.pop(role, None)
         if handler is None:
@@ -69,7 +73,7 @@ class Roles:
             self._io.call_soon(waiters.set)
 
     def expect(self, role: str) -> None:
-        """See `Node.expect_role`."""
+        """Announces a later `handle`: until then, peers that connect wait and are not refused."""
         self._ended.discard(role)
         self._expected[role] = asyncio.Event()
 

@@ -232,13 +232,10 @@ class Session:
 
     def facts(self, now: float) -> ChannelFacts:
         """The facts about its channel and queue at a time, in monotonic seconds."""
-        facts, shared = self._channel.facts, self._shared
-        sent, received = facts.bytes_sent, facts.bytes_received
-        if self.striping is not None and sent is not None and received is not None:
-            of_stripes = self.striping.traffic
-            sent, received = sent + of_stripes[0], received + of_stripes[1]
+        shared = self._shared
+        sent, received = self._num_bytes()
         return replace(
-            facts,
+            self._channel.facts,
             bytes_sent=sent,
             bytes_received=received,
             session=self.id.hex(),
@@ -271,19 +268,23 @@ class Session:
 
     def traffic(self) -> Counter[tuple[str, str]]:
         """The bytes so far, by channel (including "shared memory") and direction; any thread."""
-        if self._direct is None:
-            sent, received = self._writer.num_written, self._num_read
-        else:
-            sent, received = self._direct.traffic
-        if self.striping is not None:
-            of_stripes = self.striping.traffic
-            sent, received = sent + of_stripes[0], received + of_stripes[1]
+        sent, received = self._num_bytes()
         kind = self.channel_kind
         found = Counter({(kind, "transmit"): sent, (kind, "receive"): received})
         if self._shared is not None:
             found["shared memory", "transmit"] = self._shared.num_lent
             found["shared memory", "receive"] = self._shared.num_borrowed
         return found
+
+    def _num_bytes(self) -> tuple[int, int]:
+        """The bytes sent and received so far, without those in shared memory."""
+        if self._direct is None:
+            return self._writer.num_written, self._num_read
+        sent, received = self._direct.traffic
+        if self.striping is not None:
+            of_stripes = self.striping.traffic
+            sent, received = sent + of_stripes[0], received + of_stripes[1]
+        return sent, received
 
     @property
     def last_sent(self) -> float:

@@ -214,11 +214,12 @@ class SessionWriter:
             self._close(f"writing failed: {exc!r}")
 
     async def _write_all(self) -> None:
-        if self._direct is not None:
-            await self._write_directly(self._direct)
+        channel = self._channel
+        if isinstance(channel, SocketChannel):
+            await self._write_directly(channel)
         else:
             while (data := self._outgoing.next_envelope()) is not None:
-                await self._channel.write(data)
+                await channel.write(data)
                 self.num_written += len(data)
                 self.last_sent = time.monotonic()
         if self._outgoing.is_empty:

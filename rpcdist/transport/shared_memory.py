@@ -11,6 +11,7 @@ The sockets belong to the caller, who has connected and authenticated them.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import mmap
 import os
 import socket
@@ -37,7 +38,7 @@ def unavailable() -> str | None:
     """The reason why processes cannot share memory on this system, as a clause for a message; None if they can."""
     if not hasattr(os, "memfd_create"):
         return f"{sys.platform} has no memfd_create"
-    if not hasattr(socket, "AF_UNIX") or not hasattr(socket, "send_fds"):
+    if not hasattr(socket, "send_fds"):
         return f"{sys.platform} cannot pass descriptors over Unix sockets"
     try:
         os.close(os.memfd_create("rpcdist probe", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
@@ -212,15 +213,11 @@ def _close_all(descriptors: list[int]) -> None:
 
 
 def _seal(descriptor: int, further: int = 0) -> None:
-    import fcntl  # not on Windows
-
     seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL | further
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
 
 
 def _is_sealed(descriptor: int) -> bool:
-    import fcntl
-
     needed = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
     return fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & needed == needed
 

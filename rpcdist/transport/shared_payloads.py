@@ -28,12 +28,13 @@ _NOTHING: Final = LargeBuffer(memoryview(b""))
 class SharedPayloads:
     """The large buffers of one session in shared memory, in both directions, on top of `Lender` and `Borrower`.
 
-    `lend`, `is_news_due` and `usage` may be used on any thread; `handle` and `borrow` on the thread that reads, one at
-    a time; the other methods on the loop.
+    `lend`, `take_back`, `is_news_due` and `usage` may be used on any thread; `handle`, `returned` and `borrow` on the
+    thread that reads, one at a time; the other methods on the loop.
 
     Attributes:
         is_used: whether there ever was a large buffer or a segment; before that there is no news.
         num_lent, num_borrowed: the bytes of buffers sent and received through shared memory.
+        returned, take_back: see `Lender`.
 
     Args:
         allowed: whether this process wants to share memory; if not, it refuses the peer's memory.
@@ -58,6 +59,8 @@ class SharedPayloads:
     ) -> None:
         self._allowed = allowed and unavailable() is None
         self._lender = Lender(account=answers)
+        self.returned = self._lender.returned
+        self.take_back = self._lender.take_back
         self._borrower = Borrower(counted)
         self.is_used = False
         self.num_lent = self.num_borrowed = 0
@@ -81,14 +84,6 @@ class SharedPayloads:
     def is_news_due(self) -> bool:
         """Whether the next message should bring news about segments; other news waits for a timer."""
         return bool(self._lender.withdrawn) or (bool(self._borrower.ended) and self._borrower.is_return_due)
-
-    def returned(self, numbers: Sequence[int]) -> None:
-        """Records that the peer has returned segments."""
-        self._lender.returned(numbers)
-
-    def take_back(self, numbers: Sequence[int]) -> None:
-        """Takes back segments of a message that the peer will not receive."""
-        self._lender.take_back(numbers)
 
     def lend(self, message: WireMessage, buffers: Sequence[LargeBuffer]) -> Sequence[LargeBuffer]:
         """Moves buffers of a message into shared memory; returns the buffers that the socket must carry.

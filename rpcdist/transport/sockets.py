@@ -19,21 +19,24 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import logging
 import secrets
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any, Final, Literal, TypeVar, overload
 
 from rpcdist.deadline import Deadline
 from rpcdist.errors import BlockingInLoop, ConfigError, ConnectFailed, DeadlineExceeded, RpcdistError, TransportError
+from rpcdist.ids import Identity
 from rpcdist.own_shortage import own_shortage
 from rpcdist.time_limits import CHECK_INTERVAL_S, ROLE_LIMIT_S, SLOW_ANSWER_LIMIT_S, THREAD_GRACE_S
 from rpcdist.transport._channels.socket_pipe import until_ready
 from rpcdist.transport._tls.tls_socket import NO_SIGPIPE, StreamSocket
-from rpcdist.transport.hub_connector import HubAddress, WaitingRoom, connect_to_hub
+from rpcdist.transport.hub_connector import HubAddress, connect_to_hub, widen
 from rpcdist.transport.node import Node
 
 T = TypeVar("T")
@@ -42,6 +45,9 @@ MAX_WAITING: Final = 4096
 MAX_PURPOSE_BYTES: Final = 512
 
 Check = Callable[[], None]
+Taker = Callable[[str, StreamSocket], None]
+
+logger = logging.getLogger(__name__)
 
 
 class SocketHub:
@@ -56,15 +62,17 @@ class SocketHub:
         self._io = node.io
         self._name = secrets.token_hex(8)
         self._address: HubAddress | None = None
-        self._room = WaitingRoom(node.io, MAX_WAITING, ROLE_LIMIT_S)
-        self.announce = self._room.announce
-        self.withdraw = self._room.withdraw
         self._closed = False
         self._lock = threading.Lock()  # held by `open` and `close`
+        self._waiting: dict[str, deque[StreamSocket]] = {}  # proven connections by purpose, in order of arrival
+        self._num_waiting = 0
+        self._wanted: dict[str, int] = {}  # purposes for which threads wait, with the number of threads
+        self._announced: dict[str, Taker | None] = {}
+        self._arrived = threading.Condition()  # protects these four
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"at {self._address}" if self._address else "not open"
-        return f"<SocketHub {state} [{len(self._room)} waiting]>"
+        return f"<SocketHub {state} [{self._num_waiting} waiting]>"
 
     @property
     def address(self) -> str:
@@ -89,7 +97,7 @@ class SocketHub:
             if self._closed:
                 raise _closed()
             if self._address is None:
-                self._address = self._node.take_sockets(self._name, self._room, host, timeout_s)
+                self._address = self._node.take_sockets(self._name, self, host, timeout_s)
         return self.address
 
     @overload
@@ -139,7 +147,23 @@ class SocketHub:
             DeadlineExceeded: no peer connected in time.
             TransportError: the hub was closed.
         """
-        return self._room.take(_check_purpose(purpose), Deadline.after(timeout_s), check)
+        _check_purpose(purpose)
+        deadline = Deadline.after(timeout_s)
+        with self._arrived:
+            self._wanted[purpose] = self._wanted.get(purpose, 0) + 1
+        try:
+            while True:
+                with self._arrived:
+                    connection = self._next(purpose, deadline, check is not None)
+                if connection is not None:
+                    return connection
+                if check is not None:
+                    check()  # without the lock, since it may take long
+        finally:
+            with self._arrived:
+                self._wanted[purpose] -= 1
+                if not self._wanted[purpose]:
+                    del self._wanted[purpose]
 
     async def open_connection(
         self, address: str, purpose: str, timeout_s: float, unix: bool | None = None
@@ -168,9 +192,101 @@ class SocketHub:
                 return
             self._closed = True
         self._node.end_sockets(self._name)
-        self._room.close()
+        with self._arrived:
+            dropped = [connection for waiting in self._waiting.values() for connection in waiting]
+            self._waiting.clear()
+            self._num_waiting = 0
+            self._arrived.notify_all()
+        for connection in dropped:
+            connection.close()
+
+    def announce(self, prefix: str, taker: Taker | None = None) -> None:
+        """Lets connections wait without a limit if their purpose begins with `prefix`.
+
+        Args:
+            taker: called with purpose and socket instead of `expect`, on the I/O loop; it must not block. It gets
+                connections that already wait at once, on the caller's thread.
+        """
+        with self._arrived:
+            self._announced[prefix] = taker
+            purposes = [purpose for purpose in self._waiting if purpose.startswith(prefix)] if taker else []
+            found = [(purpose, self._pop(purpose)) for purpose in purposes for _ in range(len(self._waiting[purpose]))]
+        if taker is not None:
+            for purpose, connection in found:
+                taker(purpose, connection)
+
+    def withdraw(self, prefix: str) -> None:
+        """Ends `announce`, and closes connections that still wait for such a purpose."""
+        with self._arrived:
+            self._announced.pop(prefix, None)
+            purposes = [purpose for purpose in self._waiting if purpose.startswith(prefix)]
+            dropped = [self._pop(purpose) for purpose in purposes for _ in range(len(self._waiting[purpose]))]
+        for connection in dropped:
+            connection.close()
+
+    # ------------------------------------------------------------ a `SocketTaker`
+
+    def refusal(self, purpose: str, peer: Identity) -> str:
+        """See `SocketTaker`."""
+        with self._arrived:
+            if self._closed:
+                return "the socket hub is closed"
+            if self._num_waiting >= MAX_WAITING and purpose not in self._wanted:
+                return f"{self._num_waiting} connections already wait here that no thread expects"
+            return ""
+
+    def put(self, purpose: str, connection: StreamSocket) -> bool:
+        """See `SocketTaker`."""
+        widen(connection)
+        with self._arrived:
+            if self._closed:
+                return False
+            prefix = self._prefix_of(purpose)
+            taker = None if prefix is None else self._announced[prefix]
+            if taker is None:
+                self._waiting.setdefault(purpose, deque()).append(connection)
+                self._num_waiting += 1
+                self._arrived.notify_all()
+        if taker is not None:
+            taker(purpose, connection)
+        elif prefix is None:
+            self._io.loop.call_later(ROLE_LIMIT_S, self._expire, purpose, connection)
+        return True
 
     # ------------------------------------------------------------ any thread
+
+    def _next(self, purpose: str, deadline: Deadline, checked: bool) -> StreamSocket | None:
+        """One turn of waiting, with the lock held."""
+        if self._closed:
+            raise TransportError("the socket hub was closed")
+        if not self._waiting.get(purpose):
+            if deadline.expired():
+                raise DeadlineExceeded(f"no peer connected for {purpose!r} in time")
+            self._arrived.wait(min(CHECK_INTERVAL_S, deadline.remaining_s()) if checked else deadline.wait_s())
+        return self._pop(purpose) if self._waiting.get(purpose) else None
+
+    def _prefix_of(self, purpose: str) -> str | None:
+        return next((prefix for prefix in self._announced if purpose.startswith(prefix)), None)
+
+    def _pop(self, purpose: str) -> StreamSocket:
+        waiting = self._waiting[purpose]
+        connection = waiting.popleft()
+        if not waiting:
+            del self._waiting[purpose]
+        self._num_waiting -= 1
+        return connection
+
+    def _expire(self, purpose: str, connection: StreamSocket) -> None:
+        with self._arrived:
+            waiting = self._waiting.get(purpose)
+            if waiting is None or connection not in waiting or self._prefix_of(purpose) is not None:
+                return
+            waiting.remove(connection)
+            if not waiting:
+                del self._waiting[purpose]
+            self._num_waiting -= 1
+        logger.warning("a connection for %r was closed: no thread expected it within %s s", purpose, ROLE_LIMIT_S)
+        connection.close()
 
     def _wait(self, coroutine: Coroutine[Any, Any, T], deadline: Deadline, check: Check | None) -> T:
         """Runs a coroutine on the I/O loop; the coroutine's own time limit expires before this one."""

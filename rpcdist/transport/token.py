@@ -9,6 +9,7 @@ shared home directory, needs no set-up.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import secrets
 from pathlib import Path
@@ -229,8 +230,6 @@ def _publish(temporary: Path, path: Path) -> None:
 
 def _rename_under_lock(temporary: Path, path: Path) -> None:
     """Does the same without hard links, with a lock on the directory: a rename alone would replace another's file."""
-    import fcntl  # not on Windows, where os.link works
-
     directory = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(directory, fcntl.LOCK_EX)  # held for one rename, and freed by the kernel if its holder dies

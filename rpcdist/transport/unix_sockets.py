@@ -46,7 +46,7 @@ def local_name(address: str) -> str:
 @cache
 def has_abstract_sockets() -> bool:
     """Whether Unix sockets have abstract names and credentials of senders here: on Linux with /proc."""
-    return sys.platform == "linux" and hasattr(socket, "AF_UNIX") and os.path.exists(_NAMESPACE)
+    return sys.platform == "linux" and os.path.exists(_NAMESPACE)
 
 
 def process_namespace() -> int:
@@ -93,7 +93,7 @@ Ancillary = list[tuple[int, int, bytes]]
 _INT_BYTES: Final = array("i").itemsize
 MAX_DESCRIPTORS: Final = 16
 """Limit on received descriptors whose message has not been read yet."""
-ANCILLARY_BYTES: Final = socket.CMSG_SPACE(MAX_DESCRIPTORS * _INT_BYTES) if hasattr(socket, "CMSG_SPACE") else 0
+ANCILLARY_BYTES: Final = socket.CMSG_SPACE(MAX_DESCRIPTORS * _INT_BYTES)
 CUT_OFF: Final = int(getattr(socket, "MSG_CTRUNC", 0))
 """A plain integer: an operation on the enums of `socket` takes longer than the system call."""
 CLOSE_ON_EXEC: Final = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))

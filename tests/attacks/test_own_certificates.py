@@ -36,7 +36,7 @@ from rpcdist.transport._channels.channel import CHANNELS_VARIABLE
 from rpcdist.transport._channels.grpc_channel import connect_grpc
 from rpcdist.transport._tls.certificate_files import CertificateFiles
 from rpcdist.transport._tls.tls_identity import TlsIdentity
-from rpcdist.transport._tls.tls_policy import TLS_VARIABLE, TlsMode, TlsPolicy
+from rpcdist.transport._tls.tls_policy import TLS_VARIABLE, TlsPolicy
 from rpcdist.transport.keys import SESSION_PATH
 from rpcdist.transport.sockets import SocketHub
 
@@ -335,8 +335,8 @@ def test_a_process_whose_certificate_expires_says_so(worker: Any, monkeypatch: p
     monkeypatch.setenv(CHANNELS_VARIABLE, "grpc")
     server, client = worker("ps", serve=True), worker("trainer")
     files = client.credentials._files
-    ended = files._loaded.certificate._replace(renew_at=files._loaded.certificate.renew_at - 2 * DAY)
-    monkeypatch.setattr(files, "_loaded", files._loaded._replace(certificate=ended))
+    ended = files._certificate._replace(renew_at=files._certificate.renew_at - 2 * DAY)
+    monkeypatch.setattr(files, "_certificate", ended)
     with pytest.raises(
         AuthenticationFailed, match=r"the certificate of this process, .*cert.pem, expired on .* replace it"
     ):
@@ -396,7 +396,7 @@ def test_the_environment_names_files(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         TlsPolicy.of_environment()
     monkeypatch.setenv(TLS_VARIABLE, f"always,{named},server_name=w.example.com")
     policy = TlsPolicy.of_environment()
-    assert (policy.mode, policy.files) == (TlsMode.ALWAYS, replace(files, server_name="w.example.com"))
+    assert (policy.mode, policy.files) == ("always", replace(files, server_name="w.example.com"))
     monkeypatch.setenv(TLS_VARIABLE, f"off,{named}")
     with pytest.raises(ConfigError, match="TLS is off"):
         TlsPolicy.of_environment()

@@ -19,7 +19,7 @@ import pytest
 from rpcdist.errors import BlockingInLoop
 from rpcdist.testing import eventually, wait_until_asleep
 from rpcdist.transport._channels import leading, polling_and_signals
-from rpcdist.transport._channels.leading import Lead, SocketWatch
+from rpcdist.transport._channels.leading import Lead, watch_failure, watched
 
 LIMIT_S = 20.0
 
@@ -39,7 +39,7 @@ class Reader:
         self.during: Callable[[], object] = lambda: None
         self.lead = Lead(self.receive)
         self.epoll = select.epoll()
-        assert self.lead.allow(self.end.fileno(), partial(SocketWatch, self.epoll))
+        assert self.lead.allow(self.end.fileno(), partial(watched, self.epoll))
         self.lead.open()
 
     def receive(self) -> bool:
@@ -107,13 +107,12 @@ def test_the_loop_is_not_woken_while_a_thread_leads_and_is_afterwards(reader: Re
 def test_a_socket_that_is_gone_can_be_neither_hidden_nor_shown() -> None:
     """The error is one that ends the connection, and not a crash or silence."""
     end, other = socket.socketpair()
-    watch = SocketWatch(select.epoll(), end.fileno())
+    hide, show = watched(select.epoll(), end.fileno())
     with other:
         end.close()
-        for change in (watch.hide, watch.show):
+        for change in (hide, show):
             assert change() < 0
-            assert watch.failure().errno == errno.EBADF
-    watch.close()
+            assert watch_failure().errno == errno.EBADF
 
 
 def test_a_leader_whose_socket_is_gone_is_told_so_and_gives_the_lead_back(

@@ -380,7 +380,7 @@ async def test_a_violation_in_a_large_frame_ends_the_session(
     pair: ChannelPair, envelopes: list[bytes], says: str
 ) -> None:
     for data in envelopes:
-        await asyncio.wait_for(pair.streams[0].write(data), LIMIT_S)
+        await asyncio.wait_for(pair.streams[0].write_parts(data), LIMIT_S)
     assert await pair.sessions[1].ended(LIMIT_S)
     assert says in pair.handlers[1].closed[0] and pair.handlers[1].received.empty()
     await pair.sessions[0].ended(LIMIT_S)
@@ -465,7 +465,7 @@ def test_the_queue_of_a_session_stands_many_threads() -> None:
 async def test_a_closed_channel_raises_on_every_way_in(pair: ChannelPair) -> None:
     pair.sessions[0].close("enough")
     await pair.sessions[0].ended(LIMIT_S)
-    for attempt in (pair.streams[0].flush, lambda: pair.streams[0].write(b"x")):
+    for attempt in (pair.streams[0].flush, lambda: pair.streams[0].write_parts(b"x")):
         try:
             await attempt()
         except TransportError:

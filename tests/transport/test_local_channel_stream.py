@@ -102,7 +102,7 @@ async def test_frames_of_all_sizes_arrive_as_they_were(ends: Any) -> None:
     delivering = asyncio.ensure_future(there.deliver(receiver))
     sent = [os.urandom(size) for size in SIZES]
     for data in sent:
-        await asyncio.wait_for(here.write(data), LIMIT_S)
+        await asyncio.wait_for(here.write_parts(data), LIMIT_S)
     await receiver.until(frames=len(sent))
     assert receiver.frames == sent
     here.abort("done")
@@ -306,7 +306,7 @@ async def test_a_peer_that_is_gone_is_noticed_at_once(ends: Any, unread: bytes, 
 async def test_a_peer_that_goes_while_we_wait_to_write(ends: Any) -> None:
     stream = SocketChannel(ends[0], "b")
     delivering = asyncio.ensure_future(stream.deliver(Receiver()))
-    writing = asyncio.ensure_future(stream.write(b"x" * (32 << 20)))
+    writing = asyncio.ensure_future(stream.write_parts(b"x" * (32 << 20)))
     await eventually_async(lambda: not stream.is_free, "the sockets are full")
     assert not writing.done()
     ends[1].close()
@@ -367,7 +367,7 @@ async def test_a_slow_reader_holds_the_writer_back(ends: Any) -> None:
     async def write() -> None:
         nonlocal written
         while written < 64 << 20:
-            await here.write(b"x" * (1 << 20))
+            await here.write_parts(b"x" * (1 << 20))
             written += 1 << 20
 
     writing = asyncio.ensure_future(write())
@@ -391,7 +391,7 @@ async def test_a_cancelled_write_is_completed_by_the_next_flush(ends: Any) -> No
     assert not here.is_free
     delivering = asyncio.ensure_future(there.deliver(receiver))
     await asyncio.wait_for(here.flush(), LIMIT_S)
-    await here.write(b"next")
+    await here.write_parts(b"next")
     await receiver.until(frames=2)
     assert receiver.frames == [b"head" + payload, b"next"] and here.is_free
     delivering.cancel()

@@ -30,7 +30,7 @@ from rpcdist.errors import (
 )
 from rpcdist.ids import Identity
 from rpcdist.testing import eventually
-from rpcdist.transport import Node, unix_sockets
+from rpcdist.transport import Node, sockets, unix_sockets
 from rpcdist.transport._channels import stream_sockets
 from rpcdist.transport._channels.channel import CHANNELS_VARIABLE
 from rpcdist.transport._channels.stream_sockets import listen_unix
@@ -96,10 +96,10 @@ def test_purposes_are_kept_apart_and_equal_ones_come_in_order(pair: tuple[Socket
         for number, purpose in enumerate(["x", "y", "x"]):
             connection = stack.enter_context(closing(a.connect(b.address, purpose, LIMIT_S)))
             connection.send(b"%d" % number)
-        eventually(lambda: len(b._room) == 3)
+        eventually(lambda: b._num_waiting == 3)
         order = [stack.enter_context(closing(b.expect(purpose, LIMIT_S))) for purpose in ("y", "x", "x")]
         assert [read_exactly(end, 1) for end in order] == [b"1", b"0", b"2"]
-    assert len(b._room) == 0
+    assert b._num_waiting == 0
 
 
 def test_without_a_unix_socket_tcp_is_taken(pair: tuple[SocketHub, SocketHub]) -> None:
@@ -184,7 +184,7 @@ def test_closing_wakes_who_waits_and_closes_what_waits() -> None:
 
         waiter = threading.Thread(target=wait)
         waiter.start()
-        eventually(lambda: "never" in b._room._wanted, "the other thread waits")
+        eventually(lambda: "never" in b._wanted, "the other thread waits")
         b.close()
         b.close()
         waiter.join(LIMIT_S)
@@ -293,7 +293,7 @@ def test_strangers_are_turned_away_with_a_log_line(
             while stranger.recv(4096):
                 pass
     eventually(lambda: unproven_at(b) == 0)
-    assert len(b._room) == 0
+    assert b._num_waiting == 0
     with a.connect(b.address, "victim", LIMIT_S) as here, b.expect("victim", LIMIT_S) as there:
         talk(here, there)
 
@@ -304,7 +304,7 @@ def test_another_token_is_refused_with_advice_on_both_sides(unix: bool, caplog: 
         with pytest.raises(AuthenticationFailed, match="RPCDIST_TOKEN"):
             a.connect(b.address, "x", LIMIT_S, unix=unix)
         eventually(lambda: "refused a connection" in caplog.text)
-        assert "RPCDIST_TOKEN" in caplog.text and len(b._room) == 0
+        assert "RPCDIST_TOKEN" in caplog.text and b._num_waiting == 0
 
 
 def test_another_job_or_role_is_refused(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,17 +319,17 @@ def test_another_job_or_role_is_refused(caplog: pytest.LogCaptureFixture, monkey
 
 
 def test_connections_that_nobody_expects_are_bounded_in_number_and_time(
-    pair: tuple[SocketHub, SocketHub], caplog: pytest.LogCaptureFixture
+    pair: tuple[SocketHub, SocketHub], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, b = pair
-    b._room._max_waiting = 2
-    b._room._limit_s = 2.0  # the first waits still when the second has come
+    monkeypatch.setattr(sockets, "MAX_WAITING", 2)
+    monkeypatch.setattr(sockets, "ROLE_LIMIT_S", 2.0)  # the first waits still when the second has come
     b.announce("group/")
     with (
         a.connect(b.address, "unknown", LIMIT_S) as unknown,
         a.connect(b.address, "group/1", LIMIT_S) as here,
     ):
-        eventually(lambda: len(b._room) == 2)
+        eventually(lambda: b._num_waiting == 2)
         with pytest.raises(ProtocolViolation, match="2 connections already wait"):
             a.connect(b.address, "one too many", LIMIT_S)
         assert read_some(unknown, 1) == b""
@@ -337,7 +337,7 @@ def test_connections_that_nobody_expects_are_bounded_in_number_and_time(
         with b.expect("group/1", LIMIT_S) as there:
             talk(here, there)
         with a.connect(b.address, "group/2", LIMIT_S) as late:
-            eventually(lambda: len(b._room) == 1)
+            eventually(lambda: b._num_waiting == 1)
             b.withdraw("group/")
             assert read_some(late, 1) == b""
 

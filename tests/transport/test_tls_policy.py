@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from rpcdist.errors import ConfigError
-from rpcdist.transport._tls.tls_policy import TLS_VARIABLE, TRUSTED_NETWORKS_VARIABLE, TlsMode, TlsPolicy
+from rpcdist.transport._tls.tls_policy import TLS_VARIABLE, TRUSTED_NETWORKS_VARIABLE, TlsPolicy
 
 LOOPBACK = ("127.0.0.1", "127.1.2.3", "::1", "[::1]", "localhost", "::ffff:127.0.0.1")
 
@@ -23,7 +23,7 @@ def policy(monkeypatch: pytest.MonkeyPatch, mode: str | None = None, trusted: st
 
 def test_by_default_only_raw_connections_on_loopback_are_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     usual = policy(monkeypatch)
-    assert usual.mode is TlsMode.AUTO and usual.encrypts_grpc
+    assert usual.mode == "auto" and usual.encrypts_grpc
     assert not any(usual.encrypts_raw(host) for host in LOOPBACK)
     assert all(usual.encrypts_raw(host) for host in ("10.0.0.1", "192.168.1.1", "fd00::1", "worker-1", "0.0.0.0"))
 
@@ -55,14 +55,14 @@ def test_a_wrong_network_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) 
 
 def test_the_option_has_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
     for text, tls, mode in [
-        ("auto", False, TlsMode.OFF),
-        ("always", False, TlsMode.OFF),
-        ("off", True, TlsMode.AUTO),
-        ("always", True, TlsMode.ALWAYS),
-        ("off", None, TlsMode.OFF),
+        ("auto", False, "off"),
+        ("always", False, "off"),
+        ("off", True, "auto"),
+        ("always", True, "always"),
+        ("off", None, "off"),
     ]:
         monkeypatch.setenv(TLS_VARIABLE, text)
-        assert TlsPolicy.of_environment(tls).mode is mode, (text, tls)
+        assert TlsPolicy.of_environment(tls).mode == mode, (text, tls)
 
 
 def test_without_tls_only_trusted_addresses_are_used(monkeypatch: pytest.MonkeyPatch) -> None:

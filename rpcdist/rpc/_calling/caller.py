@@ -36,7 +36,7 @@ from rpcdist.rpc._values import LargeBuffer, ReceiveBuffer, takes_long
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.rpc.future import Future
 from rpcdist.rpc.worker_info import WorkerInfo
-from rpcdist.transport.common_buffers import CommonBuffers, CommonMemoryPool
+from rpcdist.transport.common_buffers import CommonBuffers, free_memory
 from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.wire_messages import CallMessage, ReplyMessage
 
@@ -77,7 +77,7 @@ class Caller:
         self._lifetime = lifetime
         self.in_flight = in_flight = InFlightBytes(max_in_flight_bytes)
         self._on_handler_loop = on_handler_loop
-        self._common_memory = CommonMemoryPool()
+        self._common_memory = free_memory()
         self.calls = CallTable(io, in_flight, directory.name_of, submit, marshal.give_back, router.send_again, recorder)
         self._new_calls = NewCalls(self.calls, marshal, rpc_timeout_s)
         self.timeout_of = self._new_calls.timeout_of

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
+from collections.abc import Callable
 from itertools import compress
 from typing import Any, Final
 
@@ -31,32 +32,26 @@ _EIGHTH: Final = bytes(32 * [1] + 224 * [0])
 _KEYED: Final = frozenset((str, bytes))
 
 
-class HashWork:
-    """The time that the dicts of one value have taken to fill.
+Fill = Callable[[dict[object, object], list[Any], list[Any], int], None]
+"""Adds keys and values, which have this size on the wire, to a dict."""
 
-    It is the processor time of this thread, not wall-clock time. Other threads can run between the chunks. Very many
-    short keys may take three times as long on a machine whose caches are shared, so the hashes of such keys are counted
-    before the dict is refused.
+
+def bounded_fill(size_bytes: int) -> Fill:
+    """A function that fills the dicts of one value, and raises `SerializationError` if too many of their keys collide,
+    so that filling takes far longer than the size of the value justifies.
+
+    It counts the processor time of this thread, not wall-clock time. Other threads can run between the chunks. Very
+    many short keys may take three times as long on a machine whose caches are shared, so the hashes of such keys are
+    counted before the dict is refused.
 
     Args:
         size_bytes: size of the value's body; hashing a long number takes time for each byte.
     """
+    limit = _FREE_WORK + size_bytes * _WORK_PER_BYTE
+    spent = 0
 
-    __slots__ = ("_limit", "_spent")
-
-    def __init__(self, size_bytes: int) -> None:
-        self._limit = _FREE_WORK + size_bytes * _WORK_PER_BYTE
-        self._spent = 0
-
-    def fill(self, made: dict[object, object], keys: list[Any], values: list[Any], size_bytes: int) -> None:
-        """Adds the entries to `made`.
-
-        Args:
-            size_bytes: size of the entries on the wire.
-
-        Raises:
-            SerializationError: too many keys collide, so that filling takes far longer than the size justifies.
-        """
+    def fill(made: dict[object, object], keys: list[Any], values: list[Any], size_bytes: int) -> None:
+        nonlocal limit, spent
         if _KEYED.issuperset(map(type, keys)):
             made.update(zip(keys, values, strict=True))
             return
@@ -64,15 +59,17 @@ class HashWork:
         for start in range(0, len(keys), step):
             began = time.thread_time_ns()
             made.update(zip(keys[start : start + step], values[start : start + step], strict=True))
-            self._spent += time.thread_time_ns() - began
-            if self._spent > self._limit:
+            spent += time.thread_time_ns() - began
+            if spent > limit:
                 if step == len(keys) and _few_are_alike(made):
-                    self._limit = self._spent + self._spent // 2
+                    limit = spent + spent // 2
                     continue
                 raise SerializationError(
                     f"a dict with colliding hashes arrived: {len(made)} of its keys took "
-                    f"{self._spent / 1e9:.3f} s to add. Send the entries as a list of pairs, or with keys of type str"
+                    f"{spent / 1e9:.3f} s to add. Send the entries as a list of pairs, or with keys of type str"
                 )
+
+    return fill
 
 
 def _few_are_alike(made: dict[object, object]) -> bool:

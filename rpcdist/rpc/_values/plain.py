@@ -28,7 +28,7 @@ from torch.nn import Parameter
 
 from rpcdist.errors import SerializationError
 from rpcdist.rpc._values.buffers import INLINE_LIMIT, ReceiveBuffer
-from rpcdist.rpc._values.hash_work import CHECKED_FROM, HashWork
+from rpcdist.rpc._values.hash_work import CHECKED_FROM, Fill, bounded_fill
 from rpcdist.rpc._values.tensor_runs import RUNS_FROM
 from rpcdist.rpc._values.tensors import DTYPE_CODES, DTYPES, Externals, Internalize, NotPlain
 
@@ -387,7 +387,7 @@ def read_plain(
 
 
 class _Reader:
-    __slots__ = ("body", "buffers", "hash_work", "internalize", "left", "made", "tensors", "used", "weight_bytes")
+    __slots__ = ("body", "buffers", "fill", "internalize", "left", "made", "tensors", "used", "weight_bytes")
 
     def __init__(
         self,
@@ -403,7 +403,7 @@ class _Reader:
         self.internalize = internalize
         self.weight_bytes = weight_bytes
         self.left = allowed_bytes(weight_bytes)
-        self.hash_work: HashWork | None = None
+        self.fill: Fill | None = None
         self.made: list[object] = []
         self.used: set[int] = set()
 
@@ -495,16 +495,16 @@ class _Reader:
             self.take(_DICT_BYTES)
             return made, position
         self.take(_DICT_BYTES + _FIRST_ENTRY_BYTES + _ENTRY_BYTES * count)
-        if count >= CHECKED_FROM and self.hash_work is None:
-            self.hash_work = HashWork(len(self.body))
+        if count >= CHECKED_FROM and self.fill is None:
+            self.fill = bounded_fill(len(self.body))
         for start in range(0, count, _CHECKED_ENTRIES):
             before = position
             parts, position = self.items(position, 2 * min(_CHECKED_ENTRIES, count - start), depth + 1)
             keys, values = parts[::2], parts[1::2]
-            if count < CHECKED_FROM or self.hash_work is None:
+            if count < CHECKED_FROM or self.fill is None:
                 made.update(zip(keys, values, strict=True))
             else:
-                self.hash_work.fill(made, keys, values, position - before)
+                self.fill(made, keys, values, position - before)
         return made, position
 
     def other(self, tag: int, position: int, depth: int) -> tuple[object, int]:

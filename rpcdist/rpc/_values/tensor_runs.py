@@ -193,6 +193,5 @@ def _end(before: tuple[int, ...]) -> None:
         gc.set_threshold(*before)
 
 
-if hasattr(os, "register_at_fork"):  # not on Windows, where nothing forks
-    # A child that was forked during a pause may have no thread that ends it.
-    os.register_at_fork(after_in_child=lambda: _end(_before))
+# A child that was forked during a pause may have no thread that ends it.
+os.register_at_fork(after_in_child=lambda: _end(_before))

@@ -77,38 +77,24 @@ def _event(mask: int, descriptor: int) -> bytes:
     return bytes(event)
 
 
-class SocketWatch:
-    """One socket in an epoll instance. `hide` and `show` may be called on any thread, but not after `close`.
+Watch = tuple[Callable[[], int], Callable[[], int]]
+"""Hides a socket in an epoll instance, and shows it again, at once if there are unread bytes. Both return a negative
+number on failure, and set `errno`. They call the C library directly: every call hides and shows its socket."""
 
-    Attributes:
-        hide: stops events of this socket; returns a negative number on failure.
-        show: lets events through again, at once if there are unread bytes; returns a negative number on failure.
 
-    Args:
-        epoll: the instance; the socket is shown at first.
+def watched(epoll: select.epoll, descriptor: int) -> Watch:
+    """Registers a socket, which is shown at first. Raises `OSError` if the system has no memory left for it."""
+    epoll.register(descriptor, select.EPOLLIN)
+    number = epoll.fileno()
+    return (
+        partial(_control, number, _MODIFY, descriptor, _event(0, descriptor)),
+        partial(_control, number, _MODIFY, descriptor, _event(_READABLE, descriptor)),
+    )
 
-    Raises:
-        OSError: the system has no memory left for the registration.
-    """
 
-    __slots__ = ("_descriptor", "_epoll", "hide", "show")
-
-    def __init__(self, epoll: select.epoll, descriptor: int) -> None:
-        self._epoll, self._descriptor = epoll, descriptor
-        epoll.register(descriptor, select.EPOLLIN)
-        # Attributes instead of methods: every call hides and shows its socket, so each Python frame counts.
-        number = epoll.fileno()
-        self.hide: Callable[[], int] = partial(_control, number, _MODIFY, descriptor, _event(0, descriptor))
-        self.show: Callable[[], int] = partial(_control, number, _MODIFY, descriptor, _event(_READABLE, descriptor))
-
-    def failure(self) -> OSError:
-        """The error of `hide` or `show`, right after one of them returned a negative number on this thread."""
-        return OSError(ctypes.get_errno(), "the event mask of a connection cannot be changed (epoll_ctl)")
-
-    def close(self) -> None:
-        """Ends the watch; the socket stays open."""
-        with suppress(OSError, ValueError):  # the socket or the instance was closed
-            self._epoll.unregister(self._descriptor)
+def watch_failure() -> OSError:
+    """The error of a function of a `Watch`, right after it returned a negative number on this thread."""
+    return OSError(ctypes.get_errno(), "the event mask of a connection cannot be changed (epoll_ctl)")
 
 
 class WatchedSockets:
@@ -132,9 +118,9 @@ class WatchedSockets:
             found = _of_loops[loop] = cls(loop)
         return found
 
-    def add(self, descriptor: int, on_ready: Callable[[], object]) -> SocketWatch:
+    def add(self, descriptor: int, on_ready: Callable[[], object]) -> Watch:
         """Registers a function to be called whenever a socket that is shown has unread bytes."""
-        watch = SocketWatch(self.epoll, descriptor)
+        watch = watched(self.epoll, descriptor)
         self._on_ready[descriptor] = copy_context(), on_ready
         return watch
 
@@ -192,11 +178,10 @@ class Lead:
         self._end_lock = allocate_lock()  # protects `_then`, `_has_left` and the closing of the bell
         self._shield = SignalShield()
         self._descriptor = -1
-        self._watch: SocketWatch | None = None
         self._bell = -1
         self._along: dict[int, Lead] = {}  # the others that the leader reads, by the descriptors of socket and bell
 
-    def allow(self, descriptor: int, watch: Callable[[int], SocketWatch]) -> bool:
+    def allow(self, descriptor: int, watch: Callable[[int], Watch]) -> bool:
         """Prepares for leading threads; False if the system does not support that, or has no free descriptor.
 
         Args:
@@ -205,11 +190,10 @@ class Lead:
         if not CAN_LEAD:
             return False
         try:
-            self._watch = watch(descriptor)
+            self._hide, self._show = watch(descriptor)
         except OSError:
             return False
         self._descriptor = descriptor
-        self._hide, self._show = self._watch.hide, self._watch.show
         self._poller = select.poll()
         self._poller.register(descriptor, select.POLLIN)
         self._brief = BriefPolling(self._poller.poll, may_poll())
@@ -261,7 +245,7 @@ class Lead:
                 return False
             try:
                 if self._hide() < 0:
-                    raise self._watch_failed()
+                    raise watch_failure()
                 try:
                     if first is not None:
                         first()
@@ -270,7 +254,7 @@ class Lead:
                     while self._along:
                         self._leave_behind(next(iter(self._along.values())))
                     if self._show() < 0 and not self._is_stopped:  # the loop would not watch the socket any more
-                        raise self._watch_failed()
+                        raise watch_failure()
             finally:
                 self.give_back()
         finally:
@@ -306,13 +290,9 @@ class Lead:
             del self._along[descriptor]
         try:
             if other._show() < 0 and not other._is_stopped:
-                raise other._watch_failed()
+                raise watch_failure()
         finally:
             other.give_back()
-
-    def _watch_failed(self) -> OSError:
-        assert self._watch is not None
-        return self._watch.failure()
 
     def _acquire_from_loop(self) -> bool:
         """Waits briefly for the loop, which may just have read the message that this thread waited for before."""
@@ -437,6 +417,4 @@ class Lead:
             if self._bell >= 0:
                 os.close(self._bell)
                 self._bell = -1
-        if self._watch is not None:
-            self._watch.close()
         then()

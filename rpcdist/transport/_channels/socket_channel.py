@@ -32,7 +32,7 @@ from rpcdist.errors import ProtocolViolation, TransportError
 from rpcdist.inspection import ChannelFacts
 from rpcdist.time_limits import READ_TURN_S
 from rpcdist.transport._channels.channel import FrameReceiver
-from rpcdist.transport._channels.leading import Lead, SocketWatch, WatchedSockets
+from rpcdist.transport._channels.leading import Lead, Watch, WatchedSockets
 from rpcdist.transport._framing.frames import (
     CHUNK_BYTES,
     CHUNK_HEAD_BYTES,
@@ -180,7 +180,7 @@ class SocketChannel:
             self._lead.open()
         self._read_some()
 
-    def _watch(self, descriptor: int) -> SocketWatch:
+    def _watch(self, descriptor: int) -> Watch:
         return WatchedSockets.of(self._loop).add(descriptor, self._read_some)
 
     def _read_some(self) -> None:
@@ -437,12 +437,11 @@ class SocketChannel:
             self._rest = parts
             self.is_free = not parts
 
-    async def write(self, data: bytes) -> None:
-        """See `ReadChannel`; one task at a time. If it is cancelled within a frame, `flush` sends the rest."""
-        await self.write_parts(data)
-
     async def write_parts(self, head: bytes, payload: memoryview | None = None) -> None:
-        """Like `write`, for a frame whose last bytes are in other memory. `payload` is read until this returns."""
+        """Sends a frame, whose last bytes may be in other memory; one task at a time.
+
+        `payload` is read until this returns. If it is cancelled within a frame, `flush` sends the rest.
+        """
         self.put(head, payload)
         if self._rest:
             await self.flush()
@@ -491,10 +490,6 @@ class SocketChannel:
         with self._lock:
             self._socket.close()
         self._descriptors.close()
-
-    async def end(self) -> None:
-        """Ends the channel with its session."""
-        self.abort("the session ended")
 
     def fail(self, error: Exception) -> None:
         """Ends the reading, and with it `deliver`, which raises the error; on the I/O loop."""

@@ -29,15 +29,29 @@ _PEEKED_BYTES: Final = 3
 class SocketPipe:
     """The `HandshakePipe` of one socket. On a Unix socket, every message must come from the process that connected.
 
+    Attributes:
+        connection: the socket, which the caller owns. The TLS socket replaces it when TLS begins.
+
     Args:
-        connection: connected, not blocking; with TLS, before or after its TLS handshake. The caller still owns it.
+        connection: connected, not blocking; with TLS, before or after its TLS handshake.
         tls_source: see `Credentials.tls_source`, for messages.
+        accepting: for an accepted TCP connection, whose first bytes show whether the client uses TLS.
+        may_be_plain: whether an accepted TCP connection without TLS is served.
     """
 
-    def __init__(self, connection: StreamSocket, address: str, tls_source: str | None = None) -> None:
-        self._socket = connection
+    def __init__(
+        self,
+        connection: StreamSocket,
+        address: str,
+        tls_source: str | None = None,
+        accepting: Credentials | None = None,
+        may_be_plain: bool = True,
+    ) -> None:
+        self.connection = connection
         self._address = address
         self._tls_source = tls_source
+        self._accepting = accepting
+        self._may_be_plain = may_be_plain
 
     async def shake_hands(self) -> None:
         """Performs the TLS handshake; the caller limits the time.
@@ -46,14 +60,18 @@ class SocketPipe:
             AuthenticationFailed: it failed.
             TransportError: the connection broke.
         """
-        assert isinstance(self._socket, TlsSocket)
+        connection = self.connection
+        assert isinstance(connection, TlsSocket)
         try:
-            while not self._socket.shake_hands():
-                await until_ready(self._socket, for_writing=self._socket.has_unsent)
+            while not connection.shake_hands():
+                await until_ready(connection, for_writing=connection.has_unsent)
         except OSError as exc:
             raise self._broken(exc) from exc
 
     async def read(self) -> bytes | None:
+        if self._accepting is not None:
+            credentials, self._accepting = self._accepting, None
+            await self._accept(credentials)
         head = await self._read_exactly(_LENGTH.size)
         if head is None:
             return None
@@ -69,9 +87,9 @@ class SocketPipe:
         try:
             while rest:
                 try:
-                    rest = rest[self._socket.send(rest, NO_SIGPIPE) :]
+                    rest = rest[self.connection.send(rest, NO_SIGPIPE) :]
                 except BlockingIOError:
-                    await until_ready(self._socket, for_writing=True)
+                    await until_ready(self.connection, for_writing=True)
         except OSError as exc:
             raise self._broken(exc) from exc
 
@@ -93,18 +111,52 @@ class SocketPipe:
     async def _read_some(self, size: int) -> bytes:
         while True:
             try:
-                if isinstance(self._socket, TlsSocket) or self._socket.family != socket.AF_UNIX:
-                    return self._socket.recv(size)
-                data, sender = receive_from(self._socket, size)
+                if isinstance(self.connection, TlsSocket) or self.connection.family != socket.AF_UNIX:
+                    return self.connection.recv(size)
+                data, sender = receive_from(self.connection, size)
             except BlockingIOError:
-                await until_ready(self._socket, for_writing=False)
+                await until_ready(self.connection, for_writing=False)
                 continue
-            if data and sender != (peer := peer_process(self._socket)):  # [Note: senders] in unix_sockets
+            if data and sender != (peer := peer_process(self.connection)):  # [Note: senders] in unix_sockets
                 raise AuthenticationFailed(
                     f"{peer} opened the connection with {self._address}, but {sender} sends on it: a process between "
                     "them relays it"
                 )
             return data
+
+    async def _accept(self, credentials: Credentials) -> None:
+        raw = self.connection
+        assert isinstance(raw, socket.socket)
+        if await self._speaks_tls(raw):
+            self.connection = wrapped(raw, self._address, credentials, server_side=True)
+            self._tls_source = credentials.tls_source
+            await self.shake_hands()
+        elif not self._may_be_plain:
+            await self.read()  # unread bytes would cause a reset, and the peer would get no reason
+            raise ProtocolViolation(
+                f"{self._address} connected without TLS, which is accepted only from trusted networks; "
+                "set RPCDIST_TLS and RPCDIST_TRUSTED_NETWORKS to the same values in every process of the job"
+            )
+
+    async def _speaks_tls(self, raw: socket.socket) -> bool:
+        """Whether the first bytes are TLS: a plain message begins with its length, so its third byte is 0."""
+        try:
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _PEEKED_BYTES)  # not readable with fewer bytes
+            while True:
+                try:
+                    first = raw.recv(_PEEKED_BYTES, socket.MSG_PEEK)
+                except BlockingIOError:
+                    await until_ready(raw, for_writing=False)
+                    continue
+                if 0 < len(first) < _PEEKED_BYTES and first[0] == _TLS_HANDSHAKE:
+                    raise TransportError(f"the connection with {self._address} ended within its first bytes")
+                break
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+        except TransportError:
+            raise
+        except OSError as exc:
+            raise self._broken(exc) from exc
+        return first[:2] == bytes((_TLS_HANDSHAKE, _TLS_MAJOR_VERSION)) and first[2:] != b"\0"
 
     def _broken(self, exc: OSError) -> TransportError:
         if isinstance(exc, ssl.SSLError) and not isinstance(exc, ssl.SSLEOFError | ssl.SSLZeroReturnError):
@@ -113,64 +165,6 @@ class SocketPipe:
                 f"TLS with {self._address} failed ({exc.reason or exc}): it {STRANGE_CERTIFICATE}{source}"
             )
         return TransportError(f"the connection with {self._address} broke: {exc.strerror or exc}")
-
-
-class AcceptedPipe:
-    """The `HandshakePipe` of an accepted TCP connection; its first bytes show whether the client uses TLS.
-
-    Attributes:
-        tls: the TLS socket, once it exists; it replaces `raw`, and the owner closes it. None for a plain connection.
-
-    Args:
-        raw: accepted, not blocking; the caller still owns it.
-        may_be_plain: whether a connection without TLS is accepted.
-    """
-
-    def __init__(self, raw: socket.socket, address: str, credentials: Credentials, may_be_plain: bool) -> None:
-        self.tls: TlsSocket | None = None
-        self._raw = raw
-        self._address = address
-        self._credentials = credentials
-        self._may_be_plain = may_be_plain
-        self._plain = SocketPipe(raw, address)
-        self._pipe: SocketPipe | None = None
-
-    async def read(self) -> bytes | None:
-        if self._pipe is None:
-            if await self._speaks_tls():
-                self.tls = wrapped(self._raw, self._address, self._credentials, server_side=True)
-                self._pipe = SocketPipe(self.tls, self._address, self._credentials.tls_source)
-                await self._pipe.shake_hands()
-            else:
-                self._pipe = self._plain
-                if not self._may_be_plain:
-                    await self._plain.read()  # unread bytes would cause a reset, and the peer would get no reason
-                    raise ProtocolViolation(
-                        f"{self._address} connected without TLS, which is accepted only from trusted networks; "
-                        "set RPCDIST_TLS and RPCDIST_TRUSTED_NETWORKS to the same values in every process of the job"
-                    )
-        return await self._pipe.read()
-
-    async def write(self, data: bytes) -> None:
-        await (self._pipe or self._plain).write(data)
-
-    async def _speaks_tls(self) -> bool:
-        """Whether the first bytes are TLS: a plain message begins with its length, so its third byte is 0."""
-        self._raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _PEEKED_BYTES)  # not readable with fewer bytes
-        try:
-            while True:
-                try:
-                    first = self._raw.recv(_PEEKED_BYTES, socket.MSG_PEEK)
-                except BlockingIOError:
-                    await until_ready(self._raw, for_writing=False)
-                    continue
-                if 0 < len(first) < _PEEKED_BYTES and first[0] == _TLS_HANDSHAKE:
-                    raise TransportError(f"the connection with {self._address} ended within its first bytes")
-                break
-            self._raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
-        except OSError as exc:
-            raise TransportError(f"the connection with {self._address} broke: {exc.strerror or exc}") from exc
-        return first[:2] == bytes((_TLS_HANDSHAKE, _TLS_MAJOR_VERSION)) and first[2:] != b"\0"
 
 
 def wrapped(raw: socket.socket, address: str, credentials: Credentials, server_side: bool) -> TlsSocket:

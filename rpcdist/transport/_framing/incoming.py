@@ -91,10 +91,6 @@ def _nothing_is_lent(message: WireMessage) -> Mapping[int, IncomingBuffer]:
     raise ProtocolViolation("a message refers to lent memory on a channel that cannot lend any")
 
 
-class _NoMemory(Exception):
-    """No memory could be allocated for a buffer of one transfer."""
-
-
 class StripeCursor:
     """The position in one stripe of a message, whose bytes are divided into one stripe for each payload connection.
 
@@ -195,7 +191,7 @@ class _IncomingTransfer:
         self.own_bytes = TRANSFER_BYTES + BUFFER_BYTES * len(sizes)
 
     def buffer(self, index: int) -> IncomingBuffer:
-        """The memory of a buffer, allocated at the first call. Raises `_NoMemory`."""
+        """The memory of a buffer, allocated at the first call. Raises `MemoryError`."""
         buffer = self.buffers[index]
         if buffer is None:
             size = self.message.large[index]
@@ -204,7 +200,7 @@ class _IncomingTransfer:
             try:
                 buffer = self.buffers[index] = self.allocate(size)
             except (MemoryError, RuntimeError, OverflowError) as exc:
-                raise _NoMemory(f"there is no memory for {size} announced bytes: {exc}") from exc
+                raise MemoryError(f"there is no memory for {size} announced bytes: {exc}") from exc
         return buffer
 
     def fail(self, reason: str) -> None:
@@ -213,7 +209,7 @@ class _IncomingTransfer:
         self.buffers = [None] * len(self.buffers)
 
     def of_stripe(self, index: int, count: int, size: int) -> list[memoryview]:
-        """The memory for the next bytes of a stripe; empty if they are dropped. Raises `_NoMemory`."""
+        """The memory for the next bytes of a stripe; empty if they are dropped. Raises `MemoryError`."""
         if self.is_chunked or self.message.loans:
             raise ProtocolViolation("a message arrived in stripes, and also in chunks or lent memory")
         cursor = self.stripes.get(index)
@@ -327,7 +323,7 @@ class Incoming:
             )
         try:
             return None if transfer.failure else transfer.buffer(buffer).view[at : at + size]
-        except _NoMemory as exc:
+        except MemoryError as exc:
             self._fail(transfer, exc)
             return None
 
@@ -357,7 +353,7 @@ class Incoming:
             transfer = self._by_ordinal.get(ordinal)
             try:
                 return None if transfer is None else transfer.of_stripe(index, count, size) or None
-            except _NoMemory as exc:
+            except MemoryError as exc:
                 assert transfer is not None
                 self._fail(transfer, exc)
                 return None
@@ -378,7 +374,7 @@ class Incoming:
         self._forget(transfer)
         return self._deliver(transfer)
 
-    def _fail(self, transfer: _IncomingTransfer, exc: _NoMemory) -> None:
+    def _fail(self, transfer: _IncomingTransfer, exc: MemoryError) -> None:
         with self._changed:
             transfer.fail(str(exc))
             was_aborted = self._transfers.get(transfer.message.transfer) is not transfer
@@ -417,7 +413,7 @@ class Incoming:
     def _deliver(self, transfer: _IncomingTransfer) -> Delivery | None:
         try:
             buffers = [transfer.buffer(index) for index in range(len(transfer.buffers))]  # including empty ones
-        except _NoMemory as exc:  # possible even for an empty buffer
+        except MemoryError as exc:  # possible even for an empty buffer
             transfer.fail(str(exc))
             buffers = [transfer.buffer(index) for index in range(len(transfer.buffers))]
         if not transfer.message.wrapped:

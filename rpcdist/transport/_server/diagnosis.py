@@ -22,37 +22,41 @@ MAX_PADDING_BYTES: Final = 64 << 10
 _MAX_ATTEMPTS: Final = 8  # simultaneous attempts to reach callers
 
 
-class Diagnosis:
-    """Answers the doctor; on the I/O loop.
+Reach = Callable[[Identity, pb.ReachRequest], Awaitable[pb.ReachReply]]
+
+
+def reach_service(connect: Callable[..., Awaitable[Link]]) -> Reach:
+    """The method that answers the doctor; on the I/O loop.
+
+    It tries to open a session with the caller at its stated address, as a worker would. Cancellation ends that.
 
     Args:
         connect: opens a link, like `Connector.connect`.
     """
+    num_attempts = 0
 
-    def __init__(self, connect: Callable[..., Awaitable[Link]]) -> None:
-        self._connect = connect
-        self._num_attempts = 0
-
-    async def reach(self, peer: Identity, request: pb.ReachRequest) -> pb.ReachReply:
-        """Tries to open a session with the caller at its stated address, as a worker would. Cancellation ends that."""
+    async def reach(peer: Identity, request: pb.ReachRequest) -> pb.ReachReply:
         reply = pb.ReachReply(time_s=time.time(), versions=library_versions())
         reply.padding = bytes(min(request.reply_bytes, MAX_PADDING_BYTES))
         if request.address:
-            reply.failure, reply.channel = await self._attempt(request.address, peer)
+            reply.failure, reply.channel = await attempt(request.address, peer)
         return reply
 
-    async def _attempt(self, address: str, caller: Identity) -> tuple[str, str]:
-        if self._num_attempts >= _MAX_ATTEMPTS:
+    async def attempt(address: str, caller: Identity) -> tuple[str, str]:
+        nonlocal num_attempts
+        if num_attempts >= _MAX_ATTEMPTS:
             return "too many processes ask at the same time; try again", ""
-        self._num_attempts += 1
+        num_attempts += 1
         try:
-            link = await self._connect(address, DIAGNOSIS_ROLE, ATTEMPT_LIMIT_S, NullHandler(), caller, retry=False)
+            link = await connect(address, DIAGNOSIS_ROLE, ATTEMPT_LIMIT_S, NullHandler(), caller, retry=False)
             await link.close()
         except (TransportError, ConfigError) as exc:
             return str(exc), ""
         finally:
-            self._num_attempts -= 1
+            num_attempts -= 1
         return "", link.session.channel_kind
+
+    return reach
 
 
 def library_versions() -> dict[str, str]:

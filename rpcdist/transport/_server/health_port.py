@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Final
 
 from grpc_health.v1 import health, health_pb2_grpc
@@ -95,27 +96,22 @@ class HealthPort:
             writer.close()  # the kernel has the answer by now, or the peer does not read it
 
 
-class _HandlerCollector:
-    """Stands in for a server, and collects the handlers that a library registers."""
-
-    def __init__(self) -> None:
-        self.handlers: dict[str, Any] = {}
-
-    def add_generic_rpc_handlers(self, handlers: Any) -> None: ...
-
-    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
-        self.handlers.update({f"/{service}/{name}": handler for name, handler in handlers.items()})
-
-
 def standard_handlers(servicer: health.aio.HealthServicer, services: Sequence[str]) -> dict[str, Any]:
     """The handlers of gRPC's standard services for health and reflection, by the path of their methods.
 
     Any client with a certificate may call them. They report `services`, by their full names.
     """
-    collector: Any = _HandlerCollector()
+    found: dict[str, Any] = {}
+
+    def collect(service: str, handlers: Mapping[str, Any]) -> None:
+        found.update({f"/{service}/{name}": handler for name, handler in handlers.items()})
+
+    # It stands in for a server, with the methods by which a library registers its handlers.
+    collector: Any = SimpleNamespace(
+        add_generic_rpc_handlers=lambda handlers: None, add_registered_method_handlers=collect
+    )
     health_pb2_grpc.add_HealthServicer_to_server(servicer, collector)
     reflection_pb2_grpc.add_ServerReflectionServicer_to_server(
         reflection.aio.ReflectionServicer(sorted(set(services))), collector
     )
-    handlers: dict[str, Any] = collector.handlers
-    return handlers
+    return found

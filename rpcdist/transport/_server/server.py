@@ -236,6 +236,7 @@ class Server:
 
         if await self._admission.admit(channel, _origin(context.peer()), handshake, turn_away):
             await self._serve(channel, handshake)
+            await channel.end()
 
     def _grpc_refusal(self, hello: handshake_pb2.Hello) -> str | None:
         return "gRPC carries no raw sockets" if hello.role == SOCKET_ROLE else self._roles.refusal(hello)
@@ -267,7 +268,6 @@ class Server:
             self.sessions.discard(session)
             self.ended_traffic.update(session.traffic())
             logger.debug("session from %s ended after %.1f s", peer.name, time.monotonic() - started)
-        await channel.end()
 
 
 def _origin(grpc_peer: str) -> Origin:

@@ -20,9 +20,10 @@ from rpcdist.errors import TransportError
 from rpcdist.time_limits import CONNECTION_CLOSE_LIMIT_S
 from rpcdist.transport._channels.proving import write_step
 from rpcdist.transport._channels.socket_channel import SocketChannel
-from rpcdist.transport._channels.socket_pipe import AcceptedPipe, SocketPipe
+from rpcdist.transport._channels.socket_pipe import SocketPipe
 from rpcdist.transport._channels.stream_sockets import accept, accepted_ends, listen_tcp, listen_unix, tune
 from rpcdist.transport._server.admission import Admission, Origin
+from rpcdist.transport._tls.tls_socket import TlsSocket
 from rpcdist.transport.addresses import PortRange
 from rpcdist.transport.credentials import Credentials
 from rpcdist.transport.handshake import ServerHandshake
@@ -146,14 +147,15 @@ class StreamListeners:
         except OSError as exc:
             logger.debug("a connection ended before it was examined: %s", exc)
             return
-        pipe: SocketPipe | AcceptedPipe = SocketPipe(connection, str(origin))
-        tcp: AcceptedPipe | None = None
-        if connection.family != socket.AF_UNIX:
-            may_be_plain = not self.credentials.tls_policy.encrypts_raw(origin.host)
-            pipe = tcp = AcceptedPipe(connection, str(origin), self.credentials, may_be_plain)
-        handshake = self.credentials.server_handshake(
-            self.roles.refusal, channel=lambda: ends if tcp is None or tcp.tls is None else f"{tcp.tls.ends()}, {ends}"
-        )
+        tcp = self.credentials if connection.family != socket.AF_UNIX else None
+        may_be_plain = not self.credentials.tls_policy.encrypts_raw(origin.host)
+        pipe = SocketPipe(connection, str(origin), accepting=tcp, may_be_plain=may_be_plain)
+
+        def seen_ends() -> str:
+            used = pipe.connection
+            return f"{used.ends()}, {ends}" if isinstance(used, TlsSocket) else ends
+
+        handshake = self.credentials.server_handshake(self.roles.refusal, channel=seen_ends)
 
         async def turn_away(reason: handshake_pb2.Refusal) -> None:
             if handshake.failure is None:  # otherwise the peer has sent or received a refusal already
@@ -163,7 +165,7 @@ class StreamListeners:
             if not await self.admission.admit(pipe, origin, handshake, turn_away):
                 return
             names_senders(connection, on=False)
-            proven = (tcp and tcp.tls) or connection
+            proven = pipe.connection
             if handshake.role != SOCKET_ROLE:
                 self._ours.remove(connection)
                 channel = SocketChannel(proven, handshake.peer.name)
@@ -173,8 +175,8 @@ class StreamListeners:
             else:
                 return
         finally:
-            if tcp is not None and tcp.tls is not None and connection in self._ours:
-                tcp.tls.close()
+            if pipe.connection is not connection and connection in self._ours:
+                pipe.connection.close()
         try:
             await self.serve_session(channel, handshake)
         finally:

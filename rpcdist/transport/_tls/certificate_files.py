@@ -11,7 +11,7 @@ import stat
 import threading
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Final, NamedTuple
+from typing import Final
 
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -32,12 +32,6 @@ _CURVES: Final = (ec.SECP256R1, ec.SECP384R1, ec.SECP521R1)
 _Texts = tuple[bytes, ...]
 
 
-class _Loaded(NamedTuple):
-    texts: _Texts  # the files' contents: a replaced file may have the same time and length
-    certificate: Certificate
-    prover: CertificateProver
-
-
 class CertificateFiles:
     """Reads the files when it is created, and again when one of them has changed.
 
@@ -51,14 +45,15 @@ class CertificateFiles:
         self._job = job
         self._lock = threading.Lock()
         self._refused: _Texts | None = None  # the unusable files about which a warning was logged
-        self._loaded = self._load(self._texts())
+        self._used = self._texts()  # the files' contents: a replaced file may have the same time and length
+        self._certificate, self._prover = self._load(self._used)
 
     def __repr__(self) -> str:
-        return f"<CertificateFiles {self._loaded.certificate!r} from {self._options.certificate}>"
+        return f"<CertificateFiles {self._certificate!r} from {self._options.certificate}>"
 
     def current(self) -> Certificate:
         """The certificate to present now. Raises `AuthenticationFailed` if it has expired."""
-        shown = self._latest().certificate
+        shown, _ = self._latest()
         if datetime.now(UTC) > shown.renew_at:
             raise AuthenticationFailed(
                 f"the certificate of this process, {self._options.certificate}, expired on "
@@ -68,11 +63,11 @@ class CertificateFiles:
 
     def prover(self) -> CertificateProver:
         """Signs with the key of the certificate to present now."""
-        return self._latest().prover
+        return self._latest()[1]
 
     def check_name(self, identity: Identity) -> None:
         """Raises `ConfigError` if peers would not accept this process as a worker of that name."""
-        names = self._latest().prover.names
+        names = self.prover().names
         if identity.id >= 0 and identity.name not in names:
             raise ConfigError(
                 f"the certificate {self._options.certificate} names {', '.join(sorted(names)) or 'no worker'} for job "
@@ -80,16 +75,17 @@ class CertificateFiles:
                 f"{identity.name}, or the name as its common name or a DNS name"
             )
 
-    def _latest(self) -> _Loaded:
+    def _latest(self) -> tuple[Certificate, CertificateProver]:
         with self._lock:
             try:
                 texts = self._texts()
-                if texts != self._loaded.texts:
-                    self._loaded = self._load(texts)
+                if texts != self._used:
+                    self._certificate, self._prover = self._load(texts)
+                    self._used = texts
                     logger.info("new certificate files are used from now on: %s", self._options)
             except ConfigError as exc:
                 self._warn_once(exc)
-            return self._loaded
+            return self._certificate, self._prover
 
     def _warn_once(self, error: ConfigError) -> None:
         try:
@@ -104,7 +100,7 @@ class CertificateFiles:
         options = self._options
         return tuple([_content(path) for path in (options.certificate, options.key, options.authority)])
 
-    def _load(self, texts: _Texts) -> _Loaded:
+    def _load(self, texts: _Texts) -> tuple[Certificate, CertificateProver]:
         try:
             return self._read(texts)
         except ConfigError:
@@ -112,7 +108,7 @@ class CertificateFiles:
         except MALFORMED as exc:
             raise ConfigError(f"{self._options} are malformed: {exc}") from exc
 
-    def _read(self, texts: _Texts) -> _Loaded:
+    def _read(self, texts: _Texts) -> tuple[Certificate, CertificateProver]:
         options = self._options
         chain = _certificates(options.certificate, texts[0])
         key = _private_key(options.key, texts[1])
@@ -137,7 +133,7 @@ class CertificateFiles:
             renew_at=chain[0].not_valid_after_utc,
             server_name=options.server_name,
         )
-        return _Loaded(texts, certificate, CertificateProver(chain, key, authorities, self._job))
+        return certificate, CertificateProver(chain, key, authorities, self._job)
 
 
 def _content(path: str | os.PathLike[str]) -> bytes:

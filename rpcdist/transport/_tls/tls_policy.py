@@ -14,9 +14,8 @@ import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 from os import PathLike, fspath
-from typing import Final
+from typing import Final, Literal, cast
 
 from rpcdist.errors import ConfigError
 from rpcdist.transport._tls.certificate import PEER_NAME
@@ -79,17 +78,10 @@ class TlsOptions:
             raise ConfigError(f"{TLS_VARIABLE} has certificate files and an unknown word: {exc}") from None
 
 
-class TlsMode(Enum):
-    """The modes that `RPCDIST_TLS` can name."""
-
-    AUTO = "auto"
-    """Encrypts gRPC always, and raw TCP connections beyond loopback and trusted networks."""
-
-    ALWAYS = "always"
-    """Encrypts raw TCP connections everywhere, too."""
-
-    OFF = "off"
-    """Encrypts nothing, and allows only loopback and trusted networks."""
+TlsMode = Literal["auto", "always", "off"]
+"""The modes that `RPCDIST_TLS` can name: "auto" encrypts gRPC always, and raw TCP connections beyond loopback and
+trusted networks; "always" encrypts raw TCP connections everywhere, too; "off" encrypts nothing, and allows only
+loopback and trusted networks."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -102,12 +94,12 @@ class TlsPolicy:
         files: the process's own certificates; None for certificates made from the job token.
     """
 
-    mode: TlsMode = TlsMode.AUTO
+    mode: TlsMode = "auto"
     trusted_networks: tuple[Network, ...] = ()
     files: TlsOptions | None = None
 
     def __repr__(self) -> str:
-        return f"<TlsPolicy {self.mode.value} [trusted: {', '.join(map(str, self.trusted_networks)) or 'loopback'}]>"
+        return f"<TlsPolicy {self.mode} [trusted: {', '.join(map(str, self.trusted_networks)) or 'loopback'}]>"
 
     @classmethod
     def of_environment(cls, tls: bool | TlsOptions | None = None) -> TlsPolicy:
@@ -129,24 +121,22 @@ class TlsPolicy:
             files, tls = tls, True
         if tls is not None and (text == "off") == tls:
             text = "auto" if tls else "off"
-        try:
-            mode = TlsMode(text)
-        except ValueError:
+        if text not in ("auto", "always", "off"):
             raise ConfigError(
                 f"{TLS_VARIABLE} must be 'auto', 'always' or 'off', or name certificate files, but it is {text!r}"
-            ) from None
-        if files is not None and mode is TlsMode.OFF:
+            )
+        if files is not None and text == "off":
             raise ConfigError(f"TLS is off, so {files} would have no effect. Remove one of the two settings")
-        return cls(mode, _networks(os.environ.get(TRUSTED_NETWORKS_VARIABLE, "")), files)
+        return cls(cast(TlsMode, text), _networks(os.environ.get(TRUSTED_NETWORKS_VARIABLE, "")), files)
 
     @property
     def encrypts_grpc(self) -> bool:
         """Whether gRPC's port speaks TLS; the same in every process of a job."""
-        return self.mode is not TlsMode.OFF
+        return self.mode != "off"
 
     def encrypts_raw(self, host: str) -> bool:
         """Whether a raw TCP connection with the address `host` must be encrypted."""
-        return self.mode is TlsMode.ALWAYS or not self.trusts(host)
+        return self.mode == "always" or not self.trusts(host)
 
     def trusts(self, host: str) -> bool:
         """Whether plain connections with an address are allowed; names other than "localhost" are not resolved."""
@@ -163,13 +153,13 @@ class TlsPolicy:
         """A warning about the unencrypted connections of a process that serves `host`; None if there are none."""
         if is_loopback(host) or self.encrypts_raw(host):
             return None
-        what = "nothing is" if self.mode is TlsMode.OFF else "raw connections are not"
+        what = "nothing is" if self.mode == "off" else "raw connections are not"
         networks = ", ".join(map(str, self.trusted_networks))
         return f"{what} encrypted between {host} and the trusted networks: {networks}"
 
     async def check_plain(self, host: str) -> None:
         """Raises `ConfigError` if TLS is off, and `host` is, or resolves to, an address that is not trusted."""
-        if self.mode is not TlsMode.OFF or self.trusts(host):
+        if self.mode != "off" or self.trusts(host):
             return
         try:
             found = await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM)
