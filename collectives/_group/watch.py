@@ -43,8 +43,8 @@ from rpcdist.collectives._group.state import (
 from rpcdist.errors import ProtocolViolation, RpcdistError
 from rpcdist.time_limits import ANSWER_LIMIT_S, CLOSE_STEP_LIMIT_S, GROUP_ANSWER_LIMIT_S, GROUP_SILENCE_LIMIT_S
 from rpcdist.transport import Node
+from rpcdist.transport._channels.stream_sockets import receive_some, send_all
 from rpcdist.transport._tls.tls_socket import StreamSocket
-from rpcdist.transport.sockets import receive_some, send_all
 
 MAX_MESSAGE_BYTES: Final = 64 * 1024
 """The largest message, longer than any failure: a peer cannot make this process allocate more."""

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from rpcdist._doctor.doctor_facts import HostFacts, PortAnswer, PortFact, WorkerAnswer, WorkerFact
 from rpcdist.transport.addresses import is_loopback, split_address
-from rpcdist.transport.handshake import STRANGE_CERTIFICATE, TOKEN_ADVICE
+from rpcdist.transport.handshake import TOKEN_ADVICE, UNTRUSTED_CERTIFICATE
 
 MIN_DESCRIPTORS: Final = 256
 MIN_FREE_MEMORY_BYTES: Final = 256 << 20
@@ -148,7 +148,7 @@ def _no_session(worker: WorkerFact, host: HostFacts) -> Iterator[Finding]:
     found = _certificate_finding(worker, host)
     if found is not None:
         yield found
-    elif worker.session_error is not None and STRANGE_CERTIFICATE in worker.session_error:
+    elif worker.session_error is not None and UNTRUSTED_CERTIFICATE in worker.session_error:
         yield _strange_server(worker)
     elif worker.session_error is not None and TOKEN_ADVICE in worker.session_error:
         yield _other_token(worker, host)

@@ -74,9 +74,9 @@ class RankActor:
         """Sets the environment and the token, and imports what the function needs."""
         os.environ.update(variables)
         os.environ.setdefault("RPCDIST_HOST", ray.util.get_node_ip_address())
-        from rpcdist.transport.token import bring_job_token  # after the environment is set
+        from rpcdist.transport.token import set_job_token  # after the environment is set
 
-        bring_job_token(token)
+        set_job_token(token)
         if main is not None:
             _import_main(main)
         else:

@@ -17,7 +17,7 @@ from ray.train.torch import TorchConfig
 
 from rpcdist.rpc._current import agent_or_none
 from rpcdist.time_limits import CLOSE_LIMIT_S
-from rpcdist.transport.token import bring_job_token, job_token
+from rpcdist.transport.token import job_token, set_job_token
 
 
 def _own_token() -> str:
@@ -97,7 +97,7 @@ def _start(
     rank: int, size: int, variables: Mapping[str, str], token: str, rpc_url: str | None, timeout_s: float
 ) -> None:
     os.environ.update(variables, RANK=str(rank), WORLD_SIZE=str(size))
-    bring_job_token(token)
+    set_job_token(token)
     import torch.distributed as torch_distributed
 
     import rpcdist.collectives.torch_backend  # noqa: F401  # registers the backend

@@ -51,7 +51,7 @@ def join_address(host: str, port: int) -> str:
 
 def is_loopback(host: str) -> bool:
     """True for "localhost" and for loopback addresses; other names are not resolved."""
-    address = _literal(host)
+    address = literal(host)
     return host.lower() == "localhost" if address is None else address.is_loopback
 
 
@@ -66,7 +66,7 @@ def host_from_environment(variable_of_torch: str) -> str | None:
     if explicit := os.environ.get(_HOST_VARIABLE):
         if any(explicit == name for _, name in socket.if_nameindex()):
             return _interface_address(_HOST_VARIABLE, explicit)
-        if _literal(explicit) is None:
+        if literal(explicit) is None:
             try:
                 socket.getaddrinfo(explicit, None)
             except (OSError, UnicodeError) as exc:
@@ -124,10 +124,12 @@ def _refuse_if_short(exc: Exception) -> None:
         raise TransportError(f"cannot choose an address to listen on: {shortage}") from exc
 
 
-def _literal(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """The address that `host` spells, with IPv4 unwrapped from IPv6; None if it is a name."""
+def literal(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The address that `host` spells, without brackets and zone, and with IPv4 unwrapped from IPv6; None if it is a
+    name.
+    """
     try:
-        address = ipaddress.ip_address(host.strip("[]"))
+        address = ipaddress.ip_address(host.strip("[]").partition("%")[0])
     except ValueError:
         return None
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None

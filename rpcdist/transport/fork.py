@@ -16,20 +16,21 @@ whole and never changed in place.
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import socket
 import threading
 import weakref
 from collections.abc import Collection
+from ipaddress import IPv4Address, IPv6Address
 from typing import Protocol
 
 from rpcdist.errors import ForkedProcess
+from rpcdist.transport.addresses import literal
 
 _DESCRIPTORS = "/proc/self/fd"
 _FEWEST_KEPT = 64  # references before dead ones are dropped; later, whenever their number has doubled
 
-Peer = tuple[str | None, int]  # host, None for any; port
+Peer = tuple[IPv4Address | IPv6Address | None, int]  # host, None for any; port
 
 
 class ForkParticipant(Protocol):
@@ -74,7 +75,7 @@ class ForkGuard:
     def note_peer_port(self, port: int, host: str | None = None) -> None:
         """Remembers a port to which this process connects. If the host is a name or None, it matches every host."""
         with self._lock:
-            self._peers.add((None if host is None else _plain_host(host), port))
+            self._peers.add((None if host is None else literal(host), port))
 
     def note_socket(self, noted: socket.socket) -> None:
         """Remembers a socket of any family while it is open. Call it right after the socket is made."""
@@ -162,21 +163,11 @@ def _is_ours(descriptor: int, server_ports: Collection[int], peers: Collection[P
         if inherited.getsockname()[1] in server_ports:
             return True
         host, port = inherited.getpeername()[:2]
-        return (None, port) in peers or (_plain_host(host), port) in peers
+        return (None, port) in peers or (literal(host), port) in peers
     except OSError:  # not connected
         return False
     finally:
         inherited.detach()
-
-
-def _plain_host(host: str) -> str | None:
-    """The canonical spelling of an address: no brackets, no zone, IPv4 unwrapped from IPv6. None for a name."""
-    try:
-        address = ipaddress.ip_address(host.strip("[]").partition("%")[0])
-    except ValueError:
-        return None
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return str(mapped or address)
 
 
 _guard = ForkGuard()

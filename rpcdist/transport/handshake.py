@@ -66,7 +66,7 @@ TOKEN_ADVICE = (
     "same token file (RPCDIST_TOKEN_FILE, by default ~/.config/rpcdist/token, mode 0600)."
 )
 
-STRANGE_CERTIFICATE: Final = (
+UNTRUSTED_CERTIFICATE: Final = (
     f"did not prove the job token, or shows a certificate of another authority. {TOKEN_ADVICE} Either all processes "
     "use certificates of their own (RpcOptions(tls=TlsOptions(...))), issued by one authority, or none does."
 )

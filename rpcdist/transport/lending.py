@@ -37,7 +37,6 @@ processes are killed.
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import logging
 import os
@@ -49,7 +48,7 @@ from typing import Final
 from rpcdist.at_exit import AtEnd
 from rpcdist.errors import ProtocolViolation
 from rpcdist.transport.announced_bytes import AnnouncedBytes
-from rpcdist.transport.memory_copies import LargeBuffer
+from rpcdist.transport.memory_copies import LargeBuffer, memory_view
 from rpcdist.transport.shared_memory import MappedSegment, Segment, SegmentError
 
 logger = logging.getLogger(__name__)
@@ -80,9 +79,6 @@ _ALIGNMENT: Final = 64
 
 Pack = Sequence[tuple[int, LargeBuffer]]
 """Buffers that share a segment, in order, each with its index in the message."""
-
-# One array type for all lengths: otherwise ctypes would make (and keep) a class for each length.
-_Memory: Final = ctypes.c_char * (1 << 62)
 
 
 def size_class(num_bytes: int) -> int:
@@ -345,7 +341,7 @@ class Lender:
             self._count(-mapped.size_bytes)
             if (keep := self._common.pop(number, None)) is not None:
                 keep()  # the bytes are sent from this memory
-        view = memoryview(_memory_of(mapped)).cast("B")
+        view = memory_view(mapped.address, mapped.size_bytes, mapped)
         starts, _ = offsets(buffer.size for _, buffer in pack)
         return {
             index: LargeBuffer(view[start : start + buffer.size])
@@ -410,13 +406,6 @@ def _count_fork() -> None:
 
 
 os.register_at_fork(before=_count_fork)
-
-
-def _memory_of(mapped: MappedSegment) -> ctypes.Array[ctypes.c_char]:
-    """The bytes of a segment, which stays mapped while they are referenced, even after the session."""
-    memory = _Memory.from_address(mapped.address)
-    memory.mapped = mapped  # type: ignore[attr-defined]
-    return memory
 
 
 _Lease = tuple[int, int, int]
@@ -495,10 +484,9 @@ class Borrower:
                 f"a message names segment {number} for a buffer of {num_bytes} bytes, but this segment {problem}"
             )
         self._in_use.add(number)
-        memory = _memory_of(mapped)
         append = self.ended.append if mapped.size_bytes <= RETURN_TOGETHER_BYTES else self.ended.appendleft
-        memory.at_end = AtEnd(append, (number, mapped.size_bytes, _num_forks))  # type: ignore[attr-defined]
-        return memoryview(memory).cast("B")[:num_bytes]
+        at_end = AtEnd(append, (number, mapped.size_bytes, _num_forks))
+        return memory_view(mapped.address, num_bytes, (mapped, at_end))
 
     @property
     def is_return_due(self) -> bool:

@@ -151,6 +151,18 @@ def copy_memory(target: int, source: int, num_bytes: int) -> None:
     _copier.copy(target, source, num_bytes)
 
 
+# One array type for all lengths: otherwise ctypes would make (and keep) a class for each length. Only a slice of it is
+# ever accessed.
+_Memory: Final = ctypes.c_char * (1 << 62)
+
+
+def memory_view(address: int, size: int, owner: object) -> memoryview:
+    """A writable view of `size` bytes at `address`; it and every slice of it keep `owner` alive."""
+    memory = _Memory.from_address(address)
+    memory.owner = owner  # type: ignore[attr-defined]
+    return memoryview(memory).cast("B")[:size]
+
+
 def copy_view(target: int, view: memoryview) -> None:
     """Copies contiguous bytes to an address, like `copy_memory`."""
     try:

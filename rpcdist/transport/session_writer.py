@@ -92,7 +92,7 @@ class SessionWriter:
         Args:
             transfer: number of the transfer of its large buffers, 0 if it has none.
         """
-        # The message is queued before the flag is read, and the task clears the flag before its last look at the queue.
+        # The message is queued before the flag is read, and the task clears the flag before it last checks the queue.
         # So in any order, this thread or the task sees the message.
         if self._flushing == get_ident():
             return

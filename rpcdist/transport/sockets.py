@@ -34,8 +34,7 @@ from rpcdist.errors import BlockingInLoop, ConfigError, ConnectFailed, DeadlineE
 from rpcdist.ids import Identity
 from rpcdist.own_shortage import own_shortage
 from rpcdist.time_limits import CHECK_INTERVAL_S, ROLE_LIMIT_S, SLOW_ANSWER_LIMIT_S, THREAD_GRACE_S
-from rpcdist.transport._channels.socket_pipe import until_ready
-from rpcdist.transport._tls.tls_socket import NO_SIGPIPE, StreamSocket
+from rpcdist.transport._tls.tls_socket import StreamSocket
 from rpcdist.transport.hub_connector import HubAddress, connect_to_hub, widen
 from rpcdist.transport.node import Node
 
@@ -313,25 +312,6 @@ class SocketHub:
             if not future.done():
                 future.cancel()
                 future.add_done_callback(_close_result)
-
-
-async def send_all(connection: StreamSocket, data: bytes) -> None:
-    """Sends on the running loop, like `loop.sock_sendall`. If cancelled, it may have sent a part. Raises `OSError`."""
-    rest = memoryview(data)
-    while rest:
-        try:
-            rest = rest[connection.send(rest, NO_SIGPIPE) :]
-        except BlockingIOError:
-            await until_ready(connection, for_writing=True)
-
-
-async def receive_some(connection: StreamSocket, size: int) -> bytes:
-    """Receives one to `size` bytes, like `loop.sock_recv`; empty at the end of the stream. Raises `OSError`."""
-    while True:
-        try:
-            return connection.recv(size)
-        except BlockingIOError:
-            await until_ready(connection, for_writing=False)
 
 
 def _check_purpose(purpose: str) -> str:

@@ -23,7 +23,7 @@ FILE_VARIABLE: Final = "RPCDIST_TOKEN_FILE"
 MIN_TOKEN_LENGTH: Final = 16
 """With a recorded handshake, tokens can be tried offline, so short ones are refused; 16 random characters are safe."""
 
-_BROUGHT: Final = "the token that the engine set"
+_CHOSEN: Final = "the token that the engine set"
 _MAX_TOKEN_LENGTH: Final = 4096
 _MIN_DIFFERENT: Final = 6  # characters; 16 random hexadecimal digits have fewer different ones once in 2000 times
 _ADVICE: Final = "Make a good one with: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
@@ -33,18 +33,18 @@ _NO_LINKS: Final = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errn
 _NOT_WRITABLE: Final = frozenset({errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR})
 
 
-_brought: list[str] = []
-"""The last token given to `bring_job_token`; not in the environment of this process, which other processes can read."""
+_chosen: list[str] = []
+"""The last token given to `set_job_token`; not in the environment of this process, which other processes can read."""
 
 
-def bring_job_token(token: str) -> None:
+def set_job_token(token: str) -> None:
     """Sets the token of this process, for engines that do not pass it in the environment.
 
     Raises:
         ConfigError: see `job_token`.
     """
-    _checked(token, _BROUGHT)
-    _brought[:] = [token]
+    _checked(token, _CHOSEN)
+    _chosen[:] = [token]
 
 
 def job_token(explicit: str | None = None) -> bytes:
@@ -62,8 +62,8 @@ def job_token(explicit: str | None = None) -> bytes:
     """
     if explicit is not None:
         return _checked(explicit, "the token option")
-    if _brought:
-        return _checked(_brought[0], _BROUGHT)
+    if _chosen:
+        return _checked(_chosen[0], _CHOSEN)
     from_environment = os.environ.get(TOKEN_VARIABLE)
     if from_environment is not None:
         return _checked(from_environment, f"the environment variable {TOKEN_VARIABLE}")
@@ -74,8 +74,8 @@ def describe_token_source(explicit: str | None = None) -> str:
     """The source from which `job_token` takes the token, for error messages; never contains the token, never raises."""
     if explicit is not None:
         return "the token given as an option"
-    if _brought:
-        return _BROUGHT
+    if _chosen:
+        return _CHOSEN
     if TOKEN_VARIABLE in os.environ:
         return f"the token in the environment variable {TOKEN_VARIABLE}"
     try:

@@ -22,7 +22,7 @@ from rpcdist._doctor.findings import Finding, host_findings, summary, worker_fin
 from rpcdist._doctor.worker_probes import _judged
 from rpcdist.ids import Identity
 from rpcdist.transport._tls.job_authority import JobAuthority
-from rpcdist.transport.handshake import STRANGE_CERTIFICATE, TOKEN_ADVICE
+from rpcdist.transport.handshake import TOKEN_ADVICE, UNTRUSTED_CERTIFICATE
 
 GIB = 1 << 30
 SOUND = HostFacts(
@@ -151,11 +151,11 @@ def test_what_is_wrong_with_a_machine(host: HostFacts, words: str) -> None:
         (replace(CLOSED, shown=Shown(True, is_of_job=True)), "another job token"),
         (replace(CLOSED, session_error=TOKEN_ADVICE, is_refused=True), "another job token"),
         (
-            replace(CLOSED, session_error=f"the server {STRANGE_CERTIFICATE}", is_refused=True),
+            replace(CLOSED, session_error=f"the server {UNTRUSTED_CERTIFICATE}", is_refused=True),
             "before it shows a certificate",
         ),
         (
-            replace(CLOSED, session_error=STRANGE_CERTIFICATE, is_refused=True, shown=Shown(speaks_tls=True)),
+            replace(CLOSED, session_error=UNTRUSTED_CERTIFICATE, is_refused=True, shown=Shown(speaks_tls=True)),
             "do not trust each other's certificates",
         ),
         (replace(CLOSED, session_error="The server belongs to job 'a'. Use b.", is_refused=True), "job 'a'. Use b."),

@@ -34,12 +34,12 @@ def test_a_store_outside_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_token_that_is_not_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token, "_brought", [])
+    monkeypatch.setattr(token, "_chosen", [])
     monkeypatch.setenv("RPCDIST_TOKEN", "the one of the environment 012345")
     with pytest.raises(ConfigError, match="the token that the engine set has 5 characters"):
-        token.bring_job_token("short")
+        token.set_job_token("short")
     assert token.job_token() == b"the one of the environment 012345"
-    token.bring_job_token(BROUGHT)
+    token.set_job_token(BROUGHT)
     assert token.job_token() == BROUGHT.encode()
     assert token.describe_token_source() == "the token that the engine set"
     assert token.job_token("an option of the program 0123456") == b"an option of the program 0123456"

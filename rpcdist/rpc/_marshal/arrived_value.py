@@ -173,7 +173,7 @@ class ArrivedValue(Arrived):
                 buffers,
                 None if self._references is None else cache(self._claim),  # the same object each time
                 plain_only=self.plain_only,
-                on_tensors=self._look if is_wanted else None,
+                on_tensors=self._use_tensors if is_wanted else None,
                 gpus=self._gpus,
             )
         finally:
@@ -187,7 +187,7 @@ class ArrivedValue(Arrived):
             raise SerializationError(f"the value refers to remote reference {index} of {len(self._references or ())}")
         return self._rrefs.wrap(self._references[index])
 
-    def _look(self, tensors: list[torch.Tensor]) -> None:
+    def _use_tensors(self, tensors: list[torch.Tensor]) -> None:
         if self.keeps_tensors:
             self._on_gpus = ArrivedTensors([tensor for tensor in tensors if tensor.is_cuda])
         if self.autograd is not None:

@@ -17,7 +17,7 @@ import torch
 from rpcdist._proto import value_pb2
 from rpcdist.errors import SerializationError, TransportError
 from rpcdist.own_shortage import free_memory
-from rpcdist.transport.memory_copies import LargeBuffer, copy_memory, copy_view
+from rpcdist.transport.memory_copies import LargeBuffer, copy_memory, copy_view, memory_view
 
 INLINE_LIMIT: Final = 32 * 1024
 """Buffers up to this many bytes travel inside the message. Copying 32 KiB costs 2 us; a transfer costs more."""
@@ -33,17 +33,6 @@ of many small pages costs more than the transfer: an echo of 64 MiB takes half a
 
 _CPU: Final = torch.device("cpu")
 _madvise: Final = getattr(ctypes.CDLL(None), "madvise", None) if hasattr(mmap, "MADV_HUGEPAGE") else None
-
-# One array type for all lengths: otherwise ctypes would make (and keep) a class for each length. Only a slice of it is
-# ever accessed.
-_Memory: Final = ctypes.c_char * (1 << 62)
-
-
-def memory_view(address: int, size: int, owner: object) -> memoryview:
-    """A writable view of `size` bytes at `address`; it and every slice of it keep `owner` alive."""
-    memory = _Memory.from_address(address)
-    memory.owner = owner  # type: ignore[attr-defined]
-    return memoryview(memory).cast("B")[:size]
 
 
 class TensorBuffer(LargeBuffer):

@@ -128,12 +128,8 @@ def _held_parts(function: FunctionType) -> list[tuple[object, str]]:
 
 
 def _picklable_parts(item: object) -> list[tuple[object, str]]:
-    if isinstance(item, dict):
-        return [(value, f"[{key!r:.40}]") for key, value in item.items()] + [
-            (key, f".key({key!r:.40})") for key in item
-        ]
-    if isinstance(item, list | tuple):
-        return [(part, f"[{index}]") for index, part in enumerate(item)]
+    if isinstance(item, dict | list | tuple):
+        return _parts(item)
     if isinstance(item, set | frozenset):
         return [(part, f".item({part!r:.40})") for part in item]
     if isinstance(item, type):

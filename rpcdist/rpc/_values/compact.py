@@ -23,7 +23,7 @@ from rpcdist.errors import SerializationError
 from rpcdist.rpc._values.buffers import INLINE_LIMIT, ReceiveBuffer, TensorBuffer
 from rpcdist.rpc._values.plain import FREE_BYTES, PlainWriter, allowed_bytes, read_plain, too_much_for_its_weight
 from rpcdist.rpc._values.rebuild import TENSOR_BYTES, contiguous_strides, over_storage
-from rpcdist.rpc._values.tensors import DTYPE_CODES, DTYPES, address_of
+from rpcdist.rpc._values.tensors import DTYPE_CODES, DTYPES, address_of, are_apart
 from rpcdist.transport.memory_copies import LargeBuffer
 from rpcdist.transport.wire_messages import MAX_COMPACT_BODY_BYTES
 
@@ -105,18 +105,10 @@ def compact_tensors(
                 num_bytes += size
     if num_bytes + INLINE_LIMIT > MAX_COMPACT_BODY_BYTES:
         return None
-    if shares_memory and len(spans) > 1 and not _are_apart(spans):
+    if shares_memory and len(spans) > 1 and not are_apart(spans):  # only a `Value` keeps memory shared
         return None
     parts.append(body)
     return b"".join(parts), large
-
-
-def _are_apart(spans: list[tuple[int, int]]) -> bool:
-    """Whether no two tensors share memory. Only a `Value` keeps memory shared."""
-    if len(spans) == 2:
-        return spans[0][1] <= spans[1][0] or spans[1][1] <= spans[0][0]
-    spans.sort()
-    return all(spans[index][1] <= spans[index + 1][0] for index in range(len(spans) - 1))
 
 
 def read_compact(

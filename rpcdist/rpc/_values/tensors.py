@@ -227,7 +227,7 @@ def pack_tensors(
 
 
 def _send_views(value: value_pb2.Value, views: list[_View], has_strides: bool, large: list[LargeBuffer]) -> None:
-    if not has_strides and (len(views) < 2 or _are_apart(views)):
+    if not has_strides and (len(views) < 2 or are_apart([(view.start, view.end) for view in views])):
         for view in views:
             _send_span(value, view.start, view.end - view.start, (view.tensor,), (view,), large)
     else:
@@ -327,11 +327,11 @@ def address_of(tensor: torch.Tensor, size: int) -> int:
     return start
 
 
-def _are_apart(views: list[_View]) -> bool:
-    if len(views) == 2:
-        return views[0].end <= views[1].start or views[1].end <= views[0].start
-    spans = sorted((view.start, view.end) for view in views)
-    return all(first[1] <= second[0] for first, second in pairwise(spans))
+def are_apart(spans: list[tuple[int, int]]) -> bool:
+    """Whether no two spans of memory, from start to end, overlap."""
+    if len(spans) == 2:
+        return spans[0][1] <= spans[1][0] or spans[1][1] <= spans[0][0]
+    return all(first[1] <= second[0] for first, second in pairwise(sorted(spans)))
 
 
 def _clusters(views: list[_View]) -> list[list[_View]]:

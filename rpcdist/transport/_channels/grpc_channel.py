@@ -25,7 +25,7 @@ from rpcdist.inspection import ChannelFacts
 from rpcdist.time_limits import ATTEMPT_LIMIT_S
 from rpcdist.transport._framing.frames import CHUNK_BYTES, MAX_ENVELOPE_BYTES, MAX_FRAME_BYTES
 from rpcdist.transport._tls.certificate import Certificate, fingerprint_of_pem
-from rpcdist.transport.handshake import STRANGE_CERTIFICATE
+from rpcdist.transport.handshake import UNTRUSTED_CERTIFICATE
 from rpcdist.transport.keys import REFUSED
 
 _REASONS: Final = (
@@ -84,7 +84,7 @@ def tls_failure(details: str) -> str | None:
             f"the server's certificate {'has expired' if 'expired' in details else 'is not valid yet'}. Check the "
             "clocks of both hosts, which may differ by at most a day, and renew certificates of your own in time."
         )
-    return f"the server {STRANGE_CERTIFICATE}"
+    return f"the server {UNTRUSTED_CERTIFICATE}"
 
 
 _LARGEST_MESSAGE_BYTES = MAX_ENVELOPE_BYTES + MAX_FRAME_BYTES + CHUNK_BYTES
@@ -204,11 +204,11 @@ _BROKEN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.StatusCod
 _GRPC_ERRORS = (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError)
 
 
-def _stream_error(exc: Exception, address: str, stood: bool = True) -> RpcdistError:
-    """The error of this package for an error of a stream; `stood` says whether the peer had answered before."""
+def _stream_error(exc: Exception, address: str, had_answered: bool = True) -> RpcdistError:
+    """The error of this package for an error of a stream; `had_answered` says whether the peer had answered before."""
     if not isinstance(exc, grpc.RpcError):
         return TransportError(f"the connection with {address} is closed: {exc}")
-    if stood and exc.code() in _BROKEN:
+    if had_answered and exc.code() in _BROKEN:
         return TransportError(
             f"the connection with {address} broke: {connect_reason(exc.details() or exc.code().name)}"
         )
@@ -221,21 +221,21 @@ class GrpcClientChannel:
     def __init__(self, call: Any, address: str, tls: bool = False) -> None:
         self._call = call
         self._address = address
-        self._stands = False  # True once the peer has answered
+        self._has_answered = False  # True once the peer has answered
         self.facts = ChannelFacts("", "", False, "grpc", tls)
 
     async def read(self) -> bytes | None:
         try:
             data = await self._call.read()
             if data is not grpc.aio.EOF:
-                self._stands = True
+                self._has_answered = True
                 return data  # type: ignore[no-any-return]  # the stream has no deserializer
             await self._raise_status()
         except asyncio.CancelledError:
             self._raise_if_aborted()
             raise
         except _GRPC_ERRORS as exc:
-            raise _stream_error(exc, self._address, self._stands) from exc
+            raise _stream_error(exc, self._address, self._has_answered) from exc
         return None
 
     async def _raise_status(self) -> None:
@@ -253,11 +253,11 @@ class GrpcClientChannel:
             await self._raise_status()  # the call has ended, and its status has the reason
             raise _stream_error(exc, self._address) from exc
         except _GRPC_ERRORS as exc:
-            if not self._stands and isinstance(exc, grpc.RpcError) and exc.code() is grpc.StatusCode.INTERNAL:
+            if not self._has_answered and isinstance(exc, grpc.RpcError) and exc.code() is grpc.StatusCode.INTERNAL:
                 # gRPC loses the status of a call that ended before its first write.
                 reason = "the server ended the connection at once; it may be overloaded"
                 raise ConnectFailed(self._address, reason) from exc
-            raise _stream_error(exc, self._address, self._stands) from exc
+            raise _stream_error(exc, self._address, self._has_answered) from exc
 
     def _raise_if_aborted(self) -> None:
         # grpc.aio reports an aborted call as a cancelled task. Only a task that is being cancelled was cancelled by

@@ -166,7 +166,7 @@ class BriefPolling:
             The events that arrived; if the list is empty, the caller sleeps.
         """
         began = now = perf_counter_ns()
-        is_robbed = False
+        was_preempted = False
         switches: tuple[Any, ...] = ()
         while True:
             ready = self.poll(0)
@@ -182,10 +182,10 @@ class BriefPolling:
             os.sched_yield()
             before, now = now, perf_counter_ns()
             if now - before > LONG_TURN_NS:
-                if is_robbed or _usage()[SWITCHES] != switches:
+                if was_preempted or _usage()[SWITCHES] != switches:
                     self._rest = self._pause = min(2 * self._pause, MAX_PAUSE)
                     break
-                is_robbed = True
+                was_preempted = True
                 began += now - before
             if now - began > LIMIT_NS:
                 self._was_long = True

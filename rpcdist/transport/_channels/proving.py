@@ -66,7 +66,7 @@ async def prove_client(
         if reply is not None:
             await _answer(pipe, handshake, reply)
         if handshake.failure is not None and reply is not None:
-            await _until_heard(pipe)
+            await _until_read(pipe)
         handshake.check()
     return None
 
@@ -155,7 +155,7 @@ async def _read(pipe: HandshakePipe) -> pb.Handshake:
         ) from exc
 
 
-async def _until_heard(pipe: HandshakePipe) -> None:
+async def _until_read(pipe: HandshakePipe) -> None:
     """Waits, bounded, until the server has read the refusal: closing the connection earlier would discard it."""
     with suppress(RpcdistError, TimeoutError):
         async with asyncio.timeout(QUICK_ANSWER_LIMIT_S):

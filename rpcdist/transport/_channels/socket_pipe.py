@@ -5,20 +5,18 @@ The pipe reads exactly these bytes, so another part can use the socket afterward
 
 from __future__ import annotations
 
-import asyncio
 import socket
 import ssl
 import struct
 from typing import Final
 
 from rpcdist.errors import AuthenticationFailed, ProtocolViolation, TransportError
-from rpcdist.transport._channels.stream_sockets import connected_ends
-from rpcdist.transport._tls.tls_socket import NO_SIGPIPE, StreamSocket, TlsSocket
+from rpcdist.transport._channels.stream_sockets import connected_ends, send_all, until_ready
+from rpcdist.transport._tls.tls_socket import StreamSocket, TlsSocket
 from rpcdist.transport.credentials import Credentials
-from rpcdist.transport.handshake import STRANGE_CERTIFICATE
+from rpcdist.transport.handshake import UNTRUSTED_CERTIFICATE
 from rpcdist.transport.handshake_side import MAX_HANDSHAKE_BYTES
 from rpcdist.transport.unix_sockets import peer_process, receive_from
-from rpcdist.waiters import wake
 
 _LENGTH: Final = struct.Struct("<I")
 _TLS_HANDSHAKE: Final = 0x16  # the first byte of a TLS handshake record; the version follows
@@ -83,13 +81,8 @@ class SocketPipe:
         return await self._read_exactly(size)
 
     async def write(self, data: bytes) -> None:
-        rest = memoryview(_LENGTH.pack(len(data)) + data)
         try:
-            while rest:
-                try:
-                    rest = rest[self.connection.send(rest, NO_SIGPIPE) :]
-                except BlockingIOError:
-                    await until_ready(self.connection, for_writing=True)
+            await send_all(self.connection, _LENGTH.pack(len(data)) + data)
         except OSError as exc:
             raise self._broken(exc) from exc
 
@@ -162,7 +155,7 @@ class SocketPipe:
         if isinstance(exc, ssl.SSLError) and not isinstance(exc, ssl.SSLEOFError | ssl.SSLZeroReturnError):
             source = f" This process uses {self._tls_source}." if self._tls_source else ""
             return AuthenticationFailed(
-                f"TLS with {self._address} failed ({exc.reason or exc}): it {STRANGE_CERTIFICATE}{source}"
+                f"TLS with {self._address} failed ({exc.reason or exc}): it {UNTRUSTED_CERTIFICATE}{source}"
             )
         return TransportError(f"the connection with {self._address} broke: {exc.strerror or exc}")
 
@@ -202,17 +195,3 @@ async def connected_pipe(
     except BaseException:
         tls.close()
         raise
-
-
-async def until_ready(connection: StreamSocket, for_writing: bool) -> None:
-    """Waits on the running loop until the socket is readable, or writable."""
-    loop = asyncio.get_running_loop()
-    ready = loop.create_future()
-    descriptor = connection.fileno()
-    if descriptor < 0:
-        raise TransportError("the connection was closed")
-    (loop.add_writer if for_writing else loop.add_reader)(descriptor, wake, ready)
-    try:
-        await ready
-    finally:
-        (loop.remove_writer if for_writing else loop.remove_reader)(descriptor)

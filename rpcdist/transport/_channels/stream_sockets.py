@@ -12,19 +12,18 @@ that hides process ids; the channel is then not used.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import os
 import socket
 from typing import Any, Final
 
 from rpcdist.deadline import backoff
-from rpcdist.errors import AuthenticationFailed
+from rpcdist.errors import AuthenticationFailed, TransportError
 from rpcdist.own_shortage import own_shortage
 from rpcdist.time_limits import KEEP_ALIVE_S, LOCK_FIRST_PAUSE_S, LOCK_LONGEST_PAUSE_S, TICK_S
 from rpcdist.transport import fork
-from rpcdist.transport._tls.tls_socket import TlsSocket
-from rpcdist.transport.addresses import join_address
+from rpcdist.transport._tls.tls_socket import NO_SIGPIPE, StreamSocket, TlsSocket
+from rpcdist.transport.addresses import join_address, literal
 from rpcdist.transport.unix_sockets import PeerProcess, names_senders, peer_process, process_namespace, same_user
 from rpcdist.waiters import wake
 
@@ -68,10 +67,16 @@ def _listen(listener: socket.socket, place: Any) -> socket.socket:
 
 
 async def accept(listener: socket.socket) -> socket.socket:
-    """The next connection; the caller closes it. Cancellation leaves the listener open and no connection behind."""
+    """The next connection; the caller closes it. Cancellation leaves the listener open and no connection behind.
+
+    `loop.sock_accept` would leak a connection if it is cancelled just after the accept.
+    """
     while True:
         try:
-            connection = await _accept(listener)
+            connection = listener.accept()[0]
+        except (BlockingIOError, InterruptedError):
+            await until_ready(listener, for_writing=False)
+            continue
         except OSError as exc:  # too few descriptors or too little memory, until other connections end
             if own_shortage(exc) is None:
                 logger.warning("a connection could not be accepted (%s); the listener tries again", exc)
@@ -80,21 +85,6 @@ async def accept(listener: socket.socket) -> socket.socket:
         fork.note_socket(connection)
         connection.setblocking(False)
         return connection
-
-
-async def _accept(listener: socket.socket) -> socket.socket:
-    """Like `loop.sock_accept`, which leaks a connection if it is cancelled just after the accept."""
-    loop = asyncio.get_running_loop()
-    while True:
-        try:
-            return listener.accept()[0]
-        except (BlockingIOError, InterruptedError):
-            readable = loop.create_future()
-            loop.add_reader(listener, wake, readable)
-            try:
-                await readable
-            finally:
-                loop.remove_reader(listener)
 
 
 async def connect_unix(name: str) -> socket.socket:
@@ -148,6 +138,39 @@ def _new_socket(family: int) -> socket.socket:
     return connection
 
 
+async def until_ready(connection: StreamSocket, for_writing: bool) -> None:
+    """Waits on the running loop until the socket is readable, or writable."""
+    loop = asyncio.get_running_loop()
+    ready = loop.create_future()
+    descriptor = connection.fileno()
+    if descriptor < 0:
+        raise TransportError("the connection was closed")
+    (loop.add_writer if for_writing else loop.add_reader)(descriptor, wake, ready)
+    try:
+        await ready
+    finally:
+        (loop.remove_writer if for_writing else loop.remove_reader)(descriptor)
+
+
+async def send_all(connection: StreamSocket, data: bytes) -> None:
+    """Sends on the running loop, like `loop.sock_sendall`. If cancelled, it may have sent a part. Raises `OSError`."""
+    rest = memoryview(data)
+    while rest:
+        try:
+            rest = rest[connection.send(rest, NO_SIGPIPE) :]
+        except BlockingIOError:
+            await until_ready(connection, for_writing=True)
+
+
+async def receive_some(connection: StreamSocket, size: int) -> bytes:
+    """Receives one to `size` bytes, like `loop.sock_recv`; empty at the end of the stream. Raises `OSError`."""
+    while True:
+        try:
+            return connection.recv(size)
+        except BlockingIOError:
+            await until_ready(connection, for_writing=False)
+
+
 def tune(connection: socket.socket) -> None:
     """Makes a TCP socket send small messages at once, and detect that its peer's host is dead."""
     if connection.family not in (socket.AF_INET, socket.AF_INET6):
@@ -188,6 +211,4 @@ def _unix_ends(server: PeerProcess, client: PeerProcess) -> str:
 
 
 def _tcp_ends(place: Any) -> str:
-    address = ipaddress.ip_address(str(place[0]).partition("%")[0])
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return f"tcp, to {join_address(str(mapped or address), int(place[1]))}"
+    return f"tcp, to {join_address(str(literal(str(place[0]))), int(place[1]))}"

@@ -123,8 +123,8 @@ class Admission:
         self._keep_below(MAX_UNPROVEN // 2, lambda origin: origin.host == newcomer.host)
         if len(self._unproven) >= MAX_UNPROVEN:
             hosts = Counter(origin.host for origin in self._unproven.values())
-            crowd = hosts.most_common(1)[0][0]
-            self._keep_below(hosts[crowd], lambda origin: origin.host == crowd)
+            busiest = hosts.most_common(1)[0][0]
+            self._keep_below(hosts[busiest], lambda origin: origin.host == busiest)
 
     def _count(self, counts: Callable[[Origin], bool]) -> int:
         return sum(map(counts, self._unproven.values()))

@@ -25,7 +25,7 @@ from rpcdist.transport._server.admission import MAX_UNPROVEN, Origin
 
 logger = logging.getLogger(__name__)
 
-_LOOK_EVERY: Final = 64
+_EXAMINE_EVERY: Final = 64
 """New connections between two examinations: reading a thousand descriptors takes some milliseconds."""
 
 MAX_CONNECTIONS_KNOWN: Final = 16_384
@@ -52,7 +52,7 @@ class SilentConnections:
         self._num_calling = 0
         self._known: dict[Origin, None] = {}  # the connections that have made a call, the oldest first
         self._first_seen: dict[Origin, int] = {}  # the examination that saw each connection first
-        self._num_looks = self._num_new = 0
+        self._num_examinations = self._num_new = 0
         self._lock = threading.Lock()
         self._making_known = threading.Lock()  # a connection is ended before its call is handled, or not at all
 
@@ -100,21 +100,21 @@ class SilentConnections:
             return
         try:
             self._num_new += 1
-            if self._num_new >= _LOOK_EVERY and self._num_new + len(self._first_seen) > MAX_UNPROVEN // 2:
-                self._look()
+            if self._num_new >= _EXAMINE_EVERY and self._num_new + len(self._first_seen) > MAX_UNPROVEN // 2:
+                self._examine()
         except Exception:
             logger.exception("the connections to this process cannot be examined")
         finally:
             self._lock.release()
 
-    def _look(self) -> None:
-        self._num_looks += 1
+    def _examine(self) -> None:
+        self._num_examinations += 1
         self._num_new = 0
         try:
             found = self._found()
         except OSError:  # no descriptor is free to examine others; gRPC's own limit ends them
             return
-        seen = {end: self._first_seen.get(end, self._num_looks) for end in found}
+        seen = {end: self._first_seen.get(end, self._num_examinations) for end in found}
         left: Counter[str] = Counter()
         for end in sorted(seen, key=seen.__getitem__, reverse=True):  # the newest first
             if left[end.host] < MAX_UNPROVEN // 2 and left.total() < MAX_UNPROVEN:

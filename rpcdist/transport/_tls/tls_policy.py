@@ -19,7 +19,7 @@ from typing import Final, Literal, cast
 
 from rpcdist.errors import ConfigError
 from rpcdist.transport._tls.certificate import PEER_NAME
-from rpcdist.transport.addresses import is_loopback
+from rpcdist.transport.addresses import is_loopback, literal
 
 TLS_VARIABLE: Final = "RPCDIST_TLS"
 TRUSTED_NETWORKS_VARIABLE: Final = "RPCDIST_TRUSTED_NETWORKS"
@@ -142,12 +142,8 @@ class TlsPolicy:
         """Whether plain connections with an address are allowed; names other than "localhost" are not resolved."""
         if is_loopback(host):
             return True
-        try:
-            address = ipaddress.ip_address(host.strip("[]").partition("%")[0])
-        except ValueError:
-            return False
-        mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-        return any((mapped or address) in network for network in self.trusted_networks)
+        address = literal(host)
+        return address is not None and any(address in network for network in self.trusted_networks)
 
     def plain_beyond_loopback(self, host: str) -> str | None:
         """A warning about the unencrypted connections of a process that serves `host`; None if there are none."""
