@@ -18,7 +18,7 @@ from rpcdist._counters import training
 from rpcdist.errors import ConfigError, RpcdistError
 from rpcdist.parallel.pipeline._schedules import Action, Schedule
 from rpcdist.parallel.pipeline._simulation import Slot, Timeline, format_grid
-from rpcdist.parallel.pipeline._stage_runner import Runners, StageRunner
+from rpcdist.parallel.pipeline._stage_runner import StageRunner
 from rpcdist.parallel.pipeline._step_driver import (
     Reduction,
     execute_step,
@@ -115,12 +115,11 @@ class Pipeline:
         self._busy = threading.Lock()
         self._step = 0
         self._num_optimizers = 0
-        rrefs: list[rpc.RRef[StageRunner]] = [
+        self._runners: list[rpc.RRef[StageRunner]] = [
             rpc.remote(name, StageRunner, args=(self._config, worker, self._of_worker(worker, stages)))
             for worker, name in enumerate(workers)
         ]
-        self._runners = Runners(rrefs, timeout)
-        self._runners.ask("zero_grad")  # waits until all runners exist, and raises the error if one cannot be made
+        self._ask("zero_grad")  # waits until all runners exist, and raises the error if one cannot be made
         self._clock_offsets_s = [_clock_offset_s(name) for name in workers]
 
     def __repr__(self) -> str:
@@ -142,6 +141,17 @@ class Pipeline:
 
     def _of_worker(self, worker: int, values: Sequence[T] | Mapping[int, T]) -> dict[int, T]:
         return {stage: values[stage] for stage in self._config.stages_of(worker)}
+
+    def _ask(self, method: str, *args: object) -> list[Any]:
+        """Calls a method of all runners at the same time, with the same arguments; waits for the results."""
+        return self._ask_each(method, [args] * len(self._runners))
+
+    def _ask_each(self, method: str, args: Sequence[tuple[object, ...]]) -> list[Any]:
+        calls = [
+            getattr(runner.rpc_async(self._timeout), method)(*each)
+            for runner, each in zip(self._runners, args, strict=True)
+        ]
+        return rpc.wait_all(calls)
 
     # ------------------------------------------------------------ batches
 
@@ -214,24 +224,24 @@ class Pipeline:
     def make_optimizer(self, kind: type[torch.optim.Optimizer], **options: Any) -> PipelineOptimizer:
         """Makes an optimizer for each stage, at its worker: `pipe.make_optimizer(torch.optim.SGD, lr=0.1)`."""
         self._num_optimizers += 1
-        self._runners.ask("make_optimizer", self._num_optimizers, kind, options)
-        return PipelineOptimizer(self._runners, self._num_optimizers)
+        self._ask("make_optimizer", self._num_optimizers, kind, options)
+        return PipelineOptimizer(self, self._num_optimizers)
 
     make_optimizer_async = async_form(make_optimizer)
 
     @off_loop("await pipe.zero_grad_async(...)")
     def zero_grad(self) -> None:
         """Sets the gradients of all parameters to None."""
-        self._runners.ask("zero_grad")
+        self._ask("zero_grad")
 
     zero_grad_async = async_form(zero_grad)
 
     @off_loop("await pipe.clip_grad_norm_async(...)")
     def clip_grad_norm(self, max_norm: float) -> float:
         """Scales all gradients so that their norm, over all stages, is at most `max_norm`; returns the old norm."""
-        norm = math.sqrt(sum(self._runners.ask("squared_grad_norm")))
+        norm = math.sqrt(sum(self._ask("squared_grad_norm")))
         if norm > max_norm:
-            self._runners.ask("scale_grads", max_norm / (norm + 1e-6))
+            self._ask("scale_grads", max_norm / (norm + 1e-6))
         return norm
 
     clip_grad_norm_async = async_form(clip_grad_norm)
@@ -239,7 +249,7 @@ class Pipeline:
     @off_loop("await pipe.train_async(...)")
     def train(self, mode: bool = True) -> None:
         """Sets training or evaluation mode, like `torch.nn.Module.train`."""
-        self._runners.ask("train", mode)
+        self._ask("train", mode)
 
     train_async = async_form(train)
 
@@ -273,13 +283,13 @@ class Pipeline:
             if not stage.isdecimal() or int(stage) not in by_stage:
                 raise ConfigError(f"{name!r} does not begin with the number of one of {self.num_stages} stages")
             by_stage[int(stage)][rest] = value
-        self._runners.ask_each("load_state_dict", [(self._of_worker(at, by_stage),) for at in range(len(self.workers))])
+        self._ask_each("load_state_dict", [(self._of_worker(at, by_stage),) for at in range(len(self.workers))])
 
     load_state_dict_async = async_form(load_state_dict)
 
     def _flat(self, method: str) -> dict[str, Any]:
         by_stage: dict[int, dict[str, Any]] = {}
-        for found in self._runners.ask(method):
+        for found in self._ask(method):
             by_stage.update(found)
         return {f"{stage}.{name}": value for stage, state in sorted(by_stage.items()) for name, value in state.items()}
 
@@ -340,28 +350,28 @@ def _clock_offset_s(worker: str) -> float:
 class PipelineOptimizer:
     """The optimizers of all stages, used as one. Made by `Pipeline.make_optimizer`."""
 
-    def __init__(self, runners: Runners, number: int) -> None:
-        self._runners = runners
+    def __init__(self, pipeline: Pipeline, number: int) -> None:
+        self._pipeline = pipeline
         self._number = number
 
     @off_loop("await optimizer.step_async(...)")
     def step(self) -> None:
         """Takes one step of every stage's optimizer, all at the same time."""
-        self._runners.ask("optimizer_step", self._number)
+        self._pipeline._ask("optimizer_step", self._number)
 
     step_async = async_form(step)
 
     @off_loop("await optimizer.zero_grad_async(...)")
     def zero_grad(self) -> None:
         """Sets the gradients of all parameters to None."""
-        self._runners.ask("zero_grad")
+        self._pipeline._ask("zero_grad")
 
     zero_grad_async = async_form(zero_grad)
 
     @off_loop("await optimizer.change_async(...)")
     def change(self, **options: Any) -> None:
         """Sets options of all parameter groups: `optimizer.change(lr=0.01)`."""
-        self._runners.ask("optimizer_change", self._number, options)
+        self._pipeline._ask("optimizer_change", self._number, options)
 
     change_async = async_form(change)
 
@@ -369,7 +379,7 @@ class PipelineOptimizer:
     def state_dict(self) -> dict[int, dict[str, Any]]:
         """Returns the state of each stage's optimizer, by stage."""
         found: dict[int, dict[str, Any]] = {}
-        for of_worker in self._runners.ask("optimizer_state_dict", self._number):
+        for of_worker in self._pipeline._ask("optimizer_state_dict", self._number):
             found.update(of_worker)
         return dict(sorted(found.items()))
 
@@ -378,6 +388,6 @@ class PipelineOptimizer:
     @off_loop("await optimizer.load_state_dict_async(...)")
     def load_state_dict(self, state: Mapping[int, dict[str, Any]]) -> None:
         """Loads a state that `state_dict` returned."""
-        self._runners.ask("optimizer_load_state_dict", self._number, dict(state))
+        self._pipeline._ask("optimizer_load_state_dict", self._number, dict(state))
 
     load_state_dict_async = async_form(load_state_dict)

@@ -1,7 +1,5 @@
 """The runner of a worker: holds the worker's stages of one pipeline, and executes the orders of the driver.
 
-`Runners` is the driver's connection to the runners of its pipeline.
-
 `RemoteStages` is GPipe through distributed autograd: the stages are remote references, and `autograd.backward` runs the
 backward. It follows torch's tutorial on pipelines over RPC: `remote` and `rpc_async` carry references from stage to
 stage, and `to_here` moves the tensors. It has no schedule: a worker computes micro-batches as they arrive, and all
@@ -11,7 +9,7 @@ backwards come after all forwards. `Pipeline` is faster, and has schedules that 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -236,32 +234,6 @@ class StageRunner:
             for parameter in stage.module.parameters():
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
-
-
-class Runners:
-    """One remote `StageRunner` per worker. The stages live as long as this object."""
-
-    def __init__(self, rrefs: Sequence[rpc.RRef[StageRunner]], timeout_s: float) -> None:
-        self._rrefs = list(rrefs)
-        self._timeout_s = timeout_s
-
-    def __len__(self) -> int:
-        return len(self._rrefs)
-
-    def __iter__(self) -> Iterator[rpc.RRef[StageRunner]]:
-        return iter(self._rrefs)
-
-    def ask(self, method: str, *args: object) -> list[Any]:
-        """Calls a method of all runners at the same time, with the same arguments; waits for the results."""
-        return self.ask_each(method, [args] * len(self._rrefs))
-
-    def ask_each(self, method: str, args: Sequence[tuple[object, ...]]) -> list[Any]:
-        """Calls a method of all runners at the same time, with other arguments for each; waits for the results."""
-        calls = [
-            getattr(rref.rpc_async(self._timeout_s), method)(*each)
-            for rref, each in zip(self._rrefs, args, strict=True)
-        ]
-        return rpc.wait_all(calls)
 
 
 class RemoteStages:

@@ -9,14 +9,14 @@ import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import rpcdist.rpc as rpc
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ConfigError, DeadlineExceeded, RpcdistError, WorkerLost
 from rpcdist.parallel.pipeline._schedules import Action, Schedule, forward_only, parse_action, schedule
 from rpcdist.parallel.pipeline._simulation import validate
-from rpcdist.parallel.pipeline._stage_runner import Runners
+from rpcdist.parallel.pipeline._stage_runner import StageRunner
 from rpcdist.parallel.pipeline._step_messages import (
     PipelineAborted,
     PipelineConfig,
@@ -107,74 +107,74 @@ def make_orders(
     ]
 
 
-# A runner ends the step at its timeout with an error that names the missing tensor. The driver waits longer to get it.
-
-
-def execute_step(config: PipelineConfig, runners: Runners, orders: Sequence[StepOrder]) -> list[StepReport]:
+def execute_step(
+    config: PipelineConfig, runners: Sequence[rpc.RRef[StageRunner]], orders: Sequence[StepOrder]
+) -> list[StepReport]:
     """Makes all runners execute their orders; returns their reports in the order of the workers.
 
     Raises:
         PipelineError: an action failed, or a worker.
         PipelineTimeout: the step did not end in time.
     """
-    return _Step(config, runners, orders[0].step).execute(orders)
+    step, timeout_s = orders[0].step, orders[0].timeout_s
+    # A runner ends the step at its timeout with an error that names the missing tensor. The driver waits longer for it.
+    limit_s = timeout_s + ANSWER_GRACE_S if math.isfinite(timeout_s) else 0
+    calls: list[rpc.Future[StepReport]] = []
+    try:
+        for runner, order in zip(runners, orders, strict=True):
+            calls.append(runner.rpc_async(limit_s).run(order))
+            calls[-1].is_quiet = True  # the driver reports only one error, perhaps that of another call
+        for done in rpc.as_completed(calls):
+            done.value()
+        return [call.value() for call in calls]
+    except Exception as exc:
+        error = _end_failed(config, runners, step, calls, exc)
+    except BaseException:
+        _end_failed(config, runners, step, calls, RpcdistError("the driver was interrupted"))
+        raise
+    raise error  # not in the `except` block: `from` would replace its `__cause__`, the remote traceback
 
 
-class _Step:
-    """The calls of one step."""
+def _end_failed(
+    config: PipelineConfig,
+    runners: Sequence[rpc.RRef[StageRunner]],
+    step: int,
+    calls: Sequence[rpc.Future[StepReport]],
+    exc: Exception,
+) -> Exception:
+    """Ends the step on all workers; returns the error that caused the others."""
+    aborts = [runner.rpc_async(CONNECTION_CLOSE_LIMIT_S).abort(step, str(exc)) for runner in runners]
+    for abort in aborts:
+        abort.is_quiet = True
+    deadline = Deadline.after(CONNECTION_CLOSE_LIMIT_S)
+    for call in [*aborts, *calls]:
+        with contextlib.suppress(Exception):
+            call.wait(deadline.wait_s())
+    errors = [exc, *(error for call in calls if call.done() and (error := call.exception()) is not None)]
+    stuck = [_stuck(config, worker, step) for worker, call in enumerate(calls) if not call.done()]
+    return min([*(_located(config, step, calls, error) for error in errors), *stuck], key=_rank)
 
-    def __init__(self, config: PipelineConfig, runners: Runners, step: int) -> None:
-        self._config = config
-        self._runners = runners
-        self._step = step
-        self._calls: list[rpc.Future[StepReport]] = []
 
-    def execute(self, orders: Sequence[StepOrder]) -> list[StepReport]:
-        limit_s = orders[0].timeout_s + ANSWER_GRACE_S if math.isfinite(orders[0].timeout_s) else 0
-        calls = self._calls
-        try:
-            for runner, order in zip(self._runners, orders, strict=True):
-                calls.append(runner.rpc_async(limit_s).run(order))
-                calls[-1].is_quiet = True  # the driver reports only one error, perhaps that of another call
-            for done in rpc.as_completed(calls):
-                done.value()
-            return [call.value() for call in calls]
-        except Exception as exc:
-            error = self._end_failed(exc)
-        except BaseException:
-            self._end_failed(RpcdistError("the driver was interrupted"))
-            raise
-        raise error  # not in the `except` block: `from` would replace its `__cause__`, the remote traceback
+def _located(
+    config: PipelineConfig, step: int, calls: Sequence[rpc.Future[StepReport]], error: BaseException
+) -> Exception:
+    """Returns the error if it names the place of the failure, otherwise an error that does."""
+    if isinstance(error, PipelineError):
+        return error
+    worker = next((at for at, call in enumerate(calls) if call.done() and call.exception() is error), None)
+    if worker is None:
+        return error if isinstance(error, Exception) else RpcdistError(str(error))
+    if isinstance(error, DeadlineExceeded):
+        return _stuck(config, worker, step)
+    located = PipelineError(*config.whole_step(worker, step), f"{type(error).__name__}: {error}")
+    located.__cause__ = error
+    return located
 
-    def _end_failed(self, exc: Exception) -> Exception:
-        """Ends the step on all workers; returns the error that caused the others."""
-        aborts = [runner.rpc_async(CONNECTION_CLOSE_LIMIT_S).abort(self._step, str(exc)) for runner in self._runners]
-        for abort in aborts:
-            abort.is_quiet = True
-        deadline = Deadline.after(CONNECTION_CLOSE_LIMIT_S)
-        for call in [*aborts, *self._calls]:
-            _settle(call, deadline)
-        errors = [exc, *(error for call in self._calls if call.done() and (error := call.exception()) is not None)]
-        stuck = [self._stuck(worker) for worker, call in enumerate(self._calls) if not call.done()]
-        return min([*map(self._located, errors), *stuck], key=_rank)
 
-    def _located(self, error: BaseException) -> Exception:
-        """Returns the error if it names the place of the failure, otherwise an error that does."""
-        if isinstance(error, PipelineError):
-            return error
-        worker = next((at for at, call in enumerate(self._calls) if call.done() and call.exception() is error), None)
-        if worker is None:
-            return error if isinstance(error, Exception) else RpcdistError(str(error))
-        if isinstance(error, DeadlineExceeded):
-            return self._stuck(worker)
-        located = PipelineError(*self._config.whole_step(worker, self._step), f"{type(error).__name__}: {error}")
-        located.__cause__ = error
-        return located
-
-    def _stuck(self, worker: int) -> PipelineTimeout:
-        """Makes the error for a worker that does not notice the end of the step."""
-        reason = "it is still busy with a forward or backward that takes too long"
-        return PipelineTimeout(*self._config.whole_step(worker, self._step), reason)
+def _stuck(config: PipelineConfig, worker: int, step: int) -> PipelineTimeout:
+    """Makes the error for a worker that does not notice the end of the step."""
+    reason = "it is still busy with a forward or backward that takes too long"
+    return PipelineTimeout(*config.whole_step(worker, step), reason)
 
 
 def _rank(error: Exception) -> int:
@@ -186,9 +186,3 @@ def _rank(error: Exception) -> int:
     if isinstance(error, PipelineError):
         return 1 if isinstance(error.__cause__, WorkerLost) else 0
     return 2
-
-
-def _settle(call: rpc.Future[Any], deadline: Deadline) -> None:
-    """Waits until a call has succeeded or failed, up to the deadline."""
-    with contextlib.suppress(Exception):
-        call.wait(deadline.wait_s())

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from rpcdist.deadline import Deadline
 from rpcdist.errors import DeadlineExceeded
@@ -42,14 +42,6 @@ from rpcdist.rpc._current import current_agent
 _engine: Final[Any] = Variable._execution_engine  # torch's stubs lack its methods
 
 
-@dataclass(slots=True)
-class _Graph:
-    """The ends of one micro-batch's graph; both lists have None for values without a gradient."""
-
-    inputs: list[Tensor | None]
-    outputs: list[GradientEdge | None]
-
-
 class Stage:
     """Runs forwards and backwards of one module, on the calling thread.
 
@@ -64,14 +56,17 @@ class Stage:
         self.index = index
         self.module = module
         self.device = device
-        self._graphs: dict[int, _Graph] = {}
+        # The ends of each micro-batch's graph, None for values without a gradient.
+        self._inputs: dict[int, list[Tensor | None]] = {}
+        self._outputs: dict[int, list[GradientEdge | None]] = {}
 
     def forward(self, microbatch: int, values: Sequence[object], *, with_grad: bool) -> object:
         """Returns the module's output for one micro-batch. Pass the values from which its backward starts to `keep`."""
         arguments = [self._own(value) for value in values]
         if with_grad:
-            inputs = [value if isinstance(value, Tensor) and value.requires_grad else None for value in arguments]
-            self._graphs[microbatch] = _Graph(inputs, [])
+            self._inputs[microbatch] = [
+                value if isinstance(value, Tensor) and value.requires_grad else None for value in arguments
+            ]
         return self.module(*arguments)
 
     def _own(self, value: object) -> object:
@@ -82,7 +77,7 @@ class Stage:
 
     def keep(self, microbatch: int, outputs: Sequence[object]) -> None:
         """Keeps the edges of the values from which the backward of a micro-batch starts."""
-        self._graphs[microbatch].outputs = [
+        self._outputs[microbatch] = [
             get_gradient_edge(value) if isinstance(value, Tensor) and value.requires_grad else None for value in outputs
         ]
 
@@ -93,23 +88,24 @@ class Stage:
             microbatch: its graph is dropped.
             gradients: one for each kept output; None for an output without a gradient.
         """
-        graph = self._graphs.pop(microbatch)
-        if len(gradients) != len(graph.outputs):
-            raise RuntimeError(f"{len(graph.outputs)} outputs were sent on, but {len(gradients)} gradients came back")
+        inputs, outputs = self._inputs.pop(microbatch), self._outputs.pop(microbatch)
+        if len(gradients) != len(outputs):
+            raise RuntimeError(f"{len(outputs)} outputs were sent on, but {len(gradients)} gradients came back")
         roots = [
             (edge, gradient.to(self.device, non_blocking=True))
-            for edge, gradient in zip(graph.outputs, gradients, strict=True)
+            for edge, gradient in zip(outputs, gradients, strict=True)
             if edge is not None and gradient is not None
         ]
         if roots:
             edges, values = zip(*roots, strict=True)
             # Like `torch.autograd.backward`, whose check of the shapes imports sympy; the engine checks them as well.
             _engine.run_backward(edges, values, False, False, (), allow_unreachable=True, accumulate_grad=True)
-        return [None if value is None else value.grad for value in graph.inputs]
+        return [None if value is None else value.grad for value in inputs]
 
     def drop_graphs(self) -> None:
         """Drops the graphs of a failed step."""
-        self._graphs.clear()
+        self._inputs.clear()
+        self._outputs.clear()
 
     def zero_grad(self) -> None:
         self.module.zero_grad(set_to_none=True)
@@ -155,9 +151,8 @@ class StepExecution:
             stage = self._stages[action.stage]
             values = self._needed(action)
             start_s = clock_s()
-            results = (
-                self._forward(stage, action, values) if action.kind == "F" else self._backward(stage, action, values)
-            )
+            compute = self._forward if action.kind == "F" else self._backward
+            results = compute(stage, action, values)
             end_s = clock_s()
             self._report.times.append((start_s, end_s))
             for tap in list(span_taps):
@@ -227,9 +222,10 @@ class StepExecution:
             self._mailbox.put(receiver, results)
             return
         worker = self._config.worker_index(receiver.stage)
-        values = [_converted(value, _without_graph) for value in results]
+        values = _converted(list(results), Tensor.detach)
         # The device maps of the options do not apply: the tensors go to the device of the next stage.
-        device_map = {device: self._config.devices[worker] for device in _devices_of(values)} or None
+        devices = {leaf.device for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and not leaf.is_cpu}
+        device_map = {device: self._config.devices[worker] for device in devices} or None
         arguments = (
             self._config.key,
             worker,
@@ -253,26 +249,9 @@ class StepExecution:
 
 def _converted(value: object, convert: Callable[[Tensor], Tensor]) -> object:
     """Returns the value with each of its tensors converted; they require gradients if the originals do."""
-    if isinstance(value, tuple | list):
-        return tuple(_converted(item, convert) for item in value)
-    return convert(value).requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
-
-
-def _without_graph(tensor: Tensor) -> Tensor:
-    return tensor.detach()
+    return tree_map_only(Tensor, lambda tensor: convert(tensor).requires_grad_(tensor.requires_grad), value)
 
 
 def _on_host(tensor: Tensor) -> Tensor:
     """Returns a copy on the CPU, without its graph; from a GPU, it is complete when the current stream is done."""
     return tensor.detach().to("cpu", non_blocking=True)
-
-
-def _devices_of(values: Sequence[object]) -> set[torch.device]:
-    """Returns the devices of tensors that are not on the CPU."""
-    found: set[torch.device] = set()
-    for value in values:
-        if isinstance(value, tuple | list):
-            found |= _devices_of(value)
-        elif isinstance(value, Tensor) and not value.is_cpu:
-            found.add(value.device)
-    return found
