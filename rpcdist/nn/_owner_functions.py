@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -119,19 +120,11 @@ def reduce_script_module(module: torch.jit.ScriptModule) -> tuple[Callable[[byte
 rpc.internal._internal_rpc_pickler._register_reducer(torch.jit.RecursiveScriptModule, reduce_script_module)
 
 
-class RemoteDevice(NamedTuple):
-    """A worker and one of its devices.
+def parse_remote_device(text: str) -> tuple[str | int | None, torch.device]:
+    """Parses a text such as `"trainer0/cuda:0"` or `"rank:0"`; the default device is the CPU.
 
-    Attributes:
-        on: name or rank of the worker; None for this worker.
-    """
-
-    on: str | int | None
-    device: torch.device
-
-
-def parse_remote_device(text: str) -> RemoteDevice:
-    """Parses a text such as `"trainer0/cuda:0"`. The default device is the CPU.
+    Returns:
+        The name or rank of the worker, None for this worker; and the device.
 
     Raises:
         ConfigError: (a ValueError) the text has another form.
@@ -140,32 +133,13 @@ def parse_remote_device(text: str) -> RemoteDevice:
     if not isinstance(text, str):
         raise TypeError(f"Invalid type for remote_device: {type(text).__name__}; write '<worker>/<device>'")
     worker, slash, device = text.partition("/")
-    if "/" in device or not worker or (slash and not device):
-        raise _unreadable(text)
-    if not slash and _is_device(worker):
-        return RemoteDevice(None, torch.device(worker))
-    return RemoteDevice(_worker_of(worker, text), torch.device(device or "cpu"))
-
-
-def _worker_of(worker: str, text: str) -> str | int:
-    word, colon, rank = worker.partition(":")
-    if not colon or word != "rank":
-        return worker
-    if not rank.isdecimal():
-        raise _unreadable(text)
-    return int(rank)
-
-
-def _is_device(text: str) -> bool:
-    try:
-        torch.device(text)
-    except RuntimeError:
-        return False
-    return True
-
-
-def _unreadable(text: str) -> ConfigError:
-    return ConfigError(
-        f"Could not parse remote_device: {text}. The valid format is '<workername>/<device>' or "
-        "'rank:<rank>/<device>' or '<device>'"
-    )
+    rank = worker.removeprefix("rank:") if worker.startswith("rank:") else None
+    if "/" in device or not worker or (slash and not device) or (rank is not None and not rank.isdecimal()):
+        raise ConfigError(
+            f"Could not parse remote_device: {text}. The valid format is '<workername>/<device>' or "
+            "'rank:<rank>/<device>' or '<device>'"
+        )
+    if not slash:
+        with suppress(RuntimeError):
+            return None, torch.device(worker)
+    return worker if rank is None else int(rank), torch.device(device or "cpu")

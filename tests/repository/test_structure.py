@@ -43,7 +43,7 @@ def test_a_folder_is_its_own_table_of_contents(folder: Path) -> None:
 
 
 def test_a_class_name_means_one_thing() -> None:
-    """In one file a class and its private base may share a name, as torch's `RemoteModule` and `_RemoteModule` do."""
+    """In one file a class and its private base may share a name."""
     where = defaultdict(set)
     for path in sources():
         for node in ast.walk(ast.parse(path.read_text())):

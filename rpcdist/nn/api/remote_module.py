@@ -120,7 +120,7 @@ def _forward(module_rref: RRef[nn.Module], device: str, has_device_map: bool, /,
     )
 
 
-def _reduce(module: _RemoteModule) -> tuple[Callable[..., _RemoteModule], tuple[Any, ...]]:
+def _reduce(module: RemoteModule) -> tuple[Callable[..., RemoteModule], tuple[Any, ...]]:
     """Pickles a handle for a call."""
     left = module.__dict__.keys() - {*_REMOTE_MODULE_PICKLED_ATTRIBUTES, *_OWN_METHODS, *nn.Module().__dict__}
     if left:
@@ -128,20 +128,47 @@ def _reduce(module: _RemoteModule) -> tuple[Callable[..., _RemoteModule], tuple[
     return _rebuild, (type(module), *(module.__dict__[name] for name in _REMOTE_MODULE_PICKLED_ATTRIBUTES))
 
 
-def _rebuild(cls: type[_RemoteModule], *attributes: Any) -> _RemoteModule:
+def _rebuild(cls: type[RemoteModule], *attributes: Any) -> RemoteModule:
     made = cls.__new__(cls)
     made.__dict__.update(zip(_REMOTE_MODULE_PICKLED_ATTRIBUTES, attributes, strict=True))
     made._install_methods()
     return made
 
 
-class _RemoteModule(nn.Module, Generic[P, R]):
-    """`RemoteModule`, with TorchScript at the owner on request. In this process it has no parameters and submodules.
+class RemoteModule(nn.Module, Generic[P, R]):
+    """A handle to a module that lives on another worker.
+
+        net = RemoteModule("ps0/cuda:0", nn.Linear, args=(20, 30))
+        out = net(torch.randn(8, 20))               # runs there; waits for the result
+        out = net.forward_async(torch.randn(8, 20)) # a future: wait for it, or await it
+
+    Inside `autograd.context()` gradients flow through it, and `DistributedOptimizer` takes its `remote_parameters()`.
+    A handle may be an argument or a result of calls: the receiver gets another handle to the same module. The module
+    lives as long as one of its handles.
+
+    As a submodule of a local module, it adds the remote state to that module's `state_dict`, follows its `train` and
+    `eval`, and adds nothing to its `parameters()`.
 
     Args:
-        remote_device, module_cls, args, kwargs: as for `RemoteModule`.
+        remote_device: `"name"`, `"name/cuda:0"` or `"rank:0/cpu"`: the worker, and one of its devices, by default the
+            CPU. Inputs are moved to the device; results come back on the CPU, unless `RpcOptions` has a device map for
+            this worker.
+        module_cls: the module's class, or a function that makes one; the owner must be able to import it.
+        args, kwargs: arguments of `module_cls`.
         _module_interface_cls: a class made with `torch.jit.interface`: TorchScript compiles the module at its
             owner. Python makes the calls in any case, so the handle itself cannot be compiled.
+
+    Attributes:
+        on: name or rank of the worker.
+        device: the module's device on that worker.
+        module_rref: the reference to the module.
+
+    Raises:
+        NotInitialized: before `init_rpc`.
+        ConfigError: (a ValueError) `remote_device` cannot be parsed.
+        UnknownWorker: there is no such worker.
+
+    If the module's constructor fails, the first use of the handle raises its error.
     """
 
     forward: Callable[P, R]
@@ -168,9 +195,9 @@ class _RemoteModule(nn.Module, Generic[P, R]):
     def _find_worker(self, remote_device: str) -> None:
         if not rpc.api._is_current_rpc_agent_set():
             raise NotInitialized("RemoteModule only works in RPC. Call rpcdist.rpc.init_rpc first.")
-        place = parse_remote_device(remote_device)
-        self.on: str | int = rpc.get_worker_info().name if place.on is None else place.on
-        self.device = str(place.device)
+        worker, device = parse_remote_device(remote_device)
+        self.on: str | int = rpc.get_worker_info().name if worker is None else worker
+        self.device = str(device)
         agent = rpc.api._get_current_rpc_agent()
         self.is_device_map_set = bool(agent._get_device_map(agent.get_worker_info(self.on)))
 
@@ -363,54 +390,13 @@ for _name, _empty in {
     "_non_persistent_buffers_set": frozenset(),
     "_load_state_dict_post_hooks": MappingProxyType({}),
 }.items():
-    setattr(_RemoteModule, _name, _empty)
+    setattr(RemoteModule, _name, _empty)
 
 for _name in REFUSED:
-    setattr(_RemoteModule, _name, _refusing(_name))
+    setattr(RemoteModule, _name, _refusing(_name))
 
 
-class RemoteModule(_RemoteModule[P, R]):
-    """A handle to a module that lives on another worker.
+rpc.internal._internal_rpc_pickler._register_reducer(RemoteModule, _reduce)
 
-        net = RemoteModule("ps0/cuda:0", nn.Linear, args=(20, 30))
-        out = net(torch.randn(8, 20))               # runs there; waits for the result
-        out = net.forward_async(torch.randn(8, 20)) # a future: wait for it, or await it
-
-    Inside `autograd.context()` gradients flow through it, and `DistributedOptimizer` takes its `remote_parameters()`.
-    A handle may be an argument or a result of calls: the receiver gets another handle to the same module. The module
-    lives as long as one of its handles.
-
-    As a submodule of a local module, it adds the remote state to that module's `state_dict`, follows its `train` and
-    `eval`, and adds nothing to its `parameters()`.
-
-    Args:
-        remote_device: `"name"`, `"name/cuda:0"` or `"rank:0/cpu"`: the worker, and one of its devices, by default the
-            CPU. Inputs are moved to the device; results come back on the CPU, unless `RpcOptions` has a device map for
-            this worker.
-        module_cls: the module's class, or a function that makes one; the owner must be able to import it.
-        args, kwargs: arguments of `module_cls`.
-
-    Attributes:
-        on: name or rank of the worker.
-        device: the module's device on that worker.
-        module_rref: the reference to the module.
-
-    Raises:
-        NotInitialized: before `init_rpc`.
-        ConfigError: (a ValueError) `remote_device` cannot be parsed.
-        UnknownWorker: there is no such worker.
-
-    If the module's constructor fails, the first use of the handle raises its error.
-    """
-
-    def __init__(
-        self,
-        remote_device: str,
-        module_cls: Callable[..., _HasForward[P, R]],
-        args: Sequence[Any] | None = None,
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> None:
-        super().__init__(remote_device, module_cls, args, kwargs)
-
-
-rpc.internal._internal_rpc_pickler._register_reducer(_RemoteModule, _reduce)
+_RemoteModule = RemoteModule
+"""torch's name of the class whose constructor has `_module_interface_cls`."""
