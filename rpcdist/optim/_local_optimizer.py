@@ -14,6 +14,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from rpcdist.autograd._interface import _retrieve_context
 from rpcdist.autograd._step_part import workers
@@ -55,7 +56,7 @@ class LocalOptimizer:
         ]
         self.optim = optimizer_class(resolved[0]["params"] if is_flat else resolved, *args, **kwargs)
         self._lock = lock
-        self._has_fused = has_fused(self.optim)
+        self._has_fused = type(self.optim) in _FUSED
         self._parameters: list[Tensor] = list(dict.fromkeys(p for group in resolved for p in group["params"]))
 
     def step(self, context_id: int, options: Sequence[Group] | None, hogwild: bool) -> bool:
@@ -177,13 +178,8 @@ def _gradients_of(context_id: int, parameters: Sequence[Tensor]) -> Sequence[Ten
 
 
 def _copied(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_copied(item) for item in value)
-    return value
+    """A copy of a state on the CPU."""
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), value)
 
 
 class OptimizerTable:
@@ -320,13 +316,8 @@ def decode_outcome(outcome: bytes) -> tuple[bool, int]:
     return kind == _STEPPED, number if kind == _FAILED else 0
 
 
-_CLASSES: Final = frozenset({torch.optim.Adam, torch.optim.AdamW})
+_FUSED: Final = frozenset({torch.optim.Adam, torch.optim.AdamW})
 _UNSET: Final = (("fused", None), ("foreach", None), ("capturable", False), ("differentiable", False))
-
-
-def has_fused(optim: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer is of a class that `fused_if_possible` knows."""
-    return type(optim) in _CLASSES
 
 
 @contextmanager
@@ -340,8 +331,7 @@ def fused_if_possible(optim: torch.optim.Optimizer, parameters: Sequence[Tensor]
     """
     groups: list[dict[str, Any]] = optim.param_groups
     if (
-        not has_fused(optim)
-        or any([group[name] is not unset for group in groups for name, unset in _UNSET])
+        any([group[name] is not unset for group in groups for name, unset in _UNSET])
         or not all(map(_is_fusable, parameters))
         or torch.get_default_dtype() is not torch.float32  # otherwise the dtype of the step count differs
     ):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import threading
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -139,23 +139,27 @@ def _stepped(call: OwnerCall, outcome: bytes | Exception, deadline: Deadline) ->
     return took_part
 
 
-def ask_owners_async(what: str, calls: Sequence[OwnerCall]) -> Future[list[Any]]:
-    """`ask_owners` as a future. Cancelling it cancels the calls that have not finished."""
+def ask_owners_async(what: str, calls: Sequence[OwnerCall], then: Callable[[list[Any]], None]) -> Future[None]:
+    """`ask_owners` as a future, which is done after `then` has got the results.
+
+    Cancelling it cancels the calls that have not finished.
+    """
     started = [_start(call) for call in calls]
     futures = [future for future in started if isinstance(future, Future)]
-    combined: Future[list[Any]] = Future(on_cancel=lambda: [future.cancel() for future in futures])
-    left = len(futures)
-    lock = threading.Lock()
+    combined: Future[None] = Future(on_cancel=lambda: [future.cancel() for future in futures])
+    num_done = itertools.count(1)
 
     def one_done(_: Future[Any] | None) -> None:
-        nonlocal left
-        with lock:
-            left -= 1
-            if left > 0:
-                return
+        if next(num_done) < len(futures):
+            return
         results = [_outcome_of(future.value) if isinstance(future, Future) else future for future in started]
         error = _error_in(what, calls, results)
-        combined._complete(results) if error is None else combined._fail(error)
+        if error is None:
+            try:
+                then(results)
+            except Exception as exc:
+                error = exc
+        combined._complete(None) if error is None else combined._fail(error)
 
     for future in futures:
         future.is_quiet = True  # its error is reported through the combined future

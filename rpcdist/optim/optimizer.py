@@ -177,20 +177,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         _is_valid_context(context_id)
         self._opt_called = True  # learning-rate schedulers want to know
         calls, sending = self._step_calls(context_id, hogwild)
-        asked = ask_owners_async(self._doing("step"), calls)
-        done: Future[None] = Future(on_cancel=asked.cancel)
-        asked.is_quiet = True
-
-        def all_done(_: Future[list[Any]]) -> None:
-            try:
-                self._stepped(context_id, asked.value(), sending)
-            except Exception as exc:
-                done._fail(exc)
-            else:
-                done._complete(None)
-
-        asked._when_done(all_done)
-        return done
+        return ask_owners_async(
+            self._doing("step"), calls, lambda took_part: self._stepped(context_id, took_part, sending)
+        )
 
     def _step_calls(self, context_id: int, hogwild: bool) -> tuple[list[OwnerCall], list[list[Group]]]:
         """The calls, and for each call the options that its groups will have afterwards."""

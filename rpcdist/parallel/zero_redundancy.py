@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import torch
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from rpcdist import collectives
 from rpcdist.collectives import ProcessGroup
@@ -136,7 +137,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             to: rank in the group.
         """
         _copy_options(self.param_groups, self.optim.param_groups)
-        own = _copy_to_cpu(self.optim.state_dict()["state"])
+        own = tree_map_only(  # on the CPU, as other ranks have other devices; a copy, as steps go on
+            torch.Tensor, lambda each: each.detach().to("cpu", copy=True), self.optim.state_dict()["state"]
+        )
         states: list[Any] | None = [None] * self.world_size if self.rank == to else None
         collectives.gather_object(own, states, group=self.process_group, group_dst=to)
         self._consolidated = states
@@ -217,14 +220,3 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 def _copy_options(sources: list[Group], targets: list[Group]) -> None:
     for source, target in zip(sources, targets, strict=True):
         target.update({name: value for name, value in source.items() if name != PARAMS})
-
-
-def _copy_to_cpu(value: Any) -> Any:
-    """Returns the value with its tensors copied to CPU memory: other ranks have other devices, and steps go on."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {name: _copy_to_cpu(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_copy_to_cpu(inner) for inner in value)
-    return value

@@ -11,6 +11,7 @@ from typing import Any, Generic, Literal, TypeVar
 import torch
 from torch import Tensor
 from torch.futures import Future
+from torch.utils._pytree import tree_map_only
 
 import rpcdist.rpc as rpc
 from rpcdist.errors import ConfigError, abridged
@@ -359,7 +360,7 @@ def new_embedding_shard(config: ShardConfig, shape: tuple[int, ...], dtype: torc
 
 
 def _watch_trainers(shard: ParameterShard) -> None:
-    """Has the shard told of workers that leave or are lost, as long as it lives."""
+    """Notifies the shard of workers that leave or are lost, as long as the shard lives."""
     known = weakref.ref(shard)
 
     def on_change(change: rpc.MembershipChange) -> None:
@@ -371,11 +372,8 @@ def _watch_trainers(shard: ParameterShard) -> None:
 
 def _copied(value: Any) -> Any:
     """A copy of a state on the CPU; sparse tensors, as SGD keeps them for sparse gradients, become dense."""
-    if isinstance(value, Tensor):
-        dense = value.to_dense() if value.is_sparse else value
-        return dense.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_copied(item) for item in value)
-    return value
+
+    def copied(tensor: Tensor) -> Tensor:
+        return (tensor.to_dense() if tensor.is_sparse else tensor).detach().to("cpu", copy=True)
+
+    return tree_map_only(Tensor, copied, value)
