@@ -22,7 +22,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any, Final
 
-from rpcdist.compat._replaced_names import ALIASES, LATE_VIEWS, MISSING, TAKES_GROUPS, VIEWS
+from rpcdist.compat._replaced_names import ALIASES, LATE_VIEWS, MISSING, TAKES_GROUPS, VIEWS, is_within
 from rpcdist.compat._views import install_late, install_views, own_names, refuse_torch_groups
 from rpcdist.errors import ConfigError
 
@@ -46,18 +46,15 @@ def install_aliases(table: Mapping[str, str], missing: Mapping[str, str]) -> Non
         setattr(importlib.import_module(parent), name, sys.modules[theirs])
 
 
-class _MissingModule(ModuleType):
+def _missing_module(theirs: str, advice: str) -> ModuleType:
     """A module of torch that rpcdist does not have; every use of it raises an error that names it."""
 
-    def __init__(self, theirs: str, advice: str) -> None:
-        super().__init__(theirs)
-        self.__path__: list[str] = []
-        self._advice = advice
+    def refuse(name: str) -> object:
+        raise AttributeError(f"rpcdist has nothing for {theirs}, which {name!r} should come from: {advice}")
 
-    def __getattr__(self, name: str) -> object:
-        raise AttributeError(
-            f"rpcdist has nothing for {self.__name__}, which {name!r} should come from: {self._advice}"
-        )
+    module = ModuleType(theirs)
+    vars(module).update(__path__=[], __getattr__=refuse)
+    return module
 
 
 class _AliasFinder(MetaPathFinder, Loader):
@@ -70,7 +67,7 @@ class _AliasFinder(MetaPathFinder, Loader):
 
     def our_name(self, name: str) -> str | None:
         """The name of our module for one of torch's, or None if the name is not in the table."""
-        fitting = [theirs for theirs in self._table if name == theirs or name.startswith(f"{theirs}.")]
+        fitting = [theirs for theirs in self._table if is_within(name, theirs)]
         if not fitting:
             return None
         longest = max(fitting, key=len)
@@ -90,7 +87,7 @@ class _AliasFinder(MetaPathFinder, Loader):
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         advice, ours = self._advice(spec.name), self.our_name(spec.name)
         if advice is not None or ours is None:
-            return _MissingModule(spec.name, advice or "")
+            return _missing_module(spec.name, advice or "")
         module = importlib.import_module(ours)  # under its own name
         # The import system writes torch's name into the module that it is given; `exec_module` takes that back.
         self._true_specs[spec.name] = module.__spec__
@@ -102,8 +99,7 @@ class _AliasFinder(MetaPathFinder, Loader):
 
     def _advice(self, name: str) -> str | None:
         """The advice for a module that rpcdist does not have; None for other modules."""
-        found = [advice for gone, advice in self._missing.items() if name == gone or name.startswith(f"{gone}.")]
-        return found[0] if found else None
+        return next((advice for gone, advice in self._missing.items() if is_within(name, gone)), None)
 
 
 def _is_there(module: str) -> bool:

@@ -14,7 +14,7 @@ from functools import cache
 from types import ModuleType
 from typing import Final
 
-from rpcdist.compat._replaced_names import ALIASES, REFUSED, VIEWS
+from rpcdist.compat._replaced_names import ALIASES, REFUSED, VIEWS, is_within
 
 _MODULES: Final = {theirs: ours.split() for theirs, ours in (VIEWS | ALIASES).items()}
 """torch's modules, and ours that have their names."""
@@ -55,16 +55,16 @@ class Meaning:
 def meaning_of(name: str) -> Meaning:
     """The meaning of a full name such as `torch.distributed.rpc.api.remote`; accepts any name."""
     for theirs, ours in _CLASSES.items():
-        if _is_within(name, theirs):
+        if is_within(name, theirs):
             return Meaning(ours + name.removeprefix(theirs), ours.rpartition(".")[0])
     for refused, advice in REFUSED.items():
-        if _is_within(name, refused):
+        if is_within(name, refused):
             return Meaning(advice=f"stays torch's, and {advice}")
-    if _is_within(name, "torch.distributed.checkpoint"):
+    if is_within(name, "torch.distributed.checkpoint"):
         return Meaning(advice=f"stays torch's, and {_CHECKPOINT}")
-    if any(_is_within(name, f"torch.distributed.{module}") for module in _STAYS):
+    if any(is_within(name, f"torch.distributed.{module}") for module in _STAYS):
         return Meaning()
-    fitting = [theirs for theirs in _MODULES if _is_within(name, theirs)]
+    fitting = [theirs for theirs in _MODULES if is_within(name, theirs)]
     if not fitting:
         return Meaning()
     theirs = max(fitting, key=len)
@@ -77,10 +77,6 @@ def meaning_of(name: str) -> Meaning:
         if (found := _find(module, rest)) is not None:
             return Meaning(f"{module}.{rest}", found)
     return Meaning() if is_part else Meaning(advice="rpcdist has nothing of this name (docs/coming_from_torch.md)")
-
-
-def _is_within(name: str, outer: str) -> bool:
-    return name == outer or name.startswith(f"{outer}.")
 
 
 def _find(module: str, names: str) -> str | None:

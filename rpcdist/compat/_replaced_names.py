@@ -93,9 +93,14 @@ TAKES_GROUPS: Final = {
 """Refused functions of these and other modules: they take or make groups or meshes of torch."""
 
 
+def is_within(name: str, outer: str) -> bool:
+    """Whether a full name is that of a module, class or function, or of something in it."""
+    return name == outer or name.startswith(f"{outer}.")
+
+
 def advice_against(module: str) -> str | None:
     """The advice for a program that imports a module of torch's; None for modules that may be imported."""
     for refused, advice in REFUSED.items():
-        if module == refused or module.startswith(f"{refused}."):
+        if is_within(module, refused):
             return f"rpcdist.compat cannot replace {refused}, which {advice}; and run the program without compat"
     return None
