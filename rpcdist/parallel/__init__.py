@@ -57,8 +57,8 @@ __all__ = [
     "zero_redundancy",
 ]
 
-# The module of each name; None for a submodule.
-_HOMES: dict[str, str | None] = {
+# The modules of names that are not submodules.
+_HOMES = {
     "DiLoCoOptimizer": "rpcdist.parallel.diloco",
     "DistributedDataParallel": "rpcdist.parallel.distributed",
     "ElasticDataParallel": "rpcdist.parallel.elastic",
@@ -71,28 +71,16 @@ _HOMES: dict[str, str | None] = {
     "SyncBatchNorm": "rpcdist.parallel.sync_batch_norm",
     "TensorPart": "rpcdist.parallel.published",
     "ZeroRedundancyOptimizer": "rpcdist.parallel.zero_redundancy",
-    "algorithms": None,
-    "comm_hooks": None,
-    "diloco": None,
-    "distributed": None,
-    "elastic": None,
-    "model_averaging": None,
-    "parameter_server": None,
-    "pipeline": None,
-    "published": None,
-    "sync_batch_norm": None,
-    "zero_redundancy": None,
 }
 
 
 def __getattr__(name: str) -> object:
     """Imports what `name` needs, at its first use."""
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module 'rpcdist.parallel' has no attribute {name!r}")
-    home = _HOMES[name]
-    if home is None:
-        return importlib.import_module(f"rpcdist.parallel.{name}")
-    return getattr(importlib.import_module(home), name)
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    return importlib.import_module(f"rpcdist.parallel.{name}")
 
 
 def __dir__() -> list[str]:

@@ -134,7 +134,7 @@ class Join:
 
     @staticmethod
     def notify_join_context(joinable: Joinable) -> Work | None:
-        """Tells the other ranks that this rank begins another iteration. Call it before an iteration's communication.
+        """Announces another iteration of this rank. Call it before the iteration's communication.
 
         Returns:
             Work whose result is one tensor, the number of ranks that began an iteration; None if the joinable is not

@@ -84,7 +84,6 @@ powerSGD_hook: CommHook
 _OF_TORCH: Final = "torch.distributed.algorithms.ddp_comm_hooks"
 _HOMES: Final = {
     "PostLocalSGDState": f"{_OF_TORCH}.post_localSGD_hook",
-    "PowerSGDState": "rpcdist.parallel.comm_hooks",
     "post_localSGD_hook": f"{_OF_TORCH}.post_localSGD_hook",
     "powerSGD_hook": f"{_OF_TORCH}.powerSGD_hook",
 }

@@ -143,7 +143,7 @@ class ElasticDataParallel(nn.Module):
         self._is_new = True
         self._failure: CollectiveError | None = None
         self._num_timeouts = 0
-        self._looked_at_s = 0.0
+        self._checked_at_s = 0.0
         self._elastic = ElasticGroup(
             store,
             num_ranks=num_ranks,
@@ -194,8 +194,8 @@ class ElasticDataParallel(nn.Module):
     def _current_group(self) -> ProcessGroup:
         """Returns the group, formed again if it has failed or a process wants to join."""
         now = time.monotonic()
-        if self._group is not None and self._failure is None and now - self._looked_at_s > STORE_CHECK_INTERVAL_S:
-            self._looked_at_s = now
+        if self._group is not None and self._failure is None and now - self._checked_at_s > STORE_CHECK_INTERVAL_S:
+            self._checked_at_s = now
             if self._elastic.others_wait():
                 self._group = None
         while self._group is None or self._failure is not None:

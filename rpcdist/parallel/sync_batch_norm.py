@@ -44,20 +44,10 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         """
         self._check_input_dim(input)
         self._check_non_zero_input_channels(input)
-        momentum = self._count_batch()
         group = self._group()
         if group is None or group.size() == 1:
-            tracked = not self.training or self.track_running_stats
-            return F.batch_norm(
-                input,
-                self.running_mean if tracked else None,
-                self.running_var if tracked else None,
-                self.weight,
-                self.bias,
-                self.training or (self.running_mean is None and self.running_var is None),
-                momentum,
-                self.eps,
-            )
+            return nn.modules.batchnorm._BatchNorm.forward(self, input)
+        momentum = self._count_batch()
         outputs: tuple[torch.Tensor, ...] = _Normalise.apply(input, self.weight, self.bias, self.eps, group)  # type: ignore[no-untyped-call]  # torch's method
         output, mean, variance = outputs
         self._track(mean, variance, momentum)
@@ -65,7 +55,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
     def _count_batch(self) -> float:
         """Counts a training batch; returns its weight in the running statistics."""
-        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
+        if self.track_running_stats and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
             if self.momentum is None:
                 return 1.0 / float(self.num_batches_tracked)

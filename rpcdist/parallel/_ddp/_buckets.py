@@ -153,7 +153,7 @@ class DenseBucket:
     def __init__(self, number: int, members: Sequence[Trained], flat: bool) -> None:
         self.number = number
         self.members = list(members)
-        self.flat = flat = flat or members[0].tensor.is_cuda
+        flat = flat or members[0].tensor.is_cuda
         self.runs: list[torch.Tensor] = []
         self.packed = [member for member in members if flat or member.tensor.nbytes < OWN_BYTES]
         self._own = [member for member in members if not flat and member.tensor.nbytes >= OWN_BYTES]
@@ -170,24 +170,11 @@ class DenseBucket:
         """The flat tensor of the packed gradients, allocated at the first use."""
         if self._buffer is None:
             parameter = self.packed[0].tensor
-            numel = sum(member.tensor.numel() for member in self.packed)
-            self.use_buffer(torch.zeros(numel, dtype=parameter.dtype, device=parameter.device))
-        assert self._buffer is not None
+            counts = [member.tensor.numel() for member in self.packed]
+            self._buffer = torch.zeros(sum(counts), dtype=parameter.dtype, device=parameter.device)
+            parts = zip(self._buffer.split(counts), self.packed, strict=True)
+            self._views = [view_like(part, member.tensor) for part, member in parts]
         return self._buffer
-
-    def use_buffer(self, buffer: torch.Tensor) -> None:
-        """Sets the flat tensor into which gradients are packed."""
-        self._buffer = buffer
-        counts = [member.tensor.numel() for member in self.packed]
-        parts = zip(buffer.split(counts), self.packed, strict=True)
-        self._views = [view_like(part, member.tensor) for part, member in parts]
-
-    @property
-    def views(self) -> list[torch.Tensor]:
-        """Views of the packed gradients in the shapes of their parameters."""
-        if self._buffer is None:
-            _ = self.buffer
-        return self._views
 
     # ------------------------------------------------------------ from gradients to runs
 
@@ -199,17 +186,16 @@ class DenseBucket:
             in_place: whether the reduction may overwrite gradients.
         """
         with torch.no_grad():
-            if self.packed:
-                self._pack([gradient_of(member) for member in self.packed])
             self._reduced.clear()
             self.runs = [self._own_run(member, gradient_of(member), in_place) for member in self._own]
             if self.packed:
                 self.runs.append(self.buffer)
+                self._pack([gradient_of(member) for member in self.packed])
         return self.runs
 
     def _pack(self, gradients: Sequence[torch.Tensor | None]) -> None:
         targets, sources = [], []
-        for view, gradient in zip(self.views, gradients, strict=True):
+        for view, gradient in zip(self._views, gradients, strict=True):
             if gradient is None:
                 view.zero_()
             elif gradient.data_ptr() != view.data_ptr() or gradient.stride() != view.stride():

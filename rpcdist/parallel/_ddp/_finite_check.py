@@ -51,8 +51,8 @@ class FiniteCheck:
         if self._mode == "never":
             return
         if runs[0].is_cuda:
-            looked_at = runs if self._mode == "all" else [run[:PROBE_ELEMENTS] for run in runs]
-            flags = [torch.isfinite(part).all() for part in looked_at]
+            examined = runs if self._mode == "all" else [run[:PROBE_ELEMENTS] for run in runs]
+            flags = [torch.isfinite(part).all() for part in examined]
             self._on_gpu.append((torch.stack(flags).all(), [name for name, _ in named()]))
         elif not self._are_fine(runs):
             names = (name for name, gradient in named() if not bool(torch.isfinite(_values(gradient)).all()))
@@ -91,19 +91,19 @@ class FiniteCheck:
         self._num_found += 1
         if self._num_found & (self._num_found - 1):
             return
-        culprits: list[Any] = [[] for _ in range(self._group.size())]
+        everyone: list[Any] = [[] for _ in range(self._group.size())]
         if self._results_are_equal:
-            collectives.all_gather_object(culprits, mine, group=self._group)
+            collectives.all_gather_object(everyone, mine, group=self._group)
         else:
-            culprits[self._group.rank()] = mine
-        told = "; ".join(
+            everyone[self._group.rank()] = mine
+        culprits = "; ".join(
             f"rank {self._group.world_rank(rank)} contributed NaN or infinity to {list_names(names)}"
-            for rank, names in enumerate(culprits)
+            for rank, names in enumerate(everyone)
             if names
         )
         warnings.warn(
             f"the gradients of iteration {iteration} are not finite after the reduction, so all ranks are affected: "
-            f"{told or 'each contribution was finite, so their sum has overflowed'}. Check the loss on that rank.",
+            f"{culprits or 'each contribution was finite, so their sum has overflowed'}. Check the loss on that rank.",
             NonFiniteGradients,
             stacklevel=2,
         )

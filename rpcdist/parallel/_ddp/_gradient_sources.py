@@ -7,7 +7,7 @@ classes `OrdinaryPass`, `DistributedPass` and `NoPass` have the same methods, an
 whether a reduction may overwrite their gradients.
 
 A pass of `torch.autograd.grad` looks like a backward pass to every hook until its end, but adds to no `.grad`. Only
-torch's engine knows: it tells of each node whether the running pass executes it.
+torch's engine knows, for each node, whether the running pass executes it.
 
 Optimizers may step while the pass runs. `torch.distributed.optim._apply_optimizer_in_backward` gives parameters their
 own optimizers, with hooks that step as soon as a gradient exists, which is only this rank's gradient. These hooks are

@@ -62,17 +62,6 @@ _IN_PASS = {IDLE: PASSING, ARMED: ENTERED, PARTIAL: AVERAGING}
 _OUT_OF_PASS = {inside: outside for outside, inside in _IN_PASS.items()}
 
 
-class Outputs(Enum):
-    """How backward passes reach the parameters, as far as hooks can see."""
-
-    UNSEEN = "the forward pass returned no tensor with a graph"
-    WATCHED = "a pass of its loss goes through the outputs"
-    DIFFERENTIATED = "gradients of the outputs have a graph, whose passes may avoid the outputs"
-
-
-UNSEEN, WATCHED, DIFFERENTIATED = Outputs
-
-
 class UnexpectedGradient(Exception):
     """A parameter got a gradient that the rules do not allow.
 
@@ -114,7 +103,10 @@ class IterationState:
         self._rule = rule
         self._skips_unused = skips_unused
         self._all = frozenset(range(count))
-        self._outputs = UNSEEN
+        # How passes reach the parameters, as far as hooks can see: "unseen" if the forward pass returned no tensor with
+        # a graph; "watched" if passes of its loss go through the outputs; "differentiated" if gradients of the outputs
+        # have a graph, whose passes may avoid the outputs.
+        self._outputs: Literal["unseen", "watched", "differentiated"] = "unseen"
         self._pass = 0  # the number of the last backward pass
         self._has_reached = False  # whether that pass is known to belong to the forward pass
         # Of missing gradients in this iteration; "needless" if iterations are known to take several backward passes.
@@ -188,7 +180,7 @@ class IterationState:
 
     def takes(self, syncs: bool) -> bool:
         """Whether a gradient that arrives now belongs to an iteration."""
-        return self.phase not in (IDLE, AWAITED) or (self._outputs is DIFFERENTIATED and syncs)
+        return self.phase not in (IDLE, AWAITED) or (self._outputs == "differentiated" and syncs)
 
     # ------------------------------------------------------------ forward passes
 
@@ -202,7 +194,7 @@ class IterationState:
             self.num_unused_forwards += 1
         else:
             self.iteration += 1
-        self._outputs = WATCHED if watched else UNSEEN
+        self._outputs = "watched" if watched else "unseen"
         self._open(ARMED)
 
     def reopen(self) -> None:
@@ -225,8 +217,8 @@ class IterationState:
     def pause(self) -> None:
         """Notes a forward pass that does not synchronise, whose gradients belong to no iteration."""
         self.phase = _OUT_OF_PASS.get(self.phase, self.phase)
-        if self._outputs is DIFFERENTIATED:
-            self._outputs = WATCHED
+        if self._outputs == "differentiated":
+            self._outputs = "watched"
 
     def mirror(self) -> list[int]:
         """Opens an iteration without gradients of this rank; returns the buckets to reduce before its end."""
@@ -240,7 +232,7 @@ class IterationState:
     def reach(self, builds_graph: bool) -> None:
         """Notes that a pass has reached the outputs of the forward pass; it may build a graph (`create_graph=True`)."""
         if builds_graph:
-            self._outputs = DIFFERENTIATED
+            self._outputs = "differentiated"
         self._has_reached = True
 
     def begin_pass(self, due: Iterable[int]) -> int:
@@ -255,7 +247,7 @@ class IterationState:
             for index in self._unused:
                 self._num_missing[self._bucket_of[index]] -= 1
         self.phase = _IN_PASS.get(self.phase, self.phase)
-        self._has_reached = self._outputs is not WATCHED
+        self._has_reached = self._outputs != "watched"
         self._pass += 1
         return self._pass
 
@@ -341,7 +333,7 @@ class IterationState:
         self._unused_before = unused
 
     def owes_notice(self) -> bool:
-        """Whether to tell the other ranks now that gradients are missing: once, if no other pass is expected."""
+        """Whether to notify the other ranks now of missing gradients: once, if no other pass is expected."""
         if self.phase is not PARTIAL or self.ends_with_pass or self._notice != "due":
             return False
         self._notice = "posted"

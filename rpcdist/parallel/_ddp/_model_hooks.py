@@ -1,6 +1,6 @@
 """Hooks of a data parallel model: those of its parameters, and the user's hook of its buffers.
 
-The hooks of parameters tell the reducer when a gradient is ready, after the user's hooks have changed it. They hold a
+The hooks of parameters notify the reducer when a gradient is ready, after the user's hooks have changed it. They hold a
 weak reference to the reducer, because the parameters may outlive the data parallel model.
 
 The gradients of delayed parameters are reduced together, when the gradient of a chosen parameter is ready.

@@ -415,7 +415,7 @@ class Reducer:
         )
 
     def _giving_up(self, error: DataParallelError) -> DataParallelError:
-        """Tells the other ranks of an error, since they may wait for this rank's next reduction."""
+        """Notifies the other ranks of an error, since they may wait for this rank's next reduction."""
         self.error = str(error)
         self._reductions.post_notice(self.iteration, f"has given up iteration {self.iteration}: {error}", is_final=True)
         return error
@@ -467,9 +467,9 @@ class Reducer:
         self.num_buckets_reduced = len(state.reduced)
         self.done_ns = time.time_ns()
         if span_taps and self.first_gradient_ns:
-            self._tell_times()
+            self._report_times()
 
-    def _tell_times(self) -> None:
+    def _report_times(self) -> None:
         """Reports when gradients were computed in this iteration, and when it ended."""
         shift_s = time.monotonic() - time.time()
         ends_ns = {"gradients": self.computed_ns, "iteration": self.done_ns}
