@@ -302,7 +302,6 @@ class StoredEntries:
             raise CheckpointError(f"{text}: {own_shortage(exc) or why}") from exc
 
     def _empty(self, key: str) -> Tensor:
-        """A tensor for an entry, on the CPU."""
         found = self._metadata.state_dict_metadata.get(key)
         if not isinstance(found, TensorStorageMetadata):
             raise CheckpointError(f"the checkpoint's structure names a tensor {key!r} that it does not have")

@@ -97,13 +97,7 @@ _SCOPES = (*_FUNCTIONS, *_COMPREHENSIONS, ast.ClassDef)
 
 @dataclass(frozen=True, eq=False)
 class Import:
-    """A name that an import binds.
-
-    Attributes:
-        means: the full name of the imported object.
-        local: the name in the program.
-        alias: the part of the statement that binds it.
-    """
+    """A name that an import binds: `means` the full name of an object, and `local` in the program."""
 
     means: str
     local: str
@@ -124,12 +118,7 @@ class Scope:
 
 @dataclass(frozen=True)
 class Use:
-    """A use of an imported name, with the attributes that the program reads from it.
-
-    Attributes:
-        written: the text in the program, `dist.ReduceOp.SUM`.
-        means: the full name, `torch.distributed.ReduceOp.SUM`.
-    """
+    """A use of an imported name: `written` as `dist.ReduceOp.SUM`, it `means` `torch.distributed.ReduceOp.SUM`."""
 
     node: ast.expr
     written: str

@@ -190,7 +190,6 @@ class _Porting:
             self._added[statement].append(f"{line}  {said}" if said else line)
 
     def _target(self, module: str, alias: ast.alias) -> tuple[str, str]:
-        """The module to import a name from, and its name there."""
         ours = self._meaning(f"{module}.{alias.name}", alias).ours
         if ours is None:
             return module, alias.name

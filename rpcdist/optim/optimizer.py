@@ -301,5 +301,4 @@ _watched_step: Callable[[DistributedOptimizer, int, bool], None] = torch.optim.O
 
 
 def _groups_at(shard: Shard, groups: list[Group]) -> list[Group]:
-    """The groups of one owner, with the options that the user gave."""
     return [{**groups[index], "params": params} for index, params in zip(shard.groups, shard.params, strict=True)]

@@ -171,7 +171,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return [number for number, each in enumerate(self._all_parameters()) if self._owners[each] == rank]
 
     def _numbered_groups(self) -> list[Group]:
-        """Returns the groups with numbers instead of parameters."""
         numbered, start = [], 0
         for group in self.param_groups:
             numbered.append({**group, PARAMS: list(range(start, start + len(group[PARAMS])))})

@@ -106,7 +106,6 @@ class _HasForward(Protocol[P, R_co]):
 def _forward_async(
     module_rref: RRef[nn.Module], device: str, has_device_map: bool, /, *args: Any, **kwargs: Any
 ) -> Future[Any]:
-    """Calls the module at its owner; returns a future of the result."""
     return rpc.rpc_async(
         module_rref.owner(), _owner_functions.forward, args=(module_rref, device, has_device_map, args, kwargs)
     )
@@ -114,14 +113,12 @@ def _forward_async(
 
 @off_loop("await module.forward_async(...)", "RemoteModule.forward")
 def _forward(module_rref: RRef[nn.Module], device: str, has_device_map: bool, /, *args: Any, **kwargs: Any) -> Any:
-    """Calls the module at its owner, and waits for the result."""
     return rpc.rpc_sync(
         module_rref.owner(), _owner_functions.forward, args=(module_rref, device, has_device_map, args, kwargs)
     )
 
 
 def _reduce(module: RemoteModule) -> tuple[Callable[..., RemoteModule], tuple[Any, ...]]:
-    """Pickles a handle for a call."""
     left = module.__dict__.keys() - {*_REMOTE_MODULE_PICKLED_ATTRIBUTES, *_OWN_METHODS, *nn.Module().__dict__}
     if left:
         logger.warning("these attributes of a RemoteModule are not sent: %s", ", ".join(sorted(left)))

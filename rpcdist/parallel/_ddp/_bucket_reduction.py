@@ -86,11 +86,7 @@ class BucketReductions:
     def reduce(
         self, bucket: Bucket, gradient_of: GradientOf, *, in_place: bool, is_last: bool, asynchronous: bool
     ) -> None:
-        """Starts the reduction of a bucket.
-
-        Args:
-            in_place: whether the reduction may overwrite gradients.
-        """
+        """Starts the reduction of a bucket, which may overwrite gradients if it is `in_place`."""
         if span_taps:
             self._began[bucket.number] = time.monotonic()
         try:

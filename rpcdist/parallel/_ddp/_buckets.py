@@ -179,12 +179,7 @@ class DenseBucket:
     # ------------------------------------------------------------ from gradients to runs
 
     def gather(self, gradient_of: Callable[[Trained], torch.Tensor | None], in_place: bool) -> list[torch.Tensor]:
-        """Returns the flat tensors to reduce.
-
-        Args:
-            gradient_of: returns a member's gradient, or None, which counts as zero.
-            in_place: whether the reduction may overwrite gradients.
-        """
+        """Returns the flat tensors to reduce; a missing gradient is zeros. `in_place` allows to overwrite others."""
         with torch.no_grad():
             self._reduced.clear()
             self.runs = [self._own_run(member, gradient_of(member), in_place) for member in self._own]
@@ -223,11 +218,7 @@ class DenseBucket:
     # ------------------------------------------------------------ from runs to gradients
 
     def scatter(self, deliver: Callable[[list[Trained], list[torch.Tensor], bool], None]) -> None:
-        """Delivers the reduced gradients, and drops the runs.
-
-        Args:
-            deliver: gets members, their gradients, and whether these stay valid when the next iteration begins.
-        """
+        """Delivers the reduced gradients, with whether they stay valid in the next iteration, and drops the runs."""
         reduced, self._reduced, self.runs = self._reduced, [], []
         if self._own:
             deliver(self._own, reduced, True)

@@ -153,14 +153,7 @@ def refuse_complex(hook: object, dtypes: Iterable[torch.dtype]) -> None:
 
 
 class RegisteredHook(NamedTuple):
-    """A registered hook.
-
-    Attributes:
-        hook: see `DistributedDataParallel.register_comm_hook`.
-        state: first argument of the hook.
-        leaves_equal_bits: whether the hook is known to leave the same bits on all ranks.
-        name: the name of the hook that the program registered, for people.
-    """
+    """A hook with its state; `leaves_equal_bits` if it is known to leave the same bits on all ranks."""
 
     hook: CommHook
     state: object

@@ -36,11 +36,7 @@ from rpcdist.parallel._ddp._tensor_tree import find_tensors
 
 
 class OrdinaryPass:
-    """`loss.backward()`.
-
-    Args:
-        view: whether `.grad` may be a view of a bucket, which the next iteration overwrites.
-    """
+    """`loss.backward()`; with `view`, `.grad` may be a view of a bucket, which the next iteration overwrites."""
 
     lends: Final = True
 
@@ -52,11 +48,7 @@ class OrdinaryPass:
         return member.tensor.grad
 
     def deliver(self, members: list[Trained], reduced: list[torch.Tensor], lasting: bool) -> None:
-        """Stores reduced gradients.
-
-        Args:
-            lasting: whether the tensors may be kept; otherwise the next iteration overwrites them.
-        """
+        """Stores reduced gradients; unless they are `lasting`, the next iteration overwrites the tensors."""
         keep = lasting or self._view
         targets, sources = [], []
         for member, tensor in zip(members, reduced, strict=True):
@@ -123,11 +115,9 @@ class DistributedPass:
 
 
 class NoPass:
-    """The source of a rank without inputs, while it mirrors the others; see `Reducer.shadow`.
+    """The source of a rank without inputs, while it mirrors the others, whose reductions replace its `.grad`.
 
-    Args:
-        parameters: the parameters whose gradients are saved.
-        view: whether gradients are views of buckets, which the reductions overwrite.
+    With `view`, gradients are views of buckets, which the reductions overwrite.
     """
 
     lends: Final = False
@@ -180,11 +170,7 @@ def in_distributed_context() -> bool:
 
 
 def watch_outputs(value: object, reached: Callable[[], None]) -> bool:
-    """Calls a function, on the engine's thread, when a pass reaches tensors in a value.
-
-    Returns:
-        Whether the value has such tensors.
-    """
+    """Calls a function, on the engine's thread, when a pass reaches tensors in a value; returns whether it has some."""
     nodes = {tensor.grad_fn for tensor in find_tensors(value)} - {None}
     for node in nodes:
         node.register_prehook(partial(_reached, reached))  # type: ignore[union-attr]

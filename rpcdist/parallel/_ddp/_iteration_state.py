@@ -120,11 +120,7 @@ class IterationState:
         self.use_buckets([range(count)], keeps_last=True)
 
     def use_buckets(self, buckets: Sequence[Iterable[int]], keeps_last: bool) -> None:
-        """Sets the buckets of later reductions.
-
-        Args:
-            keeps_last: whether the last bucket is reduced only at the end of the iteration.
-        """
+        """Sets the buckets of later reductions; with `keeps_last`, the end of the iteration reduces the last one."""
         self._buckets = [frozenset(bucket) for bucket in buckets]
         self._bucket_of = {index: number for number, bucket in enumerate(self._buckets) for index in bucket}
         self._num_early = len(self._buckets) - keeps_last
@@ -185,11 +181,7 @@ class IterationState:
     # ------------------------------------------------------------ forward passes
 
     def arm(self, watched: bool) -> None:
-        """Opens an iteration after a forward pass that synchronises.
-
-        Args:
-            watched: whether passes go through the outputs of the forward pass.
-        """
+        """Opens an iteration after a forward pass that synchronises, and whose outputs may be `watched`."""
         if self.phase.is_open:
             self.num_unused_forwards += 1
         else:
@@ -299,11 +291,7 @@ class IterationState:
         return self.phase.in_pass and number == self._pass
 
     def end_pass(self, number: int) -> bool:
-        """Ends a backward pass and those nested in it; returns whether the iteration ends with it.
-
-        Args:
-            number: the number of the pass; a pass that has already ended has no effect.
-        """
+        """Ends a backward pass, unless it has ended, and those nested in it; returns whether the iteration ends."""
         if not self.runs(number):
             return False
         self.phase = _OUT_OF_PASS[self.phase]
@@ -358,8 +346,7 @@ class IterationState:
     def finish(self, awaits: bool = False) -> list[int]:
         """Closes the iteration, which has all gradients; returns the buckets that are not reduced yet.
 
-        Args:
-            awaits: whether the iteration then waits for the program to end it.
+        With `awaits`, the iteration then waits for the program to end it.
         """
         if self._notice == "posted":
             self._notice = "needless"

@@ -79,7 +79,6 @@ def _encode(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _average_into(rows: torch.Tensor, messages: Sequence[torch.Tensor]) -> None:
-    """Replaces the numbers by the averages of the messages."""
     parts = [_blocks(rows, *_decoded(message, rows)) for message in messages]
     for ranks in zip(*parts, strict=True):
         total = ranks[0][0].zero_()

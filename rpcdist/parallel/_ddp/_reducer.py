@@ -286,7 +286,6 @@ class Reducer:
 
     @begins_traceback
     def _pass_ended(self, number: int) -> None:
-        """Ends a backward pass and those nested in it."""
         with self._lock:
             if not self._state.runs(number):  # a forward pass inside it has ended it
                 return
@@ -407,7 +406,6 @@ class Reducer:
             self.first_gradient_ns = time.time_ns()
 
     def _refusal(self, unexpected: UnexpectedGradient) -> DataParallelError:
-        """Makes the error for an unexpected gradient."""
         return self._giving_up(
             unexpected_gradient(
                 unexpected, self.parameters[unexpected.index].name, self.iteration, self._world_rank, self.options.rule

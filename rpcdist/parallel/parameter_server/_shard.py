@@ -286,10 +286,10 @@ class ParameterShard:
             self.leave(change.worker.name)
 
     def _go_on(self, free: Sequence[Ticket]) -> Callable[[], None]:
-        """Some trainers may take the next step; in sync mode a round is over, and its step is taken. The lock is held.
+        """Takes the steps of rounds that are over; the lock is held.
 
         Returns:
-            What answers them, for after the lock, since it sends.
+            A function that sends the replies to trainers that may take the next step, to be called without the lock.
         """
         values: Values | None = None
         error: Exception | None = None

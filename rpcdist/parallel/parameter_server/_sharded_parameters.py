@@ -22,12 +22,7 @@ from rpcdist.time_limits import ANSWER_LIMIT_S
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
-    """The rows of each server. A tensor without dimensions counts as one row.
-
-    Attributes:
-        shape: the shape of the whole parameter.
-        rows: the rows of each server, as a slice of the first dimension.
-    """
+    """The rows of each server, as slices of the first dimension. A tensor without dimensions counts as one row."""
 
     shape: tuple[int, ...]
     rows: tuple[slice, ...]
@@ -73,11 +68,7 @@ class RowLayout:
 
 
 def join_states(layouts: Mapping[str, RowLayout], trained: Sequence[str], states: Sequence[ShardState]) -> ShardState:
-    """Returns the state of the whole parameters, as in one process.
-
-    Returns:
-        `parameters`, the tensors by name, and `optimizer`.
-    """
+    """Returns the state of the whole parameters, as in one process: `parameters`, by name, and `optimizer`."""
     parameters = {
         name: layout.merge([state["values"][number] for state in states])
         for number, (name, layout) in enumerate(layouts.items())
@@ -251,7 +242,6 @@ class ShardedParameters:
         return ", ".join(f"{name!r} has taken {step} steps" for name, step in sorted(found.items()))
 
     def _ask(self, method: str, *args: object) -> list[Any]:
-        """Calls a method of all shards at the same time, with the same arguments."""
         return self._ask_each(method, [args] * len(self._shards))
 
     def _ask_each(self, method: str, args: Sequence[tuple[object, ...]]) -> list[Any]:

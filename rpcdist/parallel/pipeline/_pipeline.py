@@ -328,7 +328,6 @@ def _check(workers: Sequence[str], loss_reduction: str, devices: Sequence[object
 
 
 def _result(last: StepReport, weights: Sequence[float]) -> StepResult:
-    """Returns the result of a step, from the report of the last stage's worker."""
     numbers = range(len(weights))
     losses = torch.stack([last.losses[number].reshape(()) for number in numbers]) if last.losses else torch.empty(0)
     outputs = merge([last.outputs[number] for number in numbers]) if last.outputs else None

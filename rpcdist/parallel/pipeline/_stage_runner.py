@@ -39,11 +39,7 @@ from rpcdist.torch_optimizers import take_step
 
 
 class StageRunner:
-    """All stages of a pipeline on this worker. The driver calls its methods by RPC.
-
-    Args:
-        sources: the modules of this worker's stages, or functions that make them, by stage.
-    """
+    """All stages of a pipeline on this worker. The driver calls its methods by RPC."""
 
     def __init__(self, config: PipelineConfig, worker: int, sources: Mapping[int, StageSource]) -> None:
         self._config = config

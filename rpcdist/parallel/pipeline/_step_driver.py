@@ -65,13 +65,7 @@ def restrict(actions: Schedule, num_microbatches: int, *, with_backward: bool) -
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A batch, split into micro-batches.
-
-    Attributes:
-        inputs: the arguments of the first stage, for each micro-batch.
-        targets: the arguments of the loss function, for each micro-batch; empty without a loss.
-        weights: weight of each micro-batch in the loss of the batch.
-    """
+    """For each micro-batch, the arguments of the first stage and of the loss function, and the weight of its loss."""
 
     inputs: list[tuple[object, ...]]
     targets: list[tuple[object, ...]]
