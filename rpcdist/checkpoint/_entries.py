@@ -6,7 +6,6 @@ entry in which markers replace the tensors), and one entry for each tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -110,14 +109,3 @@ def _taken_apart(key: str, value: Any, tensors: Entries) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_taken_apart(f"{key}.{number}", item, tensors) for number, item in enumerate(value))
     return value
-
-
-def put_together(structure: Any, tensor_of: Callable[[TensorAt], Tensor]) -> Any:
-    """The value of a structure."""
-    if isinstance(structure, TensorAt):
-        return tensor_of(structure)
-    if type(structure) is dict:
-        return {name: put_together(item, tensor_of) for name, item in structure.items()}
-    if type(structure) in (list, tuple):
-        return type(structure)(put_together(item, tensor_of) for item in structure)
-    return structure

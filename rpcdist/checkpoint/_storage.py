@@ -32,8 +32,9 @@ from torch.distributed.checkpoint import (
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.utils._pytree import tree_map_only
 
-from rpcdist.checkpoint._entries import Entries, TensorAt, is_stateful, of_module, put_together
+from rpcdist.checkpoint._entries import Entries, TensorAt, is_stateful, of_module
 from rpcdist.checkpoint._folders import writing
 from rpcdist.errors import CheckpointError, ConfigError, RpcdistError
 from rpcdist.own_shortage import own_shortage
@@ -263,7 +264,7 @@ class StoredEntries:
             tensor = tensors[marker.key] = self._empty(marker.key)
             return tensor
 
-        found = put_together(structure[key], tensor_of)
+        found = tree_map_only(TensorAt, tensor_of, structure[key])
         self._read(tensors)
         if not is_stateful(value):
             return found

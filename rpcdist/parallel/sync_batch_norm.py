@@ -83,31 +83,13 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             module: the model; do it before wrapping it and before making an optimizer.
             process_group: see the class.
         """
-        converted = module
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, cls):
-            converted = cls._of(module, process_group)
-        for name, child in module.named_children():
-            converted.add_module(name, cls.convert_sync_batchnorm(child, process_group))
+        if isinstance(module, cls):
+            return module
+        # torch's method calls this one for the children.
+        converted: nn.Module = super().convert_sync_batchnorm(module, process_group)  # type: ignore[no-untyped-call]
+        if type(converted) is nn.SyncBatchNorm:
+            converted.__class__ = cls
         return converted
-
-    @classmethod
-    def _of(cls, layer: nn.modules.batchnorm._BatchNorm, process_group: ProcessGroup | None) -> SyncBatchNorm:
-        made = cls(
-            layer.num_features,
-            layer.eps,
-            layer.momentum,
-            affine=False,
-            track_running_stats=False,
-            process_group=process_group,
-        )
-        made.affine, made.track_running_stats = layer.affine, layer.track_running_stats
-        made.weight, made.bias = layer.weight, layer.bias
-        made.running_mean, made.running_var = layer.running_mean, layer.running_var
-        made.num_batches_tracked = layer.num_batches_tracked
-        made.training = layer.training
-        if hasattr(layer, "qconfig"):
-            made.qconfig = layer.qconfig
-        return made
 
 
 def adopt_sync_batch_norms(module: nn.Module, group: ProcessGroup) -> None:

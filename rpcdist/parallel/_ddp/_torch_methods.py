@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
+from torch.nn.parallel.distributed import DistributedDataParallel as _TorchModel
 
 from rpcdist.errors import ConfigError
 from rpcdist.parallel._ddp._parameters import trainable
@@ -199,15 +199,9 @@ class TorchMethods(nn.Module):
         """
         self.reducer.finalize()
 
-    @staticmethod
-    def _set_params_and_buffers_to_ignore_for_model(
-        module: nn.Module, params_and_buffers_to_ignore: Sequence[str]
-    ) -> None:
-        """Excludes parameters and buffers, by their names in the module, from synchronisation, before wrapping."""
-        module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore  # type: ignore[assignment]
-        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            if name in params_and_buffers_to_ignore:
-                tensor._ddp_ignored = True  # type: ignore[attr-defined]
+    scatter = _TorchModel.scatter
+    gather = _TorchModel.gather
+    _set_params_and_buffers_to_ignore_for_model = staticmethod(_TorchModel._set_params_and_buffers_to_ignore_for_model)
 
     @staticmethod
     def _get_data_parallel_params(module: nn.Module, named_params: bool = False) -> Iterator[Any]:
@@ -253,14 +247,6 @@ class TorchMethods(nn.Module):
             "_register_fused_optim is not supported; step the optimizer after backward, or give the parameters "
             "optimizers with torch.distributed.optim._apply_optimizer_in_backward"
         )
-
-    def scatter(self, inputs: Any, kwargs: Any, device_ids: Sequence[int | torch.device]) -> Any:
-        """Splits positional and keyword arguments along `dim`, one part for each device."""
-        return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
-
-    def gather(self, outputs: Any, output_device: int | torch.device) -> Any:
-        """Joins the outputs of several devices along `dim`."""
-        return gather(outputs, output_device, dim=self.dim)
 
     def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int) -> tuple[tuple[Any], tuple[Any]]:
         """Returns positional and keyword arguments on a device, each in a tuple of one."""

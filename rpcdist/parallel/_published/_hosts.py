@@ -155,7 +155,7 @@ class Publisher(VersionSource):
                 self._counters = [None] * len(tensors) if counters is None else counters
                 self._changes[segment] = None if changed is None else self._changes_of_chunks()
                 self._release(number, segment)
-            self._tell_hosts(number)
+            self._announce(number)
             self._update_extracts()
         return number
 
@@ -240,14 +240,14 @@ class Publisher(VersionSource):
                 self._release(self._next, segment)
                 self._next += 1
         if newest:
-            self._tell_hosts(self.newest)
+            self._announce(self.newest)
             self._update_extracts()
 
-    def _tell_hosts(self, version: int) -> None:
+    def _announce(self, version: int) -> None:
         for source in self._living_hosts():
-            self._tell(source, version)
+            self._announce_to(source, version)
 
-    def _tell(self, source: str, version: int) -> None:
+    def _announce_to(self, source: str, version: int) -> None:
         self._fetches[source] = future = ask(source, "fetch", self.source_name, version, timeout=0)
         future.add_done_callback(lambda done: self._on_fetched(source, version, done))
 
@@ -263,7 +263,7 @@ class Publisher(VersionSource):
             logger.log(level, "%r did not get version %s of %r: %s", worker_of(source), version, self.name, exc)
             # Its consumers held all versions while it waited: it starts again, or stays without this version.
             if isinstance(exc, DeadlineExceeded) and self.newest == version and is_here:
-                self._tell(source, version)
+                self._announce_to(source, version)
 
     def _living_hosts(self) -> dict[str, str]:
         """Returns the hosts whose workers live; forgets the others."""
@@ -289,8 +289,8 @@ class Publisher(VersionSource):
             found.update(extract.all_behind(version, deadline))
         for source, future in asked.items():
             try:
-                told = future.wait(deadline.remaining_s() + SLOW_ANSWER_LIMIT_S)
-                found.update((str(name)[:100], _checked_number(have)) for name, have in dict(told).items())
+                answer = future.wait(deadline.remaining_s() + SLOW_ANSWER_LIMIT_S)
+                found.update((str(name)[:100], _checked_number(have)) for name, have in dict(answer).items())
             except TransportError as exc:
                 logger.debug("%r is gone, and does not delay other hosts any more: %s", worker_of(source), exc)
         return found
@@ -384,7 +384,7 @@ class Publisher(VersionSource):
             self._hosts[source] = address
             self._num_changes += 1
         if newest := self.newest:
-            self._tell(source, newest)
+            self._announce_to(source, newest)
         return True
 
     def forget(self, source: str) -> None:
@@ -428,7 +428,7 @@ class Extract(Publisher):
         self._used_at = time.monotonic()
 
     def is_unused(self) -> bool:
-        """Whether no consumer was connected for `IDLE_LIMIT_S`, as far as calls of this method tell."""
+        """Whether no consumer was connected in any call of this method for `IDLE_LIMIT_S`."""
         with self._changed:
             self._forget_ended()
             if self._connections or self._hosts:
@@ -508,8 +508,8 @@ class HostCopy(VersionSource):
         self._kept: set[int] = set()  # chunks of that version which the segment had before
 
     def leave(self) -> None:
-        """Closes it, and tells the publisher, unless that has ended."""
-        _try_to_tell(self.origin, "forget", self.source_name)
+        """Closes it, and notifies the publisher, unless that has ended."""
+        _notify(self.origin, "forget", self.source_name)
         self.close()
 
     @property
@@ -600,7 +600,7 @@ class HostCopy(VersionSource):
                         raise
                     failed = upstream
                     logger.warning("%r does not pass %r on to %r: %s", worker_of(failed), self.name, self._me, exc)
-                    _try_to_tell(failed, "end_fetch", self.source_name)  # it may be alive without answering
+                    _notify(failed, "end_fetch", self.source_name)  # it may be alive without answering
         except BaseException:
             self._give_up_coming()
             raise
@@ -703,7 +703,7 @@ def _checked_beginning(began: object, at_least: int, num_chunks: int) -> tuple[i
     raise TransportError(f"a source of published tensors answered {abridged(began)} instead of a version")
 
 
-def _try_to_tell(source: str, method: str, *args: object) -> None:
+def _notify(source: str, method: str, *args: object) -> None:
     """Calls a method of a source that may have ended, without waiting."""
     try:
         ask(source, method, *args, timeout=SLOW_ANSWER_LIMIT_S).is_quiet = True

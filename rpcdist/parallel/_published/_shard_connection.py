@@ -72,8 +72,8 @@ class Known:
         """Notes that a version will be taken, unless its publisher was replaced. [Note: numbers go on]"""
         with self._came:
             for connection in connections:
-                num, told = self._publishers.get(connection.shard, (0, 0))
-                if connection.num_publishers != num and version > told:
+                num, answered = self._publishers.get(connection.shard, (0, 0))
+                if connection.num_publishers != num and version > answered:
                     return False
             for connection in connections:
                 self._newest[connection.shard] = max(self.newest(connection.shard), version)

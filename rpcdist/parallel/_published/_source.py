@@ -132,7 +132,7 @@ class _AdmittedReader:
         with suppress(BlockingIOError, InterruptedError):
             try:
                 for _ in range(MAX_RECEIVES):
-                    if not self.socket.recv(4096):  # otherwise bytes that tell that a reader has finished
+                    if not self.socket.recv(4096):  # otherwise bytes of a reader that has finished a version
                         return True
             except (ConnectionError, ValueError):
                 return True
