@@ -202,11 +202,7 @@ def _is_value(module: ModuleType, name: str) -> bool:
 
 
 def _asked_by_torch(frame: FrameType | None) -> bool:
-    name = "" if frame is None else _name_of(frame)
+    name = "" if frame is None else str(frame.f_globals.get("__name__", ""))
     if name.startswith(("torch.", "rpcdist.")):
         return not name.startswith(READS_OURS)
     return name == "torch"
-
-
-def _name_of(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", ""))

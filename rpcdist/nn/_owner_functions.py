@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import Any
 
 import torch
@@ -50,14 +51,8 @@ def forward(
 
 def device_of(module: nn.Module, otherwise: str) -> torch.device:
     """The device of the module's first parameter or buffer; the caller may not know that the module was moved."""
-    for tensor in (*_first(module.parameters()), *_first(module.buffers())):
-        return tensor.device
-    return torch.device(otherwise)
-
-
-def _first(tensors: Any) -> tuple[Tensor, ...]:
-    found = next(tensors, None)
-    return () if found is None else (found,)
+    first = next(chain(module.parameters(), module.buffers()), None)
+    return torch.device(otherwise) if first is None else first.device
 
 
 def _moved(value: Any, device: torch.device) -> Any:

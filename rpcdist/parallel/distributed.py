@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from rpcdist import collectives
-from rpcdist.collectives import ProcessGroup
+from rpcdist.collectives import ProcessGroup, ReduceOp
 from rpcdist.collectives._torch_side import hide_frame_from_compiler, hide_from_compiler
 from rpcdist.errors import ConfigError
 from rpcdist.parallel._ddp._buckets import BucketCaps
@@ -35,8 +35,6 @@ from rpcdist.parallel._ddp._gradient_sources import in_distributed_context
 from rpcdist.parallel._ddp._model_hooks import (
     DelayedReduction,
     GradientHooks,
-    count_ranks,
-    highest_rank,
 )
 from rpcdist.parallel._ddp._parameters import (
     Trained,
@@ -447,7 +445,7 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
         self.reducer.divide_by = None
         self.reducer.joins = self._join_config.enable
         if self._join_config.enable:
-            num_syncing = count_ranks(self.require_backward_grad_sync, self.process_group, self.device)
+            num_syncing = self._count_ranks(self.require_backward_grad_sync)
             if not self._divide_by_initial_world_size:
                 self.reducer.divide_by = max(1, num_syncing)
 
@@ -455,7 +453,7 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
         """Takes part in the communication of the other ranks' forward and backward pass."""
         if self._syncs_buffers(_BufferCommHookLocation.PRE_FORWARD):
             self._send_buffers(self._highest_rank(False))
-        syncs = count_ranks(False, self.process_group, self.device) > 0
+        syncs = self._count_ranks(False) > 0
         self.require_forward_param_sync = syncs
         self.reducer.joins = True
         if syncs:
@@ -467,8 +465,17 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
         self._authoritative_rank = self._highest_rank(is_last_joiner)  # under torch's name
         self._broadcast_states(self._authoritative_rank, self.forward_sync_buffers)
 
+    def _count_ranks(self, mine: bool) -> int:
+        """Returns the number of ranks that pass True. All ranks of the group call it together."""
+        flag = torch.tensor([float(mine)], device=self.device)
+        collectives.all_reduce(flag, group=self.process_group)
+        return int(flag.item())
+
     def _highest_rank(self, candidate: bool) -> int:
-        return highest_rank(candidate, self.process_group, self.device)
+        """Returns the highest rank that is a candidate. All ranks of the group call it together."""
+        rank = torch.tensor([self.process_group.rank() if candidate else -1], device=self.device)
+        collectives.all_reduce(rank, ReduceOp.MAX, group=self.process_group)
+        return int(rank.item())
 
     # ------------------------------------------------------------ communication hooks
 

@@ -18,8 +18,7 @@ from torch import nn
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
-from rpcdist import collectives
-from rpcdist.collectives import ProcessGroup, ReduceOp, Work
+from rpcdist.collectives import ProcessGroup, Work
 from rpcdist.errors import ConfigError
 from rpcdist.parallel._ddp._bucket_reduction import reduce_runs
 from rpcdist.parallel._ddp._buckets import DenseBucket
@@ -132,17 +131,3 @@ class DelayedReduction:
                 "usually the model's first"
             )
         self._bucket.scatter(self._source.deliver)
-
-
-def count_ranks(mine: bool, group: ProcessGroup, device: torch.device) -> int:
-    """Returns the number of ranks that pass True. All ranks of the group must call it together."""
-    flag = torch.tensor([float(mine)], device=device)
-    collectives.all_reduce(flag, group=group)
-    return int(flag.item())
-
-
-def highest_rank(candidate: bool, group: ProcessGroup, device: torch.device) -> int:
-    """Returns the highest rank that is a candidate. All ranks of the group must call it together."""
-    rank = torch.tensor([group.rank() if candidate else -1], device=device)
-    collectives.all_reduce(rank, ReduceOp.MAX, group=group)
-    return int(rank.item())

@@ -23,6 +23,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import nn
@@ -90,7 +91,6 @@ class Reducer:
         self.by_hand = False  # whether the program ends iterations itself
         self.joins = False  # under `join`, where ranks without data mirror one iteration for each forward pass
         self.hook: RegisteredHook | None = None
-        self.has_rebuilt = False
         self.error = ""  # the text of the last error, for logging data
         self.forward_began_ns = self.forward_ended_ns = 0
         self.first_gradient_ns = self.computed_ns = self.done_ns = 0
@@ -111,8 +111,9 @@ class Reducer:
         """Changes the group, and starts again with the initial buckets."""
         self.group = group
         self._key = f"ddp/{group.next_number('ddp')}"
-        self._order: list[int] | None = None
-        self.has_rebuilt = False
+        # The order of readiness on rank 0, which the next forward pass uses for buckets once it is known.
+        self.readiness: Literal["unknown", "known", "used"] = "unknown"
+        self._order: list[int] = []
         self._state.restart()
         self._reductions = self._make_reductions()
         self._make_buckets(initial_buckets(self.parameters, self.options.caps, self.options.dynamic_unused))
@@ -189,9 +190,9 @@ class Reducer:
 
     def rebuild(self) -> bool:
         """Makes new buckets if the order of readiness is known; returns whether it did. Does not communicate."""
-        if self._order is None or self.has_rebuilt or self._state.phase is AWAITED:
+        if self.readiness != "known" or self._state.phase is AWAITED:
             return False
-        self.has_rebuilt = True
+        self.readiness = "used"
         self._make_buckets(rebuilt_buckets(self.parameters, self.options.caps, self._order))
         return True
 
@@ -504,7 +505,7 @@ class Reducer:
 
     def _share_order(self, knew_graph: bool) -> None:
         """Adopts rank 0's order of readiness, after an iteration in which all parameters became ready."""
-        if self._order is not None or self.options.dynamic_unused:
+        if self.readiness != "unknown" or self.options.dynamic_unused:
             return
         if self.options.static and not knew_graph:
             return  # the first iteration of a static graph records no order
@@ -512,7 +513,7 @@ class Reducer:
         mine = [*self.ready_order, *sorted(rest)]
         order = torch.tensor(mine, dtype=torch.int64, device=self.parameters[0].tensor.device)
         collectives.broadcast(order, group=self.group, group_src=0)
-        self._order = order.tolist()
+        self._order, self.readiness = order.tolist(), "known"
 
     # ------------------------------------------------------------ a rank without data
 

@@ -76,6 +76,7 @@ def logging_data(
     group, options, hook = reducer.group, reducer.options, reducer.hook
     tensors = [named.tensor for named in reducer.parameters]
     sizes = _joined(bucket.num_bytes for bucket in reducer.buckets)
+    has_rebuilt = reducer.readiness == "used"
     members = ", ".join(" ".join(str(member.index) for member in bucket.members) for bucket in reducer.buckets)
     return {
         "module_name": type(module).__name__,
@@ -91,9 +92,9 @@ def logging_data(
         "bucket_cap_bytes": options.caps.num_bytes,
         "initial_bucket_sizes": _joined(reducer.initial_bucket_bytes),
         "bucket_sizes": sizes,
-        "rebuilt_bucket_sizes": sizes if reducer.has_rebuilt else "",
-        "rebuilt_per_bucket_param_indices": members if reducer.has_rebuilt else "",
-        "has_rebuilt_buckets": int(reducer.has_rebuilt),
+        "rebuilt_bucket_sizes": sizes if has_rebuilt else "",
+        "rebuilt_per_bucket_param_indices": members if has_rebuilt else "",
+        "has_rebuilt_buckets": int(has_rebuilt),
         "num_buckets_reduced": reducer.num_buckets_reduced,
         "broadcast_buffers": int(forward_sync_buffers),
         "device_ids": _joined(device_ids or ()),

@@ -107,9 +107,6 @@ class StageRunner:
         for stage in self.stages.values():
             stage.drop_graphs()
             stage.zero_grad()
-        self._end(step)
-
-    def _end(self, step: int) -> None:
         with self._lock:
             self._forget(step)
 
