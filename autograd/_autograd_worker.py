@@ -72,7 +72,10 @@ class AutogradWorker:
     ) -> None:
         """Runs a pass on this thread and on all workers of the context; blocks."""
         begun, first = self._begin(context_id, roots, PassOptions(mode == "fast", retain_graph, deadline))
-        begun.run_here(first)
+        try:
+            begun.run_here(first)
+        finally:
+            del begun, first  # the traceback of an error refers to this frame
 
     def step(
         self,
@@ -98,6 +101,7 @@ class AutogradWorker:
             raise
         finally:
             begun.then = None
+            del begun, first  # as in `backward`
         return part.outcomes
 
     def backward_async(

@@ -312,6 +312,15 @@ class BackwardPass:
         No other worker knows the pass yet. Ctrl-C and other exceptions of this thread end the pass everywhere.
         """
         self._has_waiter = True
+        error = self._until_over(first)
+        del self, first  # the traceback of the error refers to this frame
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error
+
+    def _until_over(self, first: Job) -> BaseException | None:
         try:
             if not self.is_over:
                 first()
@@ -330,8 +339,7 @@ class BackwardPass:
             self.fail(exc)
             if not issubclass(type(exc), Exception):
                 raise
-        if self.error is not None:
-            raise self.error
+        return self.error
 
     def _drain(self) -> DeferredReply | None:
         """Handles events on a pool thread; returns a reply for that thread to send, or None."""
@@ -521,7 +529,8 @@ class BackwardPass:
         error = exc
         if not issubclass(type(exc), BackwardError | DeadlineExceeded):  # a user's exception may break `isinstance`
             error = BackwardError(self.me, self.name_of(self.me), type(exc).__qualname__, text_of(exc))
-            set_cause(error, exc)
+            if self.parent is None:  # elsewhere nobody sees it, and its traceback would keep the graph
+                set_cause(error, exc)
         self.abort(error, traceback_of(exc))
 
     def abort(self, error: BaseException, text: str = "") -> None:

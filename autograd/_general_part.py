@@ -280,8 +280,8 @@ class GroupRun(EngineRun):
     def wait_for(self, send: RecordedSend) -> None:
         self._part.wait_for_gradient(send)
 
-    def gradient_of(self, send: RecordedSend) -> Gradients:
-        return self._part.gradients[send.id]
+    def gradient_of(self, message: int) -> Gradients:
+        return self._part.gradients[message]
 
     def deliver(self, recv: RecordedRecv, gradients: Gradients) -> None:
         if self._unanswered.pop(recv.id, None) is not None:

@@ -53,10 +53,10 @@ class RecordedSend:
         self.stamp = stamp
         self.devices = None if all([one.is_cpu for one in tensors]) else [one.device for one in tensors]
         if torch.is_grad_enabled():  # as nearly always: entering the mode again takes a third of the time
-            self.gate = _apply_send(self, *tensors)
+            self.gate = _apply_send(id, *tensors)
         else:
             with torch.enable_grad():
-                self.gate = _apply_send(self, *tensors)
+                self.gate = _apply_send(id, *tensors)
         node: Any = self.gate.grad_fn  # torch's stubs say that it may be None
         self.node: Node = node
 
@@ -138,13 +138,13 @@ def active_run() -> Any:
 
 class SendRpc(Function):
     @staticmethod
-    def forward(ctx: Any, send: RecordedSend, *tensors: torch.Tensor) -> torch.Tensor:
-        ctx.send = send
+    def forward(ctx: Any, message: int, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.message = message  # and not the `RecordedSend`: a cycle would keep the graph until a garbage collection
         return torch.empty(())
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> Any:
-        return None, *active_run().gradient_of(ctx.send)
+        return None, *active_run().gradient_of(ctx.message)
 
 
 class RecvRpc(Function):

@@ -99,13 +99,8 @@ def call_each(
         return current_agent().caller.send_each(unsent, partial(wait_all_from, futures, None))
     if not return_exceptions:
         return wait_all(futures)
-    results = []
-    for future in futures:
-        try:
-            results.append(future.wait())
-        except Exception as exc:
-            results.append(exc)
-    return results
+    # Exceptions are not raised here: their tracebacks would refer to this frame, and so to all results.
+    return [future.wait() if not isinstance(exc := future.exception(None), Exception) else exc for future in futures]
 
 
 @overload

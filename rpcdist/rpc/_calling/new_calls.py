@@ -297,7 +297,10 @@ def _run_inside(context: CallContext | None, job: Callable[[], object]) -> None:
     """Runs callbacks of a call in the autograd context in which it was made. Each job has a `contextvars` context."""
     if context is not None:
         current_autograd.set(context)
-    job()
+    try:
+        job()
+    finally:
+        del job  # it refers to the future, and the traceback of the future's error to this frame
 
 
 class SyncReplySink:
@@ -361,13 +364,17 @@ class SyncReplySink:
             else:
                 call.table.cancel(call, Cancelled(f"{call.what()} was interrupted"))
             raise
+        error: BaseException | None = None
         if not ended:
             overdue = call.deadline_error()
             if forget() if forget is not None else call.cancel():
-                raise overdue
-            self._lock.acquire(timeout=THREAD_GRACE_S)  # the outcome has arrived at this moment
-        if (error := self._error) is not None:
-            self._error = None
+                error = overdue
+            else:
+                self._lock.acquire(timeout=THREAD_GRACE_S)  # the outcome has arrived at this moment
+            del overdue
+        if error is None:
+            error, self._error = self._error, None
+        if error is not None:
             try:
                 raise error
             finally:

@@ -354,7 +354,7 @@ class ThreadPool:
         except BaseException as error:  # `SystemExit` in a user function ends the job, not the thread
             self.report(error, function)
         worker.arguments = ()
-        del arguments
+        del function, arguments  # the traceback of an error that the job has kept refers to this frame
         torch_state.reset()  # undoes what a user function left behind on this thread
         worker.job = None
         return result if type(result) is DeferredReply else None

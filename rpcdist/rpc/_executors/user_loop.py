@@ -166,6 +166,7 @@ class UserCall(Coroutine[Any, Any, None]):
         raise StopIteration
 
     def _conclude(self, outcome: BaseException) -> None:
+        self._task = None  # it refers to this object
         if type(outcome) is StopIteration:  # one raised inside a coroutine becomes a RuntimeError
             self.end(outcome.value, None)
             return

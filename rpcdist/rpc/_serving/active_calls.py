@@ -187,8 +187,8 @@ class ActiveCall:
 
     def cancel(self) -> None:
         self.cancelled_at = min(self.cancelled_at, time.monotonic())
-        if self.producer is not None:
-            self.producer.cancel()
+        if (producer := self.producer) is not None:
+            producer.cancel()
         if self.handle is not None:
             self.handle.cancel()
 

@@ -241,8 +241,8 @@ class Dispatcher:
     def on_credit(self, session: AnySession, message: rpc_pb2.Message, buffers: list[ReceiveBuffer]) -> None:
         credit = message.stream_credit
         active = self.calls.find(session, credit.id)
-        if active is not None and active.producer is not None:
-            active.producer.credit(credit.items)
+        if active is not None and (producer := active.producer) is not None:
+            producer.credit(credit.items)
 
     def on_broken(self, session: AnySession, reason: str) -> None:
         """Cancels the calls of a connection that has ended, except those whose results `remote()` keeps here."""
@@ -458,9 +458,11 @@ class Dispatcher:
             active.handle.cancel()
 
     def _produce(self, active: ActiveCall, generator: Generator[Any, Any, Any] | AsyncGenerator[Any, Any]) -> None:
-        sender = StreamSender(
-            self._marshal, active.session, active.id, active.autograd, partial(self.calls.remove, active), active.back
-        )
+        def ended() -> None:
+            self.calls.remove(active)
+            active.producer = None  # it refers to this function
+
+        sender = StreamSender(self._marshal, active.session, active.id, active.autograd, ended, active.back)
         producer: SyncProducer | AsyncProducer
         if isinstance(generator, Generator):
             producer = SyncProducer(self._pool, sender, generator, self._new_context())
