@@ -6,32 +6,30 @@ A hook gets its state and a `GradBucket`, and returns a future of a tensor with 
 The names are those of `torch.distributed.algorithms.ddp_comm_hooks`. The state of hooks that communicate is the process
 group, or None for the model's. Buckets of sparse gradients do not go through hooks.
 
-PowerSGD and post-local SGD are torch's own functions, imported at their first use. Batched PowerSGD is missing, as that
-of torch 2.13 fails with torch, too.
+PowerSGD and post-local SGD are torch's own functions. Batched PowerSGD is missing, as that of torch 2.13 fails with
+torch, too.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from enum import Enum, member
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch.distributed import BuiltinCommHookType
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as local_sgd
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 
 from rpcdist import collectives
 from rpcdist.collectives import ProcessGroup, ReduceOp
 from rpcdist.parallel._ddp._comm_hook import CommHook, GradBucket
 from rpcdist.parallel._ddp._quantization import quantization_perchannel_hook, quantization_pertensor_hook
 
-if TYPE_CHECKING:
-    from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState as PostLocalSGDState
 
-
-class PowerSGDState(torch_hooks.PowerSGDState):
+class PowerSGDState(power_sgd.PowerSGDState):
     """`torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.PowerSGDState`, whose group may be ours, or None.
 
     It can be pickled for a checkpoint, without its group; it gets the model's group when the hook is registered again.
@@ -78,15 +76,8 @@ __all__ = [
 ]
 
 
-post_localSGD_hook: CommHook
-powerSGD_hook: CommHook
-
-_OF_TORCH: Final = "torch.distributed.algorithms.ddp_comm_hooks"
-_HOMES: Final = {
-    "PostLocalSGDState": f"{_OF_TORCH}.post_localSGD_hook",
-    "post_localSGD_hook": f"{_OF_TORCH}.post_localSGD_hook",
-    "powerSGD_hook": f"{_OF_TORCH}.powerSGD_hook",
-}
+post_localSGD_hook = cast(CommHook, local_sgd.post_localSGD_hook)
+powerSGD_hook = cast(CommHook, power_sgd.powerSGD_hook)
 
 TensorFuture = torch.futures.Future[torch.Tensor]
 GroupHook = Callable[[ProcessGroup | None, GradBucket], TensorFuture]
@@ -214,34 +205,33 @@ class TakesCommHook(Protocol):
         """Uses a hook from now on."""
 
 
-def _register(name: str, model: TakesCommHook, state: ProcessGroup | None = None) -> None:
-    model.register_comm_hook(state, _named(name))
+def _register(hook: CommHook, model: TakesCommHook, state: ProcessGroup | None = None) -> None:
+    model.register_comm_hook(state, hook)
 
 
 def _register_power_sgd(
-    name: str,
     model: TakesCommHook,
     state: ProcessGroup | None = None,
     matrix_approximation_rank: int = 1,
     start_powerSGD_iter: int = 1000,
 ) -> None:
-    made = _named("PowerSGDState")(
+    made = PowerSGDState(
         state, matrix_approximation_rank=matrix_approximation_rank, start_powerSGD_iter=start_powerSGD_iter
     )
-    model.register_comm_hook(made, _named(name))
+    model.register_comm_hook(made, powerSGD_hook)
 
 
 class DDPCommHookType(Enum):
     """The hooks that `register_ddp_comm_hook` takes; a value is a function that registers one: `(model, state)`."""
 
-    ALLREDUCE = member(partial(_register, "allreduce_hook"))
-    FP16_COMPRESS = member(partial(_register, "fp16_compress_hook"))
-    BF16_COMPRESS = member(partial(_register, "bf16_compress_hook"))
-    QUANTIZE_PER_TENSOR = member(partial(_register, "quantization_pertensor_hook"))
-    QUANTIZE_PER_CHANNEL = member(partial(_register, "quantization_perchannel_hook"))
-    POWER_SGD = member(partial(_register_power_sgd, "powerSGD_hook"))
-    POWER_SGD_RANK2 = member(partial(_register_power_sgd, "powerSGD_hook", matrix_approximation_rank=2))
-    NOOP = member(partial(_register, "noop_hook"))
+    ALLREDUCE = member(partial(_register, allreduce_hook))
+    FP16_COMPRESS = member(partial(_register, fp16_compress_hook))
+    BF16_COMPRESS = member(partial(_register, bf16_compress_hook))
+    QUANTIZE_PER_TENSOR = member(partial(_register, quantization_pertensor_hook))
+    QUANTIZE_PER_CHANNEL = member(partial(_register, quantization_perchannel_hook))
+    POWER_SGD = member(_register_power_sgd)
+    POWER_SGD_RANK2 = member(partial(_register_power_sgd, matrix_approximation_rank=2))
+    NOOP = member(partial(_register, noop_hook))
 
 
 def register_ddp_comm_hook(
@@ -249,15 +239,3 @@ def register_ddp_comm_hook(
 ) -> None:
     """Registers one of the hooks of this module, given by its type; PowerSGD starts after 1,000 iterations."""
     comm_hook_type.value(model=model, state=state)
-
-
-def _named(name: str) -> Callable[..., Any]:
-    found: Callable[..., Any] = globals()[name] if name in globals() else __getattr__(name)
-    return found
-
-
-def __getattr__(name: str) -> Any:
-    """Imports torch's functions at their first use."""
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -109,7 +109,8 @@ class IterationState:
         self._outputs: Literal["unseen", "watched", "differentiated"] = "unseen"
         self._pass = 0  # the number of the last backward pass
         self._has_reached = False  # whether that pass is known to belong to the forward pass
-        # Of missing gradients in this iteration; "needless" if iterations are known to take several backward passes.
+        # The notice to the other ranks of missing gradients in this iteration; "needless" if iterations are known to
+        # take several backward passes.
         self._notice: Literal["due", "posted", "needless"] = "due"
         self._captured: set[int] = set()  # by a distributed pass of this iteration, which does not change `.grad`
         self._calls = [0] * count
