@@ -220,7 +220,7 @@ class FileStore(Store):
     known `world_size`, the last of that many stores to be closed or dropped removes the file. If a process is killed,
     the file stays.
 
-    A wait reads the file's size after random pauses of at most 50 ms, as a file shared between machines has no events.
+    A wait reads the file's size after random pauses of at most 100 ms, as a file shared between machines has no events.
 
     Args:
         file_name: the file, which is created if necessary; its folder must exist.

@@ -254,8 +254,7 @@ OpenConnections = Callable[[int], Coroutine[Any, Any, Connections]]
 
 
 def num_connections(is_far: bool = False) -> int:
-    """The number of payload connections in `RPCDIST_PAYLOAD_CONNECTIONS`, by default 2, or 8 to a peer that `is_far`; 0
-    for none.
+    """The number of payload connections, `RPCDIST_PAYLOAD_CONNECTIONS` or 2, or 16 to a peer that `is_far`; 0 for none.
 
     Raises:
         ConfigError: the variable is not a number, or too large.
@@ -338,14 +337,13 @@ class Striping:
         with self._lock:
             if self._is_closed:
                 return True  # the session has ended, so the message is dropped like any other
-            connections = self._connections
-            count = len(connections)
-            if not count:
+            if not (connections := self._connections):
                 return False
-            self._is_used = True
-            transfer = self._transfers[number] = StripedTransfer(number, ordinal, buffers, sizes, count)
-        for index, connection in enumerate(connections):
-            connection.put((transfer, StripeCursor(sizes, index, count)))
+            self._is_used, count = True, len(connections)
+            stripes = [stripe for index in range(count) if (stripe := StripeCursor(sizes, index, count)).left]
+            transfer = self._transfers[number] = StripedTransfer(number, ordinal, buffers, sizes, len(stripes))
+        for connection, stripe in zip(connections, stripes, strict=False):
+            connection.put((transfer, stripe))
         return True
 
     def abort(self, number: int) -> bool:

@@ -39,8 +39,9 @@ BUFFER_BYTES: Final = 64
 """Memory for the record of a transfer, and of each of its buffers; these bytes also count as announced."""
 
 
-MAX_STRIPES: Final = 8
+MAX_STRIPES: Final = 16
 """Limit on the payload connections of one session."""
+_FEW_STRIPES: Final = 8  # more only if each has 1 MiB: the switches to more threads cost more than the connections gain
 
 MAX_RANGES: Final = 64
 """Limit on the buffer parts in one piece, which one system call sends; systems allow 16 or more, Linux 1024. The
@@ -98,15 +99,16 @@ class StripeCursor:
     each stripe, and only the number of the message and the number of bytes travel with the bytes. Pure.
 
     Args:
-        index: number of the stripe, from 0.
+        index: number of the stripe, from 0. The last stripes of a small message are empty.
+        count: number of payload connections.
     """
 
     __slots__ = ("_at", "_buffer", "_sizes", "left")
 
     def __init__(self, sizes: Sequence[int], index: int, count: int) -> None:
         total = sum(sizes)
-        width = -(-total // count)
-        width += -width % _ALIGNMENT_BYTES
+        count = min(count, max(_FEW_STRIPES, total >> 20))
+        width = -(-total // (count * _ALIGNMENT_BYTES)) * _ALIGNMENT_BYTES
         start = min(total, index * width)
         self.left = min(total, start + width) - start
         self._sizes = sizes
@@ -342,7 +344,7 @@ class Incoming:
         Args:
             ordinal: ordinal number of the announcement. If it has not arrived yet, this waits for it, until
                 `end_announcements`.
-            count: number of stripes; always the same.
+            count: number of payload connections.
 
         Raises:
             ProtocolViolation: the bytes do not belong to that stripe.
