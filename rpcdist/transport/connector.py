@@ -220,10 +220,7 @@ class Connector:
         """Makes the link over gRPC, or over TCP if the server can be reached that way."""
         connection, ends = self._grpc_connection(wanted.address)
         handshake = self._credentials.client_handshake(wanted.role, wanted.expected, channel=ends)
-
-        async def try_tcp(handshake: ClientHandshake) -> Link | None:
-            return await self._connect_by_tcp(wanted, handshake)
-
+        try_tcp = partial(self._connect_by_tcp, wanted)
         try:
             async with asyncio.timeout(deadline.wait_s()):
                 call: Any = connection.stream_stream(SESSION_PATH)()
@@ -301,12 +298,16 @@ class Connector:
         )
         host, port = split_address(wanted.address)
         fork.note_peer_port(port, host)
-
-        def connect() -> grpc.aio.Channel:
-            return self._grpc_connection(wanted.address)[0]
-
-        link = Link(self._io, wanted.address, session, connect, connection, keys, self._ended)
-        link.passed_over = tuple(wanted.passed_over)
+        link = Link(
+            self._io,
+            wanted.address,
+            session,
+            lambda: self._grpc_connection(wanted.address)[0],
+            connection,
+            keys,
+            self._ended,
+            tuple(wanted.passed_over),
+        )
         self.links.add(link)
         return link
 

@@ -43,7 +43,11 @@ class Credentials:
         self.identity = identity
         self.token_source = token_source
         self.tls_policy = tls_policy or TlsPolicy()
-        self._files = _certificate_files(self.tls_policy, job)
+        self._files: CertificateFiles | None = None
+        if self.tls_policy.files is not None:
+            from rpcdist.transport._tls.certificate_files import CertificateFiles  # takes 80 ms to import
+
+            self._files = CertificateFiles(self.tls_policy.files, job)
         issued = issued_certificates(token, job, lambda: self.identity)
         self.tls = TlsIdentity(issued if self._files is None else self._files.current)
 
@@ -94,16 +98,6 @@ class Credentials:
             token_source=self.token_source,
             certificates=self._prover(),
         )
-
-
-def _certificate_files(policy: TlsPolicy, job: str) -> CertificateFiles | None:
-    if policy.files is None:
-        return None
-    from rpcdist.transport._tls.certificate_files import (
-        CertificateFiles,  # takes 80 ms, so it is imported only where it is needed
-    )
-
-    return CertificateFiles(policy.files, job)
 
 
 # ---------------------------------------------------------------- signed records

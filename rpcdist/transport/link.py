@@ -45,10 +45,11 @@ class Link:
         connection: grpc.aio.Channel | None,
         keys: SessionKeys,
         on_ended: Callable[[Link], object],
+        passed_over: tuple[tuple[str, str], ...] = (),
     ) -> None:
         self.address = address
         self.session = session
-        self.passed_over: tuple[tuple[str, str], ...] = ()
+        self.passed_over = passed_over
         self._connect = connect
         self._connection = connection
         self._keys = keys

@@ -40,7 +40,6 @@ from rpcdist.transport._framing.frames import (
     CHUNK_HEAD_BYTES,
     CHUNK_WINDOW_BYTES,
     Chunk,
-    ChunkHead,
     ReturnedSegments,
     parse,
 )
@@ -180,6 +179,7 @@ class Session:
         self._writer = SessionWriter(io, channel, self._outgoing, self._close, peer.name)
         self._shared = self._new_shared_payloads(account)
         self._incoming = Incoming(handler.allocate, self._borrow, account)
+        self.place = self._incoming.place  # see `FrameReceiver`
         self._names: list[str] = []  # names of the functions that the peer has numbered
         self._one_at_a_time = threading.Lock()  # around calls of the handler
         self._left_to_loop: deque[list[Delivery]] = deque()
@@ -531,15 +531,11 @@ class Session:
             raise ProtocolViolation("a message refers to lent memory on a channel that cannot lend any")
         return self._shared.borrow(message)
 
-    def place(self, head: ChunkHead) -> memoryview | None:
-        """See `FrameReceiver`."""
-        return self._incoming.place(head.transfer, head.buffer, head.offset, head.size)
-
-    def placed(self, head: ChunkHead, num_bytes: int) -> None:
+    def placed(self, transfer: int, buffer: int, size: int) -> None:
         """See `FrameReceiver`."""
         self.last_received = time.monotonic()
-        self._grant(num_bytes)
-        self._deliver(self._incoming.placed(head.transfer, head.buffer, head.size))
+        self._grant(CHUNK_HEAD_BYTES + size)
+        self._deliver(self._incoming.placed(transfer, buffer, size))
 
     def _deliver(self, delivery: Delivery | None) -> None:
         if delivery is not None:

@@ -19,7 +19,7 @@ from rpcdist.testing import eventually_async
 from rpcdist.transport._channels import socket_channel
 from rpcdist.transport._channels.socket_channel import SocketChannel
 from rpcdist.transport._channels.socket_pipe import SocketPipe
-from rpcdist.transport._framing.frames import CHUNK_BYTES, CHUNK_HEAD_BYTES, ChunkHead, chunk_head, parse_chunk_head
+from rpcdist.transport._framing.frames import CHUNK_BYTES, chunk_head, parse_chunk_head
 from rpcdist.transport.handshake_side import MAX_HANDSHAKE_BYTES
 from rpcdist.transport.unix_sockets import names_senders
 
@@ -49,14 +49,12 @@ class Receiver:
         self.frames.append(bytes(data))
         self._arrived.set()
 
-    def place(self, head: ChunkHead) -> memoryview | None:
-        if head.transfer != 1:
-            return None
-        return memoryview(self.buffer)[head.offset : head.offset + head.size]
+    def place(self, transfer: int, buffer: int, offset: int, size: int) -> memoryview | None:
+        return memoryview(self.buffer)[offset : offset + size] if transfer == 1 else None
 
-    def placed(self, head: ChunkHead, num_bytes: int) -> None:
-        assert num_bytes == CHUNK_HEAD_BYTES + head.size
-        self.placed_sizes.append(head.size)
+    def placed(self, transfer: int, buffer: int, size: int) -> None:
+        assert (transfer, buffer) == (1, 0)
+        self.placed_sizes.append(size)
         self._arrived.set()
 
     async def until(self, frames: int = 0, placed: int = 0) -> None:

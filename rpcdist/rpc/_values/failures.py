@@ -314,7 +314,7 @@ def _remote_error(failure: rpc_pb2.Failure) -> RemoteError:
         try:
             cls = _exception_class(module, name)
             if cls is not None:
-                return _also(cls, args)
+                return also_remote_error(cls, args)
         except KeyboardInterrupt:
             raise
         except BaseException:  # the class does not allow it; [Note: hostile exceptions]
@@ -337,9 +337,11 @@ def _exception_class(module_name: str, qualname: str) -> type[Exception] | None:
     return found
 
 
-def _also(cls: type[Exception], args: tuple[str, str, str, str]) -> RemoteError:
+def also_remote_error(cls: type[Exception], args: tuple[str, str, str, str]) -> RemoteError:
+    """A `RemoteError` that is also a `cls`; its pickle names this function."""
+
     def reduce(exc: RemoteError) -> Any:
-        return remote_error_again, (cls, exc.args)
+        return also_remote_error, (cls, exc.args)
 
     both = type(f"RemoteError_{cls.__name__}", (RemoteError, cls), {"__reduce__": reduce, "__module__": __name__})
     exc = rebuild_exception(both, args)
@@ -348,8 +350,3 @@ def _also(cls: type[Exception], args: tuple[str, str, str, str]) -> RemoteError:
     _check_usable(exc)
     str(exc)
     return exc
-
-
-def remote_error_again(cls: type[Exception], args: tuple[str, str, str, str]) -> RemoteError:
-    """A `RemoteError` that is also a `cls`, from its pickle."""
-    return _also(cls, args)

@@ -483,11 +483,6 @@ class _Reader:
             raise SerializationError("a damaged value arrived: it ends too early")
         return bytes(self.body[start:end])
 
-    def read_tuple(self, position: int, count: int, depth: int) -> tuple[tuple[Any, ...], int]:
-        self.take(_TUPLE_BYTES + _TUPLE_SLOT_BYTES * count)
-        parts, position = self.items(position, count, depth + 1)
-        return tuple(parts), position
-
     def dictionary(self, position: int, count: int, depth: int) -> tuple[dict[object, object], int]:
         made: dict[object, object] = {}
         self.made.append(made)
@@ -535,7 +530,9 @@ class _Reader:
             self.take(_LIST_BYTES + _SLOT_BYTES * number)
             return self.tensor_list(number, _read_length(body, position)[0]), position + 4
         if tag == _TUPLE:
-            return self.read_tuple(position, number, depth)
+            self.take(_TUPLE_BYTES + _TUPLE_SLOT_BYTES * number)
+            parts, position = self.items(position, number, depth + 1)
+            return tuple(parts), position
         if tag == _DICT:
             return self.dictionary(position, number, depth)
         if tag == _SIZE:

@@ -43,11 +43,9 @@ class GpuArrivals(Protocol):
 
     def device_of(self, message: value_pb2.Tensor, buffer: Received | None) -> torch.device:
         """The device for a tensor that names one; raises `SerializationError` if it does not exist."""
-        ...
 
     def copy_of(self, buffer: Received, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A copy of a buffer on a device, in the current stream, as a contiguous tensor of its size."""
-        ...
 
     def done(self) -> None:
         """Called when all tensors of the value are made, or cannot be made."""

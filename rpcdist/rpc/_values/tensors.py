@@ -477,8 +477,6 @@ class Externals(Protocol):
 
     def is_external(self, obj: object) -> bool:
         """Whether `obj` is such an object. Must be cheap: called for every object of a type unknown to the codec."""
-        ...
 
     def externalize(self, obj: object) -> int:
         """Appends `obj` to `Value.rrefs` and returns its index there: 0, then 1, and so on."""
-        ...

@@ -11,7 +11,6 @@ from typing import Final, NamedTuple, Protocol
 
 from rpcdist.errors import ConfigError
 from rpcdist.inspection import ChannelFacts
-from rpcdist.transport._framing.frames import ChunkHead
 from rpcdist.transport.unix_sockets import has_abstract_sockets
 
 
@@ -44,11 +43,11 @@ class FrameReceiver(Protocol):
     def receive(self, data: bytes | bytearray) -> None:
         """Called when an envelope has arrived."""
 
-    def place(self, head: ChunkHead) -> memoryview | None:
+    def place(self, transfer: int, buffer: int, offset: int, size: int) -> memoryview | None:
         """The memory into which the channel receives a chunk; None if the transfer was aborted."""
 
-    def placed(self, head: ChunkHead, num_bytes: int) -> None:
-        """Called when the bytes of a chunk are in place; `num_bytes` is the size of their whole envelope."""
+    def placed(self, transfer: int, buffer: int, size: int) -> None:
+        """Called when the bytes of a chunk are in place."""
 
 
 CHANNELS_VARIABLE: Final = "RPCDIST_CHANNELS"
@@ -66,14 +65,6 @@ class Channels(NamedTuple):
     tcp: bool
 
 
-_CHOICES: Final = {
-    "auto": Channels(local=True, tcp=True),
-    "local": Channels(local=True, tcp=False),
-    "tcp": Channels(local=False, tcp=True),
-    "grpc": Channels(local=False, tcp=False),
-}
-
-
 def allowed_channels() -> Channels:
     """The channels that `RPCDIST_CHANNELS` allows ("auto" by default) and that this system has.
 
@@ -81,10 +72,10 @@ def allowed_channels() -> Channels:
         ConfigError: the variable has an unknown value.
     """
     text = os.environ.get(CHANNELS_VARIABLE, "auto")
-    if text not in _CHOICES:
+    if text not in ("auto", "local", "tcp", "grpc"):
         raise ConfigError(f"{CHANNELS_VARIABLE} must be 'auto', 'local', 'tcp' or 'grpc', but it is {text!r}")
-    local, tcp = _CHOICES[text]
-    return Channels(local and has_abstract_sockets() and not _has_overflow_id(), tcp)
+    is_local = text in ("auto", "local") and has_abstract_sockets() and not _has_overflow_id()
+    return Channels(is_local, tcp=text in ("auto", "tcp"))
 
 
 def _has_overflow_id() -> bool:

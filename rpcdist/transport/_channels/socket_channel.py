@@ -38,9 +38,8 @@ from rpcdist.transport._framing.frames import (
     CHUNK_HEAD_BYTES,
     MAX_ENVELOPE_BYTES,
     MAX_FRAME_BYTES,
-    ChunkHead,
+    parse_chunk_head,
 )
-from rpcdist.transport._framing.frames import parse_chunk_head as parse_head
 from rpcdist.transport._tls.tls_socket import NO_SIGPIPE, TlsSocket
 from rpcdist.transport.identities import printable
 from rpcdist.transport.shared_memory import Segment
@@ -95,7 +94,7 @@ class SocketChannel:
         self._target: memoryview | None = None  # the memory of a large frame
         self._num_target = 0
         self._plain: bytearray | None = None  # a large frame that is not a chunk, or a chunk of an aborted transfer
-        self._chunk: tuple[ChunkHead, int] | None = None  # a chunk, and the size of its frame
+        self._chunk: tuple[int, int, int] | None = None  # transfer, buffer and size of a large frame that is a chunk
         self._turn_ends_at = NEVER.at  # for the loop; a leading thread may read for longer
         self._has_frames = False  # the scratch begins with a frame, since a turn has ended
         self._lead = Lead(self._read_led)
@@ -355,13 +354,14 @@ class SocketChannel:
             self._drop_scratch(at)
 
     def _begin_large(self, receiver: FrameReceiver, size: int, have: memoryview) -> None:
-        head = parse_head(have[:CHUNK_HEAD_BYTES], size)
-        place = None if head is None else receiver.place(head)
+        head = parse_chunk_head(have[:CHUNK_HEAD_BYTES], size)
+        place = None if head is None else receiver.place(*head)
         if head is None or place is None:
             self._plain = bytearray(size)
             target = memoryview(self._plain)
         else:
-            self._chunk = head, size
+            transfer, buffer, _, num_bytes = head
+            self._chunk = transfer, buffer, num_bytes
             target, have = place, have[CHUNK_HEAD_BYTES:]
         target[: len(have)] = have
         self._target, self._num_target = target, len(have)

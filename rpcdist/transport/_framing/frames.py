@@ -111,15 +111,6 @@ class ReturnedSegments(NamedTuple):
     numbers: Sequence[int]
 
 
-class ChunkHead(NamedTuple):
-    """The head of an envelope that carries one chunk; `size` is the size of the chunk, without the head."""
-
-    transfer: int
-    buffer: int
-    offset: int
-    size: int
-
-
 # ---------------------------------------------------------------- writing
 
 
@@ -286,8 +277,8 @@ def parse(data: bytes | bytearray, names: list[str]) -> list[WireMessage | Chunk
     return found
 
 
-def parse_chunk_head(data: bytes | bytearray | memoryview, size: int) -> ChunkHead | None:
-    """The head of an envelope that carries exactly one chunk; None for other envelopes.
+def parse_chunk_head(data: bytes | bytearray | memoryview, size: int) -> tuple[int, int, int, int] | None:
+    """Transfer, buffer, offset and size of the one chunk that an envelope carries; None for other envelopes.
 
     Args:
         data: the envelope's first `CHUNK_HEAD_BYTES`, or more.
@@ -298,7 +289,7 @@ def parse_chunk_head(data: bytes | bytearray | memoryview, size: int) -> ChunkHe
     chunk_size, kind, _, _, buffer, transfer, offset = _unpack(data)
     if kind != _CHUNK or _HEAD_BYTES + chunk_size != size:
         return None
-    return ChunkHead(transfer, buffer, offset, chunk_size)
+    return transfer, buffer, offset, chunk_size
 
 
 def _read_reply_flags(reply: ReplyMessage, flags: int, data: bytes | bytearray, at: int, end: int) -> int:

@@ -77,6 +77,7 @@ class CertificateFiles:
 
     def _latest(self) -> tuple[Certificate, CertificateProver]:
         with self._lock:
+            texts: _Texts = ()
             try:
                 texts = self._texts()
                 if texts != self._used:
@@ -84,17 +85,10 @@ class CertificateFiles:
                     self._used = texts
                     logger.info("new certificate files are used from now on: %s", self._options)
             except ConfigError as exc:
-                self._warn_once(exc)
+                if texts != self._refused:
+                    self._refused = texts
+                    logger.warning("new certificate files cannot be used, so the old ones stay in use: %s", exc)
             return self._certificate, self._prover
-
-    def _warn_once(self, error: ConfigError) -> None:
-        try:
-            texts = self._texts()
-        except ConfigError:
-            texts = ()
-        if texts != self._refused:
-            self._refused = texts
-            logger.warning("new certificate files cannot be used, so the old ones stay in use: %s", error)
 
     def _texts(self) -> _Texts:
         options = self._options
