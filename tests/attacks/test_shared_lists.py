@@ -84,7 +84,7 @@ def test_damaged_numbers_are_shown_in_few_words() -> None:
     for description in descriptions:
         with pytest.raises(TransportError, match="an invalid description"):
             check_description(description)
-    with pytest.raises(ValueError, match="is no time"):
+    with pytest.raises(ValueError, match="is not a time"):
         tracing._time(endless)
     damaged: list[Any] = [(["a"], ["float32"], [endless], []), ([endless], ["float32"], [[1]], [])]
     for plain in damaged:
