@@ -32,7 +32,7 @@ from rpcdist.time_limits import (
     SIDE_ATTEMPT_LIMIT_S,
 )
 from rpcdist.transport import fork
-from rpcdist.transport._channels.channel import Channels, ReadChannel, allowed_channels
+from rpcdist.transport._channels.channel import ReadChannel, allowed_channels
 from rpcdist.transport._channels.grpc_channel import GrpcClientChannel, connect_grpc, grpc_ends
 from rpcdist.transport._channels.proving import open_proven, prove_client
 from rpcdist.transport._channels.socket_channel import SocketChannel
@@ -108,8 +108,8 @@ class Connector:
         wanted = _Wanted(address, role, expected, handler, [])
         deadline = Deadline.after(timeout_s)
         # A caller without a handler makes only unary calls, which use gRPC's connection.
-        channels = allowed_channels() if handler is not None else Channels(local=False, tcp=False)
-        may_be_local = channels.local
+        channels = allowed_channels() if handler is not None else frozenset[str]()
+        may_be_local = "local" in channels
         try:
             async with asyncio.timeout(deadline.wait_s()):
                 await self._credentials.tls_policy.check_plain(split_address(address)[0])
@@ -133,7 +133,7 @@ class Connector:
                             raise
                         logger.debug("no local channel to %s: %s", address, exc)
                 try_for_descriptor()
-                return await self._connect_by_grpc(wanted, channels.tcp, deadline)
+                return await self._connect_by_grpc(wanted, "tcp" in channels, deadline)
             except TimeoutError as exc:
                 # The deadline may leave the last attempt no time; the attempt before it is then the one that says why.
                 if not reason or time.monotonic() - began >= LONGEST_PAUSE_S:

@@ -351,12 +351,16 @@ class Lender:
     def returned(self, numbers: Iterable[int]) -> None:
         """Records that leases of the borrower have ended."""
         with self._lock:
-            for number in numbers:
-                mapped = self._lent.pop(number, None)
-                if mapped is None and not self._closed:
-                    raise ProtocolViolation(f"segment {number} was returned, but not lent")
-                if mapped is not None:
-                    self._put_back(number, mapped)
+            for number, mapped in self._end_loans(numbers, "returned"):
+                self._put_back(number, mapped)
+
+    def _end_loans(self, numbers: Iterable[int], what: str) -> Iterator[tuple[int, MappedSegment]]:
+        for number in numbers:
+            mapped = self._lent.pop(number, None)
+            if mapped is not None:
+                yield number, mapped
+            elif not self._closed:
+                raise ProtocolViolation(f"segment {number} was {what}, but not lent")
 
     def take_back(self, numbers: Iterable[int]) -> None:
         """Cancels loans of a message that is not sent. A loan that the borrower guessed and returned is free."""
@@ -376,14 +380,10 @@ class Lender:
     def kept(self, numbers: Iterable[int]) -> None:
         """Records that leases have ended while other processes may read the memory, so that it is not used again."""
         with self._lock:
-            for number in numbers:
-                mapped = self._lent.pop(number, None)
-                if mapped is None and not self._closed:
-                    raise ProtocolViolation(f"segment {number} was kept, but not lent")
-                if mapped is not None:
-                    self._count(-mapped.size_bytes)
-                    if (keep := self._common.pop(number, None)) is not None:
-                        keep()
+            for number, mapped in self._end_loans(numbers, "kept"):
+                self._count(-mapped.size_bytes)
+                if (keep := self._common.pop(number, None)) is not None:
+                    keep()
 
     def close(self) -> None:
         """Drops all segments, since the session has ended; idempotent."""

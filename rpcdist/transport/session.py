@@ -396,7 +396,7 @@ class Session:
             self.striping.close()
         if self._shared is not None:
             self._shared.close()
-        self._stop_handing_on()
+        self._stop_dispatching()
         self._handler.on_closed(self, reason)
 
     async def ended(self, timeout_s: float) -> bool:
@@ -464,13 +464,13 @@ class Session:
                 continue
             if message.large and messages and self.striping is not None:
                 # Earlier messages first: from here on, a reader of a payload connection may deliver this message.
-                self._hand_on(messages)
+                self._dispatch(messages)
                 messages = []
             delivery = self._announce(message) if message.large else (message, [])
             if delivery is not None:
                 messages.append(delivery)
         if messages:  # all of an envelope together, so that its calls wake the pool once
-            self._hand_on(messages)
+            self._dispatch(messages)
 
     def _announce(self, message: WireMessage) -> Delivery | None:
         if self.striping is not None:
@@ -486,7 +486,7 @@ class Session:
         if is_last:
             self._io.call_soon(self._writer.wake)
 
-    def _hand_on(self, messages: list[Delivery]) -> None:
+    def _dispatch(self, messages: list[Delivery]) -> None:
         """Gives messages to the handler, on the thread that read them or on the loop. [Note: order]"""
         if not self._left_to_loop:
             for message, _ in messages:
@@ -502,9 +502,9 @@ class Session:
                 return
         self._left_to_loop.append(messages)
         # In a new context: this thread's context may be a user's, with a deadline.
-        Context().run(self._io.call_soon, self._hand_on_the_rest)
+        Context().run(self._io.call_soon, self._dispatch_rest)
 
-    def _hand_on_the_rest(self) -> None:
+    def _dispatch_rest(self) -> None:
         """Handles one entry of the queue, on the loop."""
         try:
             if not (self._has_failed or self._has_ended):
@@ -539,7 +539,7 @@ class Session:
 
     def _deliver(self, delivery: Delivery | None) -> None:
         if delivery is not None:
-            self._hand_on([delivery])
+            self._dispatch([delivery])
 
     def _grant(self, num_bytes: int) -> None:
         """Lets the peer send more chunks, in quarters of the window.
@@ -552,7 +552,7 @@ class Session:
             self._ungranted_bytes = 0
             self.send(rpc_pb2.Message(chunk_credit=credit))
 
-    def _stop_handing_on(self) -> None:
+    def _stop_dispatching(self) -> None:
         """Stops calling the handler; waits, bounded, for the reader of a payload connection that is in it."""
         self._has_ended = True
         if self._one_at_a_time.acquire(timeout=LEAVE_LIMIT_S):

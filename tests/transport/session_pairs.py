@@ -45,7 +45,7 @@ def call(id: int, body: bytes = b"") -> CallMessage:
 
 
 def for_loop(id: int) -> ReplyMessage:
-    """A message that only the loop may hand on."""
+    """A message that only the loop may dispatch."""
     return ReplyMessage(id, is_stream=True)
 
 

@@ -1,4 +1,4 @@
-"""Sessions that threads read while they wait: what they hand on or leave to the loop, in which order, and the end."""
+"""Sessions that threads read while they wait: what they dispatch or leave to the loop, in which order, and the end."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Protocol
 
 from rpcdist.errors import ConfigError
 from rpcdist.inspection import ChannelFacts
@@ -54,19 +54,11 @@ CHANNELS_VARIABLE: Final = "RPCDIST_CHANNELS"
 _OVERFLOW_UID: Final = Path("/proc/sys/kernel/overflowuid")
 
 
-class Channels(NamedTuple):
-    """The raw channels that sessions may use. gRPC is always available.
+def allowed_channels() -> frozenset[str]:
+    """The raw channels that sessions may use: those that `RPCDIST_CHANNELS` allows and that this system has.
 
-    Attributes:
-        local: Unix sockets, between processes of one user on one host.
-    """
-
-    local: bool
-    tcp: bool
-
-
-def allowed_channels() -> Channels:
-    """The channels that `RPCDIST_CHANNELS` allows ("auto" by default) and that this system has.
+    "local" are Unix sockets, between processes of one user on one host; the other one is "tcp". gRPC is always
+    available.
 
     Raises:
         ConfigError: the variable has an unknown value.
@@ -74,8 +66,10 @@ def allowed_channels() -> Channels:
     text = os.environ.get(CHANNELS_VARIABLE, "auto")
     if text not in ("auto", "local", "tcp", "grpc"):
         raise ConfigError(f"{CHANNELS_VARIABLE} must be 'auto', 'local', 'tcp' or 'grpc', but it is {text!r}")
-    is_local = text in ("auto", "local") and has_abstract_sockets() and not _has_overflow_id()
-    return Channels(is_local, tcp=text in ("auto", "tcp"))
+    allowed = {"local", "tcp"} if text == "auto" else {text} - {"grpc"}
+    if not has_abstract_sockets() or _has_overflow_id():
+        allowed.discard("local")
+    return frozenset(allowed)
 
 
 def _has_overflow_id() -> bool:

@@ -257,12 +257,12 @@ class SocketChannel:
 
     def _receive_all(self, receiver: FrameReceiver) -> bool:
         """Like `_receive`, but also takes the bytes that TLS has buffered, which do not make the socket readable."""
-        has_come = self._receive(receiver)
+        has_arrived = self._receive(receiver)
         while self._tls is not None and self._tls.has_buffered and self._receiver is receiver:
             if self._has_frames and time.monotonic() > self._turn_ends_at:
                 break
             self._receive(receiver)
-        return has_come
+        return has_arrived
 
     def _receive(self, receiver: FrameReceiver) -> bool:
         """Receives once, unless frames are left from the last turn; False if nothing has arrived."""

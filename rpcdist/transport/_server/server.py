@@ -108,9 +108,9 @@ class Server:
         bound = self._bind(server, host, port)
         address = join_address(host, bound)
         self._silent.ports.add(bound)
-        if channels.tcp:
+        if "tcp" in channels:
             self._streams.open_tcp(host)
-        if channels.local:
+        if "local" in channels:
             self._streams.open_local(address)
             self._streams.unix_name()  # opened now, not later by a group that shares this node
         await server.start()

@@ -1,4 +1,4 @@
-"""Messages handed on by whoever read them: their order, and what follows one that the handler chokes on."""
+"""Messages dispatched by the thread that read them: their order, and what follows one that the handler chokes on."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Scene(NullHandler):
 
     def read(self, number: int, *, for_loop: bool = False) -> None:
         body = {"cancel": rpc_pb2.Cancel(id=1)} if for_loop else {"gpu_release": rpc_pb2.GpuRelease()}
-        self.session._hand_on([(rpc_pb2.Message(control_seq=number, **body), [])])
+        self.session._dispatch([(rpc_pb2.Message(control_seq=number, **body), [])])
 
     def run_loop(self) -> None:
         while self.queued:
@@ -82,7 +82,7 @@ def test_a_thread_that_reads_hands_nothing_on_after_the_end() -> None:
     scene = Scene()
     scene.read(1)
     scene.read(2, for_loop=True)
-    scene.session._stop_handing_on()
+    scene.session._stop_dispatching()
     scene.read(3)
     scene.run_loop()
     scene.read(4)
@@ -100,7 +100,7 @@ def test_the_end_waits_for_who_hands_on() -> None:
 
     def end() -> None:
         assert handling.wait(LIMIT_S)
-        scene.session._stop_handing_on()
+        scene.session._stop_dispatching()
         ended.set()
 
     scene.on_messages = on_messages  # type: ignore[method-assign]
@@ -117,4 +117,4 @@ def test_the_end_waits_for_who_hands_on() -> None:
 def test_the_end_does_not_wait_for_ever() -> None:
     scene = Scene()
     with scene.session._one_at_a_time:
-        scene.session._stop_handing_on()
+        scene.session._stop_dispatching()
