@@ -97,7 +97,7 @@ def test_what_is_set_and_what_is_refused(caplog: pytest.LogCaptureFixture) -> No
 
     apply(mallopt)
     assert taken == {-3: 32 << 20, -1: 256 << 20, -2: 16 << 20}
-    assert "did not take the settings (number, bytes) [(-2, 16777216)]" in caplog.text
+    assert "refused the settings (number, bytes) [(-2, 16777216)]" in caplog.text
     apply(None)  # another C library has none
 
 
