@@ -14,7 +14,7 @@ import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Final, Literal, NamedTuple
+from typing import Final, Generic, Literal, NamedTuple, TypeVar
 
 from rpcdist.errors import ConfigError
 from rpcdist.inspection.facts import CurveFacts
@@ -36,6 +36,7 @@ MAX_NAMES: Final = 200
 MAX_NAME_LENGTH: Final = 200
 MAX_ERRORS: Final = 50
 _FOLDED_FROM: Final = 64  # number of ended calls after which a thread adds them up
+E = TypeVar("E")
 
 Kind = Literal["counter", "gauge", "histogram"]
 """The kinds of metrics."""
@@ -77,69 +78,93 @@ class Histogram:
         return made
 
 
-class CallCounts:
-    """Histograms of calls by function and error. Any thread, and any signal handler, may note a call.
+class Histograms(Generic[E]):
+    """Histograms of durations by label, from events that have ended. Any thread, and any signal handler, may note one.
 
-    [Note: folding] A call that ends is appended to a deque, which is atomic and takes no lock: a signal handler may
-    make calls while the interrupted thread holds the lock. Every 64 calls, and for each reader, the waiting calls are
+    [Note: folding] An event is appended to a deque, which is atomic and takes no lock: a signal handler may make calls
+    while the interrupted thread holds the lock. Every `fold_from` events, and for each reader, the waiting events are
     added up under a lock, which `note` only tries to take.
+
+    Args:
+        read: returns the labels of an event and its duration in seconds; None if it has not ended, and must wait for
+            the next reading.
+        max_waiting: limit of the waiting events; the oldest ones beyond it are not counted.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[E], tuple[tuple[str, ...], float] | None],
+        fold_from: int = _FOLDED_FROM,
+        max_waiting: int | None = None,
+    ) -> None:
+        self._read = read
+        self._fold_from = fold_from
+        self._waiting: deque[E] = deque(maxlen=max_waiting)
+        self._lock = threading.Lock()
+        self._histograms: dict[tuple[str, ...], Histogram] = {}
+
+    def note(self, event: E) -> None:
+        self._waiting.append(event)
+        if len(self._waiting) >= self._fold_from and self._lock.acquire(False):
+            try:
+                self._fold()
+            finally:
+                self._lock.release()
+
+    def histograms(self) -> dict[tuple[str, ...], Histogram]:
+        """The histograms by labels."""
+        with self._lock:
+            self._fold()
+            return {labels: histogram.copy() for labels, histogram in self._histograms.items()}
+
+    def _fold(self) -> None:
+        for _ in range(len(self._waiting)):
+            event = self._waiting.popleft()
+            found = self._read(event)
+            if found is None:
+                self._waiting.append(event)
+                continue
+            labels, time_s = found
+            histogram = self._histograms.get(labels)
+            if histogram is None:
+                histogram = self._histograms[labels] = Histogram()
+            histogram.add(time_s)
+
+
+def call_histograms(
+    are_peers_names: bool, observe: Callable[[str, str, float], object] | None = None
+) -> Histograms[EndedCall]:
+    """Returns histograms of calls by function and error, which is empty for successful calls.
 
     Args:
         are_peers_names: whether peers choose the functions, so that only names that led to a result get a label.
         observe: called with the function, error and duration in seconds of each call that is added up, for exporters
             with histograms of their own.
     """
+    names: set[str] = set()
+    errors: set[str] = set()
 
-    def __init__(self, are_peers_names: bool, observe: Callable[[str, str, float], object] | None = None) -> None:
-        self._are_peers_names = are_peers_names
-        self._observe = observe
-        self._ended: deque[EndedCall] = deque()
-        self._lock = threading.Lock()
-        self._histograms: dict[tuple[str, str], Histogram] = {}
-        self._names: set[str] = set()
-        self._errors: set[str] = set()
-
-    def note(self, row: EndedCall) -> None:
-        self._ended.append(row)
-        if len(self._ended) >= _FOLDED_FROM and self._lock.acquire(False):
-            try:
-                self._fold()
-            finally:
-                self._lock.release()
-
-    def histograms(self) -> dict[tuple[str, str], Histogram]:
-        """The histograms by function and error, which is empty for successful calls."""
-        with self._lock:
-            self._fold()
-            return {key: histogram.copy() for key, histogram in self._histograms.items()}
-
-    def _fold(self) -> None:
-        for _ in range(len(self._ended)):
-            _, _, called, began, ended, outcome, _ = self._ended.popleft()
-            name, error = self._labels(called, outcome)
-            histogram = self._histograms.get((name, error))
-            if histogram is None:
-                histogram = self._histograms[name, error] = Histogram()
-            histogram.add(ended - began)
-            if self._observe is not None:
-                self._observe(name, error, ended - began)
-
-    def _labels(self, called: object, outcome: str) -> tuple[str, str]:
-        name = called if isinstance(called, str) else "to_here()"
-        error = "" if outcome == OK else self._error(outcome.partition(":")[0])
-        if name in self._names:
-            return name, error
-        if (error and self._are_peers_names) or len(self._names) >= MAX_NAMES or len(name) > MAX_NAME_LENGTH:
-            return OTHER, error
-        self._names.add(name)
-        return name, error
-
-    def _error(self, name: str) -> str:
-        if name not in self._errors:
-            if len(self._errors) >= MAX_ERRORS or not name.isidentifier() or len(name) > MAX_NAME_LENGTH:
+    def label_of(error: str) -> str:
+        if error not in errors:
+            if len(errors) >= MAX_ERRORS or not error.isidentifier() or len(error) > MAX_NAME_LENGTH:
                 return OTHER
-            self._errors.add(name)
-        return name
+            errors.add(error)
+        return error
+
+    def read(row: EndedCall) -> tuple[tuple[str, ...], float]:
+        _, _, called, began, ended, outcome, _ = row
+        name = called if isinstance(called, str) else "to_here()"
+        error = "" if outcome == OK else label_of(outcome.partition(":")[0])
+        if name not in names:
+            if (error and are_peers_names) or len(names) >= MAX_NAMES or len(name) > MAX_NAME_LENGTH:
+                name = OTHER
+            else:
+                names.add(name)
+        if observe is not None:
+            observe(name, error, ended - began)
+        return (name, error), ended - began
+
+    return Histograms(read)
 
 
 class TrainingCounts:

@@ -423,12 +423,14 @@ class CollectiveError(DistBackendError):
     Attributes:
         operation: the operation with its sequence number, such as "all_reduce #41 of group 'default'".
         reason: the cause, with the rank.
+        ranks: the ranks that caused it, in the group of the operation; empty if it is not known.
     """
 
-    def __init__(self, operation: str, reason: str) -> None:
-        super().__init__(operation, reason)
+    def __init__(self, operation: str, reason: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__(operation, reason, tuple(ranks))
         self.operation = operation
         self.reason = reason
+        self.ranks = tuple(ranks)
 
     def __str__(self) -> str:
         return f"{self.operation} failed: {self.reason}"
@@ -455,14 +457,7 @@ class CollectiveMismatch(CollectiveError, ValueError):
     """The ranks of a group called different operations, or the same with different arguments; all ranks raise this."""
 
 
-class _RanksFailed(CollectiveError):
-    def __init__(self, operation: str, reason: str, ranks: Sequence[int] = ()) -> None:
-        super().__init__(operation, reason)
-        self.args = (operation, reason, tuple(ranks))
-        self.ranks = tuple(ranks)
-
-
-class CollectiveTimeout(_RanksFailed, TimeoutError):
+class CollectiveTimeout(CollectiveError, TimeoutError):
     """An operation did not finish in time; the text names the ranks that did not arrive.
 
     Attributes:
@@ -470,7 +465,7 @@ class CollectiveTimeout(_RanksFailed, TimeoutError):
     """
 
 
-class RankLost(_RanksFailed, ConnectionError):
+class RankLost(CollectiveError, ConnectionError):
     """A rank of the group died, or its connection broke, before the operation was done.
 
     Attributes:

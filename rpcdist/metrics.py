@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, Final
@@ -23,11 +23,12 @@ from typing import Any, Final
 from rpcdist._counters import (
     BUCKET_BOUNDS,
     METRICS_VARIABLE,
-    CallCounts,
     Family,
     Histogram,
+    Histograms,
     Kind,
     TrainingCounts,
+    call_histograms,
     training,
 )
 from rpcdist.collectives._group.flight_records import FlightRecorder, Record
@@ -84,8 +85,8 @@ class _WorkerCounts:
     """The counts of one agent, from the time at which metrics are requested."""
 
     def __init__(self, agent: Agent) -> None:
-        self.made = CallCounts(False, _observer("rpc.client.call.duration"))
-        self.served = CallCounts(True, _observer("rpc.server.call.duration"))
+        self.made = call_histograms(False, _observer("rpc.client.call.duration"))
+        self.served = call_histograms(True, _observer("rpc.server.call.duration"))
         self.num_lost = self.num_replaced = 0
         agent.caller.calls.ended.add(self.made.note)
         agent.dispatcher.calls.ended.add(self.served.note)
@@ -99,49 +100,29 @@ class _WorkerCounts:
         self.num_replaced += 1
 
 
-class _OperationCounts:
-    """Histograms of the collective operations of a process, from the records of the flight recorder.
+def _operation_histograms(recorder: FlightRecorder) -> Histograms[Record]:
+    """Returns histograms of the operations that a flight recorder notes, by operation, size and error.
 
     A record is noted when its operation begins, so a record that has not ended waits for the next reading.
     """
 
-    def __init__(self, recorder: FlightRecorder) -> None:
-        self._noted: deque[Record] = deque(maxlen=_MAX_UNREAD)
-        self._lock = threading.Lock()
-        self._histograms: dict[tuple[str, str, str], Histogram] = {}
-        self._note = recorder.note
-        recorder.note = self._also_note
-
-    def _also_note(self, record: Record) -> None:
-        """Notes a record, like `CallCounts.note`: never waits for a lock."""
-        self._note(record)
-        self._noted.append(record)
-        if len(self._noted) >= _FOLDED_FROM and self._lock.acquire(False):
-            try:
-                self._fold()
-            finally:
-                self._lock.release()
-
-    def histograms(self) -> dict[tuple[str, str, str], Histogram]:
-        """The histograms by operation, size and error."""
-        with self._lock:
-            self._fold()
-            return {key: histogram.copy() for key, histogram in self._histograms.items()}
-
-    def _fold(self) -> None:
-        for _ in range(len(self._noted)):
-            record = self._noted.popleft()
-            if record.ended_ns:
-                self._count(record)
-            else:
-                self._noted.append(record)
-
-    def _count(self, record: Record) -> None:
+    def read(record: Record) -> tuple[tuple[str, ...], float] | None:
+        if not record.ended_ns:
+            return None
         num_bytes = sum(record.input_sizes or record.output_sizes) * _ITEM_BYTES.get(record.dtype, 8)
         size = next((name for limit, name in _SIZES if num_bytes <= limit), _LARGEST)
-        key = record.operation, size, "" if record.state == "done" else "failed"
         time_s = (record.ended_ns - (record.started_ns or record.queued_ns)) / 1e9
-        self._histograms.setdefault(key, Histogram()).add(max(0.0, time_s))
+        return (record.operation, size, "" if record.state == "done" else "failed"), max(0.0, time_s)
+
+    histograms = Histograms(read, _FOLDED_FROM, _MAX_UNREAD)
+    note = recorder.note
+
+    def note_both(record: Record) -> None:
+        note(record)
+        histograms.note(record)
+
+    recorder.note = note_both
+    return histograms
 
 
 def attach(agent: Agent | None = None) -> None:
@@ -161,7 +142,7 @@ def attach(agent: Agent | None = None) -> None:
             agent.counts = _WorkerCounts(agent)
         process = current_world().process
         if process.counts is None:
-            process.counts = _OperationCounts(process.recorder)
+            process.counts = _operation_histograms(process.recorder)
         if not training:
             training.append(TrainingCounts(_observe_wait))
     where = os.environ.get(METRICS_VARIABLE)
@@ -243,7 +224,7 @@ async def _traffic(node: Node) -> tuple[Counter[tuple[str, str]], Counter[str], 
     return await node.traffic(), kinds, sum(session.num_queued for session in sessions)
 
 
-def _of_operations(counts: _OperationCounts) -> Iterator[Family]:
+def _of_operations(counts: Histograms[Record]) -> Iterator[Family]:
     found = counts.histograms()
     labels = [
         {"rpcdist.operation": operation, "rpcdist.size": size, "error.type": error} for operation, size, error in found

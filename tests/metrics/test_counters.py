@@ -6,19 +6,29 @@ import threading
 
 import pytest
 
-from rpcdist._counters import BUCKET_BOUNDS, MAX_ERRORS, MAX_NAMES, OK, OTHER, CallCounts, Histogram
+from rpcdist._counters import (
+    BUCKET_BOUNDS,
+    MAX_ERRORS,
+    MAX_NAMES,
+    OK,
+    OTHER,
+    EndedCall,
+    Histogram,
+    Histograms,
+    call_histograms,
+)
 
 
-def noted(counts: CallCounts, called: object, outcome: str = OK, age_s: float = 0.0) -> None:
+def noted(counts: Histograms[EndedCall], called: object, outcome: str = OK, age_s: float = 0.0) -> None:
     counts.note((1, 2, called, 0.0, age_s, outcome, 0.0))
 
 
-def numbers(counts: CallCounts) -> dict[tuple[str, str], int]:
+def numbers(counts: Histograms[EndedCall]) -> dict[tuple[str, ...], int]:
     return {key: sum(histogram.counts) for key, histogram in counts.histograms().items()}
 
 
 def test_calls_are_counted_by_function_and_error() -> None:
-    counts = CallCounts(are_peers_names=False)
+    counts = call_histograms(are_peers_names=False)
     for _ in range(3):
         noted(counts, "module:function")
     noted(counts, "module:function", "KeyError: 'x'")
@@ -33,7 +43,7 @@ def test_calls_are_counted_by_function_and_error() -> None:
 
 
 def test_a_name_that_a_peer_made_up_gets_no_label() -> None:
-    counts = CallCounts(are_peers_names=True)
+    counts = call_histograms(are_peers_names=True)
     for number in range(1000):
         noted(counts, f"made:up{number}", "UnknownFunction: there is none")
     noted(counts, "real:function")
@@ -46,7 +56,7 @@ def test_a_name_that_a_peer_made_up_gets_no_label() -> None:
 
 
 def test_the_number_of_labels_is_bounded() -> None:
-    counts = CallCounts(are_peers_names=True)
+    counts = call_histograms(are_peers_names=True)
     for number in range(3 * MAX_NAMES):
         noted(counts, f"m:f{number}")
         noted(counts, "m:f0", f"Error{number}: text")
@@ -58,7 +68,7 @@ def test_the_number_of_labels_is_bounded() -> None:
 
 @pytest.mark.parametrize("error", ["", "x" * 300, "no identifier", 'E"}\n# evil 1'])
 def test_an_error_that_is_no_name_gets_no_label(error: str) -> None:
-    counts = CallCounts(are_peers_names=False)
+    counts = call_histograms(are_peers_names=False)
     noted(counts, "m:f", f"{error}: text")
     assert numbers(counts) == {("m:f", OTHER): 1}
 
@@ -72,7 +82,7 @@ def test_durations_fall_into_their_buckets() -> None:
 
 
 def test_what_is_read_does_not_change_and_includes_the_last_call() -> None:
-    counts = CallCounts(are_peers_names=False)
+    counts = call_histograms(are_peers_names=False)
     noted(counts, "m:f", age_s=0.3)
     before = counts.histograms()
     noted(counts, "m:f")
@@ -84,7 +94,7 @@ def test_what_is_read_does_not_change_and_includes_the_last_call() -> None:
 
 def test_no_call_of_many_threads_is_lost() -> None:
     seen: list[float] = []
-    counts = CallCounts(False, lambda name, error, time_s: seen.append(time_s))
+    counts = call_histograms(False, lambda name, error, time_s: seen.append(time_s))
 
     def many() -> None:
         for _ in range(5000):
@@ -102,7 +112,7 @@ def test_no_call_of_many_threads_is_lost() -> None:
 
 def test_a_call_that_ends_while_somebody_reads_waits_for_nobody() -> None:
     """A signal's handler may end a call on the thread that holds the lock."""
-    counts = CallCounts(are_peers_names=False)
+    counts = call_histograms(are_peers_names=False)
     with counts._lock:
         for _ in range(1000):
             noted(counts, "m:f")
