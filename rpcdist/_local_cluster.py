@@ -1,6 +1,6 @@
 """`LocalCluster`: this process and new ones are the workers of a job, while a `with` block lasts.
 
-Clusters on Ray share the names of workers, the block with its forms for event loops, and how a worker joins.
+Clusters on Ray use the same names of workers, the same block with its asynchronous forms, and the same way to join.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def worker_names(workers: int | Sequence[str]) -> tuple[str, ...]:
 
 
 class ClusterBlock(ABC):
-    """A cluster whose `start` and `close` are also the ends of a block, and have forms for coroutines and notebooks."""
+    """A cluster that a `with` block starts and closes; `start` and `close` also have forms for coroutines."""
 
     @abstractmethod
     def start(self) -> Self:
@@ -98,12 +98,12 @@ class ClusterBlock(ABC):
             raise interrupted() from None
 
     async def start_async(self) -> Self:
-        """`start` for coroutines and notebooks: the event loop goes on. Cancelled, it leaves nothing behind."""
+        """`start` for coroutines and notebooks. If the task is cancelled, no process is left behind."""
         await run_in_thread(self.start, self._cancel, name="rpcdist-cluster-start")
         return self
 
     async def close_async(self) -> None:
-        """`close` for coroutines and notebooks. Cancelled while it waits for the others, the job ends at once."""
+        """`close` for coroutines and notebooks. If the task is cancelled, the job ends at once."""
         await run_in_thread(self.close, self._abandon, name="rpcdist-cluster-end")
 
     async def __aenter__(self) -> Self:
@@ -116,8 +116,8 @@ class ClusterBlock(ABC):
 
 
 def join_cluster(rank: int, names: Sequence[str], address: str, given: RpcOptions | None, serve: bool = False) -> None:
-    """Joins as worker `rank` of `names` at `address`, with the options that the user gave; `serve` until the end."""
-    from rpcdist import rpc  # this module is imported before the new processes start; torch, after
+    """Joins as worker `rank` of `names`, with the user's options; with `serve`, serves until the job ends."""
+    from rpcdist import rpc  # late: this process starts the other ones before it imports torch
 
     options = rpc.RpcOptions() if given is None else copy.copy(given)
     options.init_method = address
@@ -138,38 +138,39 @@ class LocalCluster(ClusterBlock):
             with rpcdist.LocalCluster(4):
                 print(rpc.rpc_sync("worker3", pow, (2, 10)))
 
-    Inside of the block, everything of `rpcdist.rpc` works; its end is a graceful `shutdown`, after which the processes
-    end. When the block is left by an exception they are ended at once. Use `async with` in a coroutine, `start` and
-    `close` at a prompt, and `await start_async()` and `await close_async()` in a notebook, whose cells run on a loop.
+    Inside the block, everything in `rpcdist.rpc` works. The block ends with a graceful `shutdown`, after which the
+    processes end; after an exception they are ended at once. Use `async with` in a coroutine, `start` and `close` at a
+    prompt, and `await start_async()` and `await close_async()` in a notebook, whose cells run on an event loop.
 
-    Each process imports the main module, as with `multiprocessing`, so a script needs the guard above, and handlers
-    stand at the top of a module. In a notebook, and under `python -c` and `python -`, functions and classes of the main
-    module travel by value. No process outlives this one (on Linux).
+    Each process imports the main module, as with `multiprocessing`, so a script needs the guard above, and functions
+    that are called must be defined at the top level of a module. In a notebook, and under `python -c` and `python -`,
+    functions and classes of the main module are sent by value. No process outlives this one (on Linux).
 
-    Under torchrun, srun or mpirun, or another launcher of several processes, nothing is started. The processes are
-    the launcher's: that of rank 0 runs the block, and the others serve in `with` until its end, and then exit.
+    Under torchrun, srun, mpirun or another launcher of several processes, this starts no process. The launcher's
+    process of rank 0 runs the block; the others serve in `with` until it ends, and then exit.
 
     Args:
-        workers: how many there are, this process included, called `worker0`, `worker1` and so on; or their names.
-        options: for all workers; `init_method` is chosen here.
-        env: environment variables of the new processes, beside those of this one; or a list with those of each worker,
-            empty for the first, which is this process.
-        resources: of each worker, as in `launch`: `{"GPU": 1}` shows the workers as many GPUs as there are workers, and
-            LOCAL_RANK is the number of the own one.
+        workers: the number of workers, including this process, with the names `worker0`, `worker1` and so on; or the
+            names.
+        options: for all workers; the cluster sets `init_method`.
+        env: additional environment variables of the new processes; or a list with those of each worker, empty for the
+            first, which is this process.
+        resources: of each worker, as in `launch`: with `{"GPU": 1}`, the workers see as many GPUs as there are workers,
+            and LOCAL_RANK is the number of a worker's own GPU.
         prefix: whether each line that a new process writes begins with its worker's name.
-        log_dir: a folder for what each of them writes, in files `NAME.0.log`.
-        dashboard: whether a process of its own serves a web page that shows the job live; its address is printed.
+        log_dir: a folder for the output of the new processes, in files `NAME.0.log`.
+        dashboard: whether another process serves a web page that shows the job live; its address is printed.
 
     Attributes:
-        names: of the workers, by rank.
-        dashboard_url: the address of that page, once the job is complete; None if there is none.
+        names: the names of the workers, by rank.
+        dashboard_url: the address of that page, once the job is complete; None without a page.
 
     Raises:
-        ConfigError: an argument is wrong, or the launcher's WORLD_SIZE is not the number of workers.
-        SystemExit: there is no guard; the text has the line where it belongs.
+        ConfigError: an argument is invalid, or the launcher's WORLD_SIZE is not the number of workers.
+        SystemExit: the script has no guard; the text has the line where it belongs.
         AlreadyInitialized: this process is a worker already.
         ProcessFailed: a new process failed before the job was complete; the text has its traceback.
-        DeadlineExceeded, RendezvousError: the workers did not come in time.
+        DeadlineExceeded, RendezvousError: the workers did not join in time.
     """
 
     def __init__(
@@ -184,7 +185,7 @@ class LocalCluster(ClusterBlock):
         dashboard: bool = False,
     ) -> None:
         self.names = worker_names(workers)
-        # Told here, and not by the processes that are started for it, in a traceback for each.
+        # Checked here, since otherwise each new process would report it with a traceback.
         if options is not None and not hasattr(options, "init_method"):
             raise ConfigError(f"options={options!r}: give an rpc.RpcOptions, or nothing")
         if env and not isinstance(env, Mapping) and env[0]:
@@ -197,7 +198,7 @@ class LocalCluster(ClusterBlock):
         self._plan = plan_job([role], {}, os.environ, this_machine(os.environ), named=False)
         self._options = options
         self._output = JobOutput(prefix, log_dir)
-        self._has_page = dashboard
+        self._wants_dashboard = dashboard
         self.dashboard_url: str | None = None
         self._held = ExitStack()  # the port, and the process of the page
         self._processes: BackgroundRanks | None = None
@@ -209,8 +210,8 @@ class LocalCluster(ClusterBlock):
         return f"<LocalCluster of {', '.join(self.names)}{'' if self._is_worker else ' [closed]'}>"
 
     def start(self) -> Self:
-        """Starts the processes and joins the job; blocks until it is complete. Errors: see the class."""
-        if asyncio._get_running_loop() is not None:  # told before a process is started in vain
+        """Starts the processes and joins the job; blocks until it is complete. Raises the errors of the class."""
+        if asyncio._get_running_loop() is not None:  # checked before a process starts
             raise BlockingInLoop("LocalCluster.start", "async with LocalCluster(3):, or await cluster.start_async()")
         check_not_importing_main("LocalCluster")
         rpc = sys.modules.get("rpcdist.rpc")  # not imported yet: the new processes import it at the same time
@@ -222,19 +223,19 @@ class LocalCluster(ClusterBlock):
                 self._join_launched(placement)
             else:
                 self._start_here()
-            if self._has_page:
-                self._serve_page()
+            if self._wants_dashboard:
+                self._serve_dashboard()
         except BaseException as error:
             self._abandon()
             if type(error) is KeyboardInterrupt:
                 raise interrupted() from None
-            if isinstance(error, RpcdistError):  # it says what to do; the way here would hide that
+            if isinstance(error, RpcdistError):  # it says what to do; a traceback would hide that
                 raise error.with_traceback(None) from error.__cause__
             raise
         return self
 
     def close(self) -> None:
-        """Shuts the job down in order: waits until nobody has work outstanding, and then for the ends of the processes.
+        """Shuts the job down: waits until no worker has unfinished work, and then until the processes have ended.
 
         Raises:
             ProcessFailed: the shutdown of another worker failed.
@@ -245,7 +246,7 @@ class LocalCluster(ClusterBlock):
         from rpcdist import rpc
 
         try:
-            if rpc.api._is_current_rpc_agent_set():  # or the block has called `shutdown` itself
+            if rpc.api._is_current_rpc_agent_set():  # otherwise the block has called `shutdown` itself
                 rpc.shutdown()
             self._is_worker = False
             if self._processes is not None:
@@ -260,7 +261,7 @@ class LocalCluster(ClusterBlock):
             self._abandon()
 
     def logs(self, name: str) -> str:
-        """The last lines that the process of a worker has written, 200 at most; all of them are in `log_dir`.
+        """The last lines that the process of a worker has written, at most 200; `log_dir` has all of them.
 
         Raises:
             ConfigError: no worker has this name, or it is this process.
@@ -281,7 +282,7 @@ class LocalCluster(ClusterBlock):
         check_can_start("the cluster")
         port = self._held.enter_context(held_port(0))
         address = f"tcp://{HOST}:{port}"
-        # They import torch while this process does.
+        # The new processes import torch at the same time as this one.
         call = pickle_call(join_cluster, (self.names, address, self._options, True), imports=("rpcdist.rpc",))
         common = {**os.environ, "MASTER_ADDR": HOST, "MASTER_PORT": str(port)}
         make_engine = partial(self._make_engine, call, common)
@@ -295,7 +296,7 @@ class LocalCluster(ClusterBlock):
         self._is_worker = True
         self._check_not_cancelled()
 
-    def _serve_page(self) -> None:
+    def _serve_dashboard(self) -> None:
         from rpcdist import rpc
         from rpcdist.rpc._current import current_agent
 
@@ -308,11 +309,11 @@ class LocalCluster(ClusterBlock):
         variables = {"RPCDIST_JOB": options.job or ""}
         if options.token is not None:
             variables["RPCDIST_TOKEN"] = os.fsdecode(options.token)
-        said = os.environ.get("RPCDIST_TLS", "")  # it may name certificates, which the workers use, too
+        setting = os.environ.get("RPCDIST_TLS", "")  # it may name certificates, which the workers use, too
         if options.tls is False:
             variables["RPCDIST_TLS"] = "off"
-        elif options.tls and said.partition(",")[0] == "off":
-            variables["RPCDIST_TLS"] = "auto" + said.removeprefix("off")
+        elif options.tls and setting.partition(",")[0] == "off":
+            variables["RPCDIST_TLS"] = "auto" + setting.removeprefix("off")
         address = current_agent().inspector.facts().address
         page = served_page(address, {name: value for name, value in variables.items() if value})
         self.dashboard_url = self._held.enter_context(page)
@@ -324,7 +325,7 @@ class LocalCluster(ClusterBlock):
         return self._engine
 
     def _join(self, processes: BackgroundRanks, address: str) -> None:
-        processes.wait_until_ready(CLUSTER_START_LIMIT_S, INIT_NOTICE_S, self._say_who_is_missing)
+        processes.wait_until_ready(CLUSTER_START_LIMIT_S, INIT_NOTICE_S, self._warn_about_missing)
         try:
             join_cluster(0, self.names, address, self._options)
         except RpcdistError as error:
@@ -333,12 +334,12 @@ class LocalCluster(ClusterBlock):
                 raise
             raise error_of(failure, len(self.names)) from error
 
-    def _say_who_is_missing(self, ranks: Sequence[int]) -> None:
+    def _warn_about_missing(self, ranks: Sequence[int]) -> None:
         missing = ", ".join(self.names[rank] for rank in ranks)
         logger.warning("after %g s, still waiting until these have imported the program: %s", INIT_NOTICE_S, missing)
 
     def _cancel(self) -> None:
-        """Ends the processes, and `start` as soon as its thread looks."""
+        """Ends the processes, and makes `start` fail when its thread checks next."""
         self._cancelled = True
         self._abandon()
 
@@ -347,7 +348,7 @@ class LocalCluster(ClusterBlock):
             raise DeadlineExceeded("the start of the cluster was cancelled")
 
     def _join_launched(self, placement: Placement) -> None:
-        """Under a launcher: rank 0 goes on to the block, the others never return."""
+        """Joins under a launcher: only rank 0 returns, to run the block."""
         if placement.world_size != len(self.names):
             raise ConfigError(
                 f"workers={len(self.names)}, but the launcher started WORLD_SIZE={placement.world_size} processes: "
@@ -360,7 +361,7 @@ class LocalCluster(ClusterBlock):
         self._is_worker = True
 
     def _abandon(self) -> None:
-        """Ends what is left of the job at once. The processes are paused first: none is to see, and report, an end."""
+        """Ends what is left of the job at once. The processes are paused first, so that none reports the end."""
         with StopSignals():  # a second Ctrl-C does not interrupt this, which takes seconds at most
             processes, self._processes = self._processes, None
             try:
@@ -368,7 +369,7 @@ class LocalCluster(ClusterBlock):
                     self._engine.pause()
                 if self._is_worker:
                     self._is_worker = False
-                    with suppress(NotInitialized):  # the block, or another thread, has done it
+                    with suppress(NotInitialized):  # the block, or another thread, has shut it down
                         sys.modules["rpcdist.rpc"].shutdown(graceful=False)
             finally:
                 if processes is not None:
@@ -397,11 +398,11 @@ def served_page(address: str, variables: Mapping[str, str]) -> Iterator[str]:
         RpcdistError: the process has ended; its lines on the standard error stream say why.
         DeadlineExceeded: the page is not served in time.
     """
-    # The address is no secret; the token goes by the environment, which other users cannot read.
+    # The address is not secret. The token is passed in the environment, which other users cannot read.
     process = subprocess.Popen(
         [sys.executable, "-m", "rpcdist", "dashboard", address, "--until-stdin-ends"],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **variables},
-        start_new_session=True,  # Ctrl-C at the terminal is for the job
+        start_new_session=True,  # Ctrl-C at the terminal is meant for the job
     )  # fmt: skip
     try:
         yield _first_line(process)

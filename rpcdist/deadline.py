@@ -1,11 +1,11 @@
-"""A point in time until which an operation may run; pauses between attempts, and waits for a lock, until then.
+"""Deadlines of operations, pauses between attempts, and waits for locks.
 
-Deadlines travel with calls (as the time that is left), and nested calls inherit the earlier one.
+A call brings its deadline to the callee as the remaining time, and nested calls inherit the earlier of two.
 
 [Note: lost Ctrl-C]
-    Waiting for a lock ends when a signal comes, but CPython looks for signals, gives the interpreter lock away, and
-    only then sleeps. One that comes in between is not seen until the sleep ends, and on a busy machine, where the
-    thread that takes the interpreter lock goes on first, in between is long. So the main thread sleeps in slices.
+    A signal ends the wait for a lock, but CPython checks for signals, releases the interpreter lock, and only then
+    sleeps. A signal that arrives between these steps is not noticed until the sleep ends. On a busy machine that is
+    likely, since another thread runs as soon as the interpreter lock is released. So the main thread sleeps in slices.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ __all__ = ["NEVER", "Deadline", "acquire", "backoff", "checked_timeout", "curren
 
 
 def checked_timeout(timeout_s: Any, name: str = "timeout", none: str = "write 0 for no limit") -> float:
-    """A timeout that a user wrote, in seconds; numbers of numpy and tensors of one element are numbers, too.
+    """Returns a user's timeout as a float in seconds; NumPy's numbers and tensors of one element count as numbers.
 
     Args:
-        timeout_s: what was written.
-        name: what the argument is called.
-        none: how to write that there is no limit.
+        timeout_s: the user's argument.
+        name: the name of the argument, for errors.
+        none: advice on how to set no limit, for errors.
 
     Raises:
         TypeError: it is not a number.
@@ -50,7 +50,7 @@ def checked_timeout(timeout_s: Any, name: str = "timeout", none: str = "write 0 
 
 
 class Deadline:
-    """A point on this process's monotonic clock; `at` is in seconds, infinity for none."""
+    """A point on the monotonic clock of this process; `at` is in seconds, infinity for no limit."""
 
     __slots__ = ("at",)
 
@@ -59,7 +59,7 @@ class Deadline:
 
     @classmethod
     def after(cls, timeout_s: float | None) -> Deadline:
-        """`timeout_s` from now; None, infinity, or more than `LONGEST_TIMEOUT_S` mean no limit."""
+        """The deadline `timeout_s` from now; None, infinity, or more than `LONGEST_TIMEOUT_S` mean no limit."""
         if timeout_s is None or timeout_s > LONGEST_TIMEOUT_S:
             return NEVER
         return cls(time.monotonic() + timeout_s)
@@ -70,7 +70,7 @@ class Deadline:
         return self.at != math.inf
 
     def remaining_s(self) -> float:
-        """Seconds left: infinity without a limit, never below 0."""
+        """The remaining seconds: infinity without a limit, never less than 0."""
         return self.at if self.at == math.inf else max(0.0, self.at - time.monotonic())
 
     def expired(self) -> bool:
@@ -78,7 +78,7 @@ class Deadline:
         return time.monotonic() >= self.at
 
     def earlier(self, other: Deadline) -> Deadline:
-        """The one of the two that ends first."""
+        """The earlier of two deadlines."""
         return self if self.at <= other.at else other
 
     def wait_s(self) -> float | None:
@@ -106,17 +106,17 @@ _system = SystemRandom()
 def backoff(
     first_s: float, longest_s: float, deadline: Deadline = NEVER, random: Callable[[], float] = _system.random
 ) -> Iterator[float]:
-    """Yields pauses in seconds without end, each of a random length.
+    """Yields pauses of random length in seconds, without end.
 
-    None reaches beyond the deadline, so that the last attempt is made at it. Full jitter keeps the survivors of one
-    failure, or the workers of a job that starts, from all trying at the same moments. It comes from the system and not
-    from `random`: users seed that one, often equally on all workers.
+    No pause extends beyond the deadline, so that the last attempt is made at the deadline. Full jitter keeps the
+    survivors of a failure, or the workers of a job that starts, from trying all at the same time. The randomness comes
+    from the system and not from `random`, which users seed, often equally on all workers.
 
     Args:
         first_s: upper bound of the first pause; it doubles with each pause.
         longest_s: upper bound of all pauses.
         deadline: when the attempts end.
-        random: gives a number from 0 to 1.
+        random: returns a number from 0 to 1.
     """
     bound_s = first_s
     while True:
@@ -125,12 +125,12 @@ def backoff(
 
 
 def longest_sleep_s() -> float:
-    """How long this thread may sleep before it must look for signals, in seconds; see [Note: lost Ctrl-C]."""
+    """How long this thread may sleep before it must check for signals, in seconds; see [Note: lost Ctrl-C]."""
     return SIGNAL_CHECK_INTERVAL_S if get_ident() == threading.main_thread().ident else threading.TIMEOUT_MAX
 
 
 def acquire(lock: LockType, timeout_s: float | None) -> bool:
-    """Takes a lock; False when the time is over. Ctrl-C ends it on the main thread, at any moment.
+    """Acquires a lock; False if the time limit expires. On the main thread, Ctrl-C interrupts it at any moment.
 
     Args:
         timeout_s: limit in seconds; None for none.

@@ -41,10 +41,10 @@ class Identity(NamedTuple):
 
 
 class UniqueId(NamedTuple):
-    """Unique in a job: the worker process that made it, and a number of that process, from `new_number`.
+    """An id that is unique in a job: the process that made it, and a number from `new_number` of that process.
 
-    The incarnation is part of it: another process may join under the id of a dead worker, while references that the
-    dead one made are still alive elsewhere.
+    It includes the incarnation: another process may join under the id of a dead worker, while references that the dead
+    one made are still alive elsewhere.
     """
 
     created_on: int
@@ -52,7 +52,7 @@ class UniqueId(NamedTuple):
     incarnation: int
 
     def __str__(self) -> str:
-        """Numbered as by torch: 0, 1, 2 of each worker. The secret part of the number stays out of it."""
+        """Like torch's, which numbers 0, 1, 2 at each worker; without the secret part of the number."""
         return f"GloballyUniqueId(created_on={self.created_on}, local_id={self.local_id & _MAX_COUNT})"
 
     def __repr__(self) -> str:
@@ -65,21 +65,21 @@ class UniqueId(NamedTuple):
 
 
 def new_number(count: int) -> int:
-    """A number that cannot be guessed: a worker that names a reference, or a share, was told of it. It is never reused.
+    """A number that is never reused and cannot be guessed: a worker that names a reference or a share has received it.
 
     Args:
-        count: how many the process has made before; texts show it.
+        count: the number of earlier ids of this process, which texts show.
     """
     return int.from_bytes(os.urandom(5)) >> 1 << _COUNT_BITS | count & _MAX_COUNT
 
 
 def new_incarnation() -> int:
-    """A random 63-bit number that tells a process from its predecessor of the same name; 0 is never returned."""
+    """A random 63-bit number, never 0, that distinguishes a process from its predecessor of the same name."""
     return secrets.randbits(63) | 1
 
 
 def check_worker_name(name: str) -> str:
-    """Returns `name`, or raises `ConfigError` saying what a worker name may look like."""
+    """Returns `name`, or raises `ConfigError`, which explains how a worker name may look."""
     if not isinstance(name, str):
         raise ConfigError(f"Worker name must be a str, not {name!r}.")
     if not name:

@@ -1,7 +1,7 @@
 """Detects shortages of this process, such as missing descriptors, which say nothing about other processes.
 
-Libraries report a shortage in many ways. If the system's own error names the shortage, that counts; otherwise this
-module tries whether the process can get a descriptor and a port.
+Libraries report a shortage in many ways. If the system's own error does not name it, this module tries to get a
+descriptor and a port.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ DESCRIPTORS_FOR_EACH_PEER: Final = 4
 """Descriptors of rank 0 for each worker: a connection each way, the bell of one of them, and a connection to the store
 while a world forms."""
 
-_MOST_DESCRIPTORS: Final = 1 << 20  # an unlimited soft limit slows down programs that close all possible descriptors
+_MAX_DESCRIPTORS: Final = 1 << 20  # an unlimited soft limit slows down programs that close all possible descriptors
 _NONE_FREE: Final = "no free file descriptor"
-_MOST_CAUSES: Final = 10  # causes of an exception, which may form a circle
+_MAX_CAUSES: Final = 10  # causes of an exception, which may form a circle
 
 _log_lock = threading.Lock()
 _logged: dict[str, float] = {}  # time of the log line, in seconds of the monotonic clock
@@ -48,22 +48,22 @@ _raised: list[int] = []  # the earlier soft limit
 
 
 def keep_newest(most: int) -> Callable[[Callable[[], bool], Callable[[], object]], None]:
-    """Bounds the connections of a server that anybody may open; each takes a descriptor, and some a thread.
+    """Bounds the connections of a server to which anybody may connect; each takes a descriptor, and some a thread.
 
     Returns:
-        A function to call for each new connection, with a function that says whether it is open, and one that ends it.
-        It ends the oldest connection if more than `most` are open. One thread at a time may call it.
+        A function to call for each new connection, with a function that returns whether it is open, and one that ends
+        it. It ends the oldest connection if more than `most` are open. It is not thread-safe.
     """
     newest: list[tuple[Callable[[], bool], Callable[[], object]]] = []
 
-    def came(is_open: Callable[[], bool], end: Callable[[], object]) -> None:
+    def add(is_open: Callable[[], bool], end: Callable[[], object]) -> None:
         newest[:] = [one for one in newest if one[0]()]
         newest.append((is_open, end))
         if len(newest) > most:
             with suppress(OSError):  # it has ended
                 newest.pop(0)[1]()
 
-    return came
+    return add
 
 
 def own_shortage(exc: BaseException | None = None) -> str | None:
@@ -72,7 +72,9 @@ def own_shortage(exc: BaseException | None = None) -> str | None:
     Args:
         exc: the error of an attempt to connect. With None, this checks only descriptors, in a few microseconds.
     """
-    shortage = next(filter(None, map(_said_by, _causes(exc))), None) or _found(looks_at_ports=exc is not None)
+    shortage = next(filter(None, map(_shortage_named_by, _causes(exc))), None) or _probed_shortage(
+        with_port=exc is not None
+    )
     if shortage is not None and _is_due(shortage):
         logger.warning(
             "%s. Until then, operations that need it fail in this process, but no worker is declared lost for that",
@@ -82,20 +84,20 @@ def own_shortage(exc: BaseException | None = None) -> str | None:
 
 
 def raise_descriptor_limit() -> None:
-    """Raises the soft limit of descriptors to the hard one, once in a process: rank 0 needs more than the usual one."""
+    """Raises the soft limit on descriptors to the hard one, once in a process: rank 0 needs more than usual."""
     with _log_lock:
         if _raised:
             return
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         _raised.append(soft)
-    most = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
+    most = _MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MAX_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < most:
         with suppress(OSError, ValueError):  # a sandbox may forbid it; the limit then stays
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def check_descriptors_for(num_peers: int) -> None:
-    """Checks that rank 0 of a world may have as many descriptors as its peers will take.
+    """Checks that rank 0 of a world may open enough descriptors for its peers.
 
     Raises:
         TransportError: the limit is too low; the text has both numbers.
@@ -157,13 +159,13 @@ def _check_descriptors(what: str) -> None:
         while len(held) < START_DESCRIPTORS:
             held.append(os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC))
     except OSError as exc:
-        shortage = _of_number(exc.errno, len(held))
+        shortage = _shortage_of_errno(exc.errno, len(held))
         if shortage is None:
             raise
         raise TransportError(f"{what} cannot start: {shortage}") from exc
     finally:
         for descriptor in held:
-            if descriptor > 2:  # in the place of a closed standard stream, it stays
+            if descriptor > 2:  # it stays if it replaces a closed standard stream
                 os.close(descriptor)
 
 
@@ -198,29 +200,29 @@ def names_shortage(what: str, error: type[RpcdistError] = TransportError) -> Ite
     except RpcdistError:
         raise
     except (OSError, MemoryError, RuntimeError) as exc:
-        shortage = next(filter(None, map(_said_by, _causes(exc))), None)
+        shortage = next(filter(None, map(_shortage_named_by, _causes(exc))), None)
         if shortage is None:
             raise
         raise error(f"{what} failed: {shortage}") from exc
 
 
 def _causes(exc: BaseException | None) -> Iterator[BaseException]:
-    for _ in range(_MOST_CAUSES):
+    for _ in range(_MAX_CAUSES):
         if exc is None:
             return
         yield exc
         exc = exc.__cause__
 
 
-def _said_by(exc: BaseException) -> str | None:
+def _shortage_named_by(exc: BaseException) -> str | None:
     if isinstance(exc, MemoryError):
         return _NO_MEMORY
     if isinstance(exc, OSError):
-        return _of_number(exc.errno)
+        return _shortage_of_errno(exc.errno)
     return NO_THREAD if isinstance(exc, RuntimeError) and "can't start new thread" in str(exc) else None
 
 
-def _of_number(number: int | None, num_free: int = 0) -> str | None:
+def _shortage_of_errno(number: int | None, num_free: int = 0) -> str | None:
     free = f"only {num_free} free file descriptors of the {START_DESCRIPTORS} that it needs" if num_free else _NONE_FREE
     if number == errno.EMFILE:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -230,13 +232,13 @@ def _of_number(number: int | None, num_free: int = 0) -> str | None:
     return _NO_MEMORY if number in (errno.ENOMEM, errno.ENOBUFS) else None
 
 
-def _found(looks_at_ports: bool) -> str | None:
+def _probed_shortage(with_port: bool) -> str | None:
     try:
         with socket.socket() as probe:
-            if looks_at_ports:
+            if with_port:
                 probe.bind(("", 0))
     except OSError as exc:
-        return _NO_PORT if exc.errno == errno.EADDRINUSE else _of_number(exc.errno)
+        return _NO_PORT if exc.errno == errno.EADDRINUSE else _shortage_of_errno(exc.errno)
     return None
 
 

@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 
-# Compared by identity: an enum takes members of equal value for aliases of one.
+# Compared by identity: in an enum, members of equal value are aliases of one.
 @dataclass(frozen=True, slots=True, eq=False)
 class BackendValue:
     """A member of `BackendType`: how to make the backend's options, and how to start its agent."""
@@ -41,7 +41,7 @@ class _BackendTypeBase(enum.Enum):
         return f"BackendType.{self.name}"
 
     def __reduce_ex__(self, _protocol: object) -> tuple[Callable[[str], object], tuple[str]]:
-        return _named, (self.name,)  # a member of the enum that there is by then
+        return _named, (self.name,)  # a member of the enum that exists then
 
 
 _DOC = """The RPC backends that this process knows.
@@ -122,11 +122,11 @@ def init_backend(
 
     Args:
         backend: a member of `BackendType`.
-        store: the store of this job, at which the workers find each other.
+        store: the store of this job, in which the workers find each other.
         name: this worker's name.
         rank: this worker's rank.
-        world_size: how many workers there are; None if they come and go.
-        rpc_backend_options: what the backend's constructor of options made.
+        world_size: the number of workers; None if they may join and leave at any time.
+        rpc_backend_options: the options from the backend's constructor of options.
     """
     value: BackendValue = backend.value
     return value.init_backend_handler(
@@ -135,7 +135,7 @@ def init_backend(
 
 
 def infer_backend(options: RpcBackendOptions) -> _BackendTypeBase:
-    """Find the backend that options are for, by their class.
+    """Find the backend of some options by their class.
 
     Raises:
         TypeError: no registered backend makes options of that class.

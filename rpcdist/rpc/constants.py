@@ -21,7 +21,7 @@ __all__ = [
 ]
 
 DEFAULT_RPC_TIMEOUT_SEC: float = RPC_TIMEOUT_S
-"""The limit of a call, in seconds, where neither the call nor the options name one."""
+"""The limit of a call, in seconds, if neither the call nor the options set one."""
 DEFAULT_INIT_METHOD: str = "env://"
 """The place where the workers find each other: the environment variables of the launcher."""
 DEFAULT_INIT_TIMEOUT_SEC: float = RPC_INIT_TIMEOUT_S
@@ -29,17 +29,17 @@ DEFAULT_INIT_TIMEOUT_SEC: float = RPC_INIT_TIMEOUT_S
 DEFAULT_ORPHAN_TIMEOUT_SEC: float = ORPHAN_TIMEOUT_S
 """The time for which workers look for a new rank 0 after the loss of the old one, in seconds."""
 DEFAULT_SHUTDOWN_TIMEOUT: float = 0
-"""The `timeout` of `shutdown` when none is given. As in torch, 0 means "none was given"; the bound that then applies is
-`RpcOptions.shutdown_timeout`."""
+"""The default `timeout` of `shutdown`. As in torch, 0 means that none was given; then `RpcOptions.shutdown_timeout`
+applies."""
 DEFAULT_NUM_WORKER_THREADS: int = 16
 """Accepted and reported for torch's sake: threads start on demand, up to `DEFAULT_MAX_WORKER_THREADS`."""
 DEFAULT_MAX_WORKER_THREADS: int = 1024
-"""The most threads that run the calls of others."""
+"""The maximum number of threads that run the calls of others."""
 DEFAULT_MAX_IN_FLIGHT_BYTES: int = 256 << 20
-"""The most bytes of arguments of the calls to one worker that have not ended; a call beyond that waits."""
+"""The limit on the bytes of arguments of unfinished calls to one worker; a call beyond it waits."""
 DEFAULT_PROCESS_GROUP_TIMEOUT: timedelta = timedelta(milliseconds=2**31 - 1)
-"""torch gives this to the process group under its agent: the longest wait that 31 bits of milliseconds can say."""
+"""torch gives this to the process group under its agent: the longest wait that fits into 31 bits of milliseconds."""
 UNSET_RPC_TIMEOUT: float = -1.0
-"""The `timeout` of a call that names none; `RpcBackendOptions.rpc_timeout` then applies."""
+"""The default `timeout` of a call: `RpcBackendOptions.rpc_timeout` applies."""
 DEFAULT_PEER_TIMEOUT_SEC: float = PEER_TIMEOUT_S
-"""The silence after which a peer is declared lost, in seconds."""
+"""The time without a sign of life after which a peer is declared lost, in seconds."""

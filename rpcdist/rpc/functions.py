@@ -20,23 +20,23 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 ASYNC_MARK: Final = "_wrapped_async_rpc_function"
-"""The attribute by which a function is known to return a future that its caller waits for."""
+"""The attribute of functions that return a future for which their caller waits."""
 
 IDEMPOTENT_MARK: Final = "_rpcdist_idempotent"
-"""The attribute by which a function is known to do no harm when it runs twice."""
+"""The attribute of functions that may run twice without harm."""
 
 READER_MARK: Final = "_rpcdist_runs_on_reader"
-"""The attribute by which a function is known to need no thread of the pool."""
+"""The attribute of functions that need no thread of the pool."""
 
 
 def async_execution(fn: Callable[P, R]) -> Callable[P, R]:
     """Mark a function that returns a `torch.futures.Future` and whose caller waits for that future's value.
 
-    The worker's thread is free as soon as the function returns; the thread that completes the future sends
-    the reply. The function may also return a future of `rpc_async` or of `then`.
+    The worker's thread is free as soon as the function returns; the thread that completes the future sends the reply.
+    The function may also return a future of `rpc_async` or of `then`.
 
-    With static, class and bound methods this is the inner decorator (`@staticmethod` above it); with `torch.jit.script`
-    it is the outer one.
+    For static and class methods, this is the inner decorator (below `@staticmethod`); for `torch.jit.script`, the outer
+    one.
 
     Args:
         fn: a function that returns a `torch.futures.Future`. Anything else fails the call with a `RuntimeError`.
@@ -54,27 +54,27 @@ def async_execution(fn: Callable[P, R]) -> Callable[P, R]:
 
 
 def is_async_execution(fn: object) -> bool:
-    """Whether the function, or the function behind a method, carries the mark of `async_execution`."""
+    """Whether the function, or the function of a method, has the mark of `async_execution`."""
     return hasattr(fn, ASYNC_MARK)
 
 
 def idempotent(fn: Callable[P, R]) -> Callable[P, R]:
     """Mark a function that may run twice, or on a replacement of its worker, without harm.
 
-    Such are reads, and writes of a value that does not depend on the one before.
+    Examples are reads, and writes of a value that does not depend on the previous one.
 
-    `rpc_sync` and `rpc_async` call it again when its worker is lost, after pauses that grow and are random, until the
-    call's timeout. With static and class methods this is the inner decorator.
+    If its worker is lost, `rpc_sync` and `rpc_async` call it again until the call's timeout, after random pauses that
+    grow. For static and class methods, this is the inner decorator.
     """
     setattr(fn, IDEMPOTENT_MARK, True)
     return fn
 
 
 def runs_on_reader(fn: Callable[P, None]) -> Callable[P, None]:
-    """Mark a function of this package that stores its arguments and returns: it never waits, and runs no code of users.
+    """Mark a function of this package that stores its arguments and returns: it never waits, and runs no user code.
 
-    From its second call on it runs on the thread that reads the call, which may be the I/O loop's, if its arguments are
-    few plain values and tensors. So a message to a busy worker costs neither a thread of the pool nor its monitor.
+    From its second call on, it runs on the thread that reads the call, perhaps the I/O loop's, if its arguments are a
+    few plain values and tensors. So a message to a busy worker needs neither a thread of the pool nor its monitor.
     """
     setattr(fn, READER_MARK, True)
     return fn

@@ -241,7 +241,7 @@ def test_a_slow_start_says_whom_it_waits_for(monkeypatch: pytest.MonkeyPatch, ca
     cluster = LocalCluster(["trainer", "server", "observer"])
     processes = BackgroundRanks([1, 2], engine)
     with pytest.raises(DeadlineExceeded, match=r"after 0\.02 s these ranks had not imported the program: 1, 2; is the"):
-        processes.wait_until_ready(0.02, 0.01, cluster._say_who_is_missing)
+        processes.wait_until_ready(0.02, 0.01, cluster._warn_about_missing)
     processes.end()
     [record] = caplog.records
     expected = "after 0.01 s, still waiting until these have imported the program: server, observer"

@@ -212,7 +212,6 @@ class CallTable:
     Args:
         give_back: returns the shares that the callee would have got with a call.
         send_again: sends the message of a call to the same process again; raises `TransportError`.
-        recorder: records how calls ended; None to record nothing.
 
     Attributes:
         num_work: the number of calls made so far that count as work.

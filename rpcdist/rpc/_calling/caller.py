@@ -47,10 +47,8 @@ class Caller:
     """Makes the calls of one agent. Any thread may use it, except for the `on_*` methods.
 
     Args:
-        rpc_timeout_s: the default limit of calls.
         max_in_flight_bytes: limit on the arguments of unfinished calls to one worker.
         on_handler_loop: whether the current thread runs the loop of handlers' coroutines.
-        recorder: records how calls ended.
     """
 
     def __init__(

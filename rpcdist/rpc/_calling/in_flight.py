@@ -48,9 +48,6 @@ class InFlightBytes:
            admitted by `take_anyway`.
         2. Waiting calls are admitted in the order in which they were made.
 
-    Args:
-        limit_bytes: limit for the calls to one worker.
-
     Attributes:
         admitted: the bytes of each call that was admitted and has not ended.
     """

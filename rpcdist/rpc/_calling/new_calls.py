@@ -72,12 +72,7 @@ MAX_KNOWN: Final = 4096
 
 
 class NewCalls:
-    """Makes the calls of one agent. Any thread may use it; encoding runs user code.
-
-    Args:
-        table: the table into which calls are entered when they are sent.
-        rpc_timeout_s: the default limit of calls.
-    """
+    """Makes the calls of one agent. Any thread may use it; encoding runs user code."""
 
     def __init__(self, table: CallTable, marshal: Marshal, rpc_timeout_s: float) -> None:
         self.rpc_timeout_s = rpc_timeout_s

@@ -37,11 +37,7 @@ from rpcdist.transport.fork import check_not_forked
 
 
 class RRefCalls:
-    """Makes the calls of an agent's references, all of which hold this object. Any thread may call any method.
-
-    Args:
-        autograd_mode: the mode of backward passes that begin at a reference.
-    """
+    """Makes the calls of an agent's references, all of which hold this object. Any thread may call any method."""
 
     def __init__(
         self,
@@ -77,7 +73,6 @@ class RRefCalls:
         """The value of a reference that another worker owns. If that worker is lost, raises what `fetch_error` makes.
 
         Args:
-            timeout_s: as users give it.
             creation: the reference's `Creation`, if this worker created it.
         """
         check_not_forked()

@@ -37,10 +37,8 @@ class WorkerThread:
     """The state of one thread of the pool.
 
     Attributes:
-        thread: runs `work(self)`.
         baton: the lock that the thread parks on.
         ended: a lock held until the thread has left the pool.
-        job: the running function, or None.
         blocked: how many `blocking` blocks the thread is in.
         is_lent: whether the thread is lent, and so not part of the pool now.
     """

@@ -50,7 +50,6 @@ class LoadHistory:
             Called at stalls only, since it costs a system call per thread.
         num_cores: threads that may run before the stall rule applies.
         stall_limit_s: a pool at its cap is exhausted if no job ends for this long.
-        now: monotonic seconds.
 
     Attributes:
         last_progress: the last sample that saw a job end, in monotonic seconds.
@@ -75,7 +74,6 @@ class LoadHistory:
         """Returns how many threads the caller must start now, when at least one job is queued.
 
         Args:
-            now: monotonic seconds.
             queued: this and the next two as for `threads_to_start`.
             has_progress: whether a job has ended since the last call.
         """

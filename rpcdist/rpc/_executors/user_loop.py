@@ -347,9 +347,6 @@ class UserLoop:
     def close(self, timeout_s: float = CLOSE_LIMIT_S) -> list[str]:
         """Refuses new coroutines, cancels the running ones, and joins the thread; idempotent.
 
-        Args:
-            timeout_s: limit for all of that, in seconds.
-
         Returns:
             Descriptions of the coroutines that did not end; they are also logged. Their submitters got `Cancelled`.
         """

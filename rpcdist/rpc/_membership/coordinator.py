@@ -120,7 +120,6 @@ class Coordinator:
         """Asks to join, and waits for the other workers; blocks.
 
         Args:
-            world_size: None if workers join and leave.
             connect_s: a shorter limit for reaching the coordinator.
 
         Raises:
@@ -184,7 +183,6 @@ class Coordinator:
         """Announces this worker to the process at an address, if it is another coordinator than the previous one.
 
         Args:
-            world_size: None if workers join and leave.
             roster: the members of the job, as this worker knows them.
             before: the previous coordinator.
             limit_s: limit on the coordinator's wait for other returning workers.
@@ -246,7 +244,6 @@ class CoordinatorSearch:
     Args:
         submit: runs functions that block on a thread of their own.
         look_up: returns the address of the next coordinator; blocks, bounded.
-        world_size: None if workers join and leave.
         recovery_s: how long a coordinator waits for returning workers.
         orphan_timeout_s: how long this worker looks for the next coordinator; then it is an orphan.
         on_orphaned: called with the reason when it is an orphan, and with None when a coordinator has taken it back.

@@ -36,11 +36,7 @@ ReplyT = TypeVar("ReplyT", bound=Message)
 
 
 class Loopback:
-    """The session of a worker with itself. Values are copied, as on the way to other workers.
-
-    Args:
-        deliver: handles the messages, on the sending thread.
-    """
+    """The session of a worker with itself. Values are copied, as on the way to other workers."""
 
     closed_reason = None
     id = b""
@@ -145,11 +141,7 @@ class Connection(Protocol):
 
 
 class Network(Protocol):
-    """This process's place on the network.
-
-    Attributes:
-        identity: the name and rank of this process; set when it joins a job.
-    """
+    """This process's place on the network."""
 
     identity: Identity
 

@@ -66,7 +66,6 @@ class ReachLimit:
     """The limit of the attempts to reach one worker, from now on.
 
     Args:
-        timeout_s: the peer timeout.
         last_seen: when the worker was last heard from, in monotonic seconds, if that counts: silence and reconnecting
             share one timeout.
 
@@ -149,9 +148,6 @@ class Peer:
         on_lost: called on the I/O loop when the worker is declared dead, with the reason and the unsent messages.
 
     Attributes:
-        address: host:port.
-        session: the open session, or None.
-        lost_reason: why it was declared dead, or None.
         is_gone: whether it is LOST, and its address is closed or belongs to another process.
         is_out_of_reach: whether this process cannot connect to it, although its own connection is alive.
     """

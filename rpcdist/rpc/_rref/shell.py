@@ -409,7 +409,6 @@ class RRefShell(Actions):
         """Drops every reference that this worker holds, and waits until the owners are notified; blocks.
 
         Args:
-            timeout_s: limit for all of that, in seconds.
             others: also wait until the other workers, except lost ones, have dropped their references to this one's
                 values.
 

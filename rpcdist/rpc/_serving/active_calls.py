@@ -203,11 +203,7 @@ UNCOUNTED_BYTES: Final = CALL_BYTES + 4096
 
 
 class ActiveCalls:
-    """The table of the calls, by session and number. Any thread may use it.
-
-    Args:
-        recorder: records how calls ended; None to record nothing.
-    """
+    """The table of the calls, by session and number. Any thread may use it."""
 
     def __init__(self, recorder: CallRecorder | None = None) -> None:
         self.ended = EndedCalls(None if recorder is None else recorder.served)

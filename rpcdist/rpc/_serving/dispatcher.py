@@ -80,7 +80,6 @@ class Dispatcher:
         new_context: makes the contexts in which handlers and coroutines run.
         admit_context: the autograd context of a call, by its id; None if it has ended.
         lifetime: once it has ended, failures are not sent: the end of the process explains more than they do.
-        recorder: records how calls ended.
 
     Attributes:
         accepting: whether calls are accepted; otherwise they are refused.
