@@ -14,7 +14,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, Final, TypeGuard
@@ -213,6 +213,7 @@ class _Claim:
     is_confirmed: bool = False
 
 
+@dataclass(eq=False, repr=False)
 class ActorNames:
     """Reserves and finds actor names. Handlers of peers' calls run on the user loop; other methods block, on any
     thread.
@@ -221,15 +222,14 @@ class ActorNames:
         has_predecessor: whether this worker is a coordinator that replaced another one.
     """
 
-    def __init__(self, me: Identity, directory: Directory, caller: Caller, has_predecessor: Callable[[], bool]) -> None:
-        self._me = me
-        self._directory = directory
-        self._caller = caller
-        self._claims: dict[str, _Claim] = {}  # at the coordinator
-        self._has_predecessor = has_predecessor
-        self._asked: set[Identity] = set()  # workers that have reported their names
-        self._asking = asyncio.Lock()
-        self._kept: dict[str, Awaitable[Any]] = {}  # at owners
+    _me: Identity
+    _directory: Directory
+    _caller: Caller
+    _has_predecessor: Callable[[], bool]
+    _claims: dict[str, _Claim] = field(default_factory=dict)  # at the coordinator
+    _asked: set[Identity] = field(default_factory=set)  # workers that have reported their names
+    _asking: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _kept: dict[str, Awaitable[Any]] = field(default_factory=dict)  # at owners
 
     # ------------------------------------------------------------ requests of this worker
 

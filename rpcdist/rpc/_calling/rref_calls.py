@@ -6,6 +6,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -36,38 +37,29 @@ from rpcdist.rpc.future import Future
 from rpcdist.transport.fork import check_not_forked
 
 
+@dataclass(eq=False, repr=False)
 class RRefCalls:
     """Makes the calls of an agent's references, all of which hold this object. Any thread may call any method."""
 
-    def __init__(
-        self,
-        rrefs: RRefShell,
-        caller: Caller,
-        retries: Retries,
-        actors: ActorTable,
-        directory: Directory,
-        autograd: AutogradHooks,
-        autograd_mode: str,
-        lifetime: Lifetime,
-        router: Router,
-    ) -> None:
-        self.me = rrefs.me
-        self.my_name = rrefs.my_name
-        self.check_sharable = rrefs.check_sharable
-        self.fetch_error = rrefs.fetch_error
-        self.flush = router.flush
-        self._router = router
-        self._rrefs = rrefs
-        self._caller = caller
-        self._retries = retries
-        self._actors = actors
-        self._directory = directory
-        self._autograd = autograd
-        self._autograd_mode = autograd_mode
-        self._lifetime = lifetime
-        self._streams = itertools.count()
-        self._orders: weakref.WeakValueDictionary[RRefId, CallOrder] = weakref.WeakValueDictionary()
-        self._orders_lock = threading.Lock()
+    _rrefs: RRefShell
+    _caller: Caller
+    _retries: Retries
+    _actors: ActorTable
+    _directory: Directory
+    _autograd: AutogradHooks
+    _autograd_mode: str
+    _lifetime: Lifetime
+    _router: Router
+    _streams: itertools.count[int] = field(default_factory=itertools.count)
+    _orders: weakref.WeakValueDictionary[RRefId, CallOrder] = field(default_factory=weakref.WeakValueDictionary)
+    _orders_lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.me = self._rrefs.me
+        self.my_name = self._rrefs.my_name
+        self.check_sharable = self._rrefs.check_sharable
+        self.fetch_error = self._rrefs.fetch_error
+        self.flush = self._router.flush
 
     def fetch(self, state: HandleState, timeout_s: float, creation: object = None) -> Any:
         """The value of a reference that another worker owns. If that worker is lost, raises what `fetch_error` makes.

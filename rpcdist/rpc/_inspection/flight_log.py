@@ -17,6 +17,7 @@ from _thread import start_new_thread
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from rpcdist._counters import OK
@@ -41,28 +42,23 @@ _ABRUPT: Final = ("broke", "no sign of life")
 """Words in the reasons for the end of connections that neither side has closed."""
 
 
+@dataclass(eq=False, repr=False)
 class FlightLog:
     """Collects the events of an agent, and writes its flight file; `sessions` lists the open connections."""
 
-    def __init__(
-        self,
-        recorder: CallRecorder,
-        facts: Callable[[], WorkerFacts],
-        name_of: Callable[[int], str],
-        sessions: Callable[[], list[Any]],
-        lifetime: Lifetime,
-    ) -> None:
-        self._recorder = recorder
-        self._facts = facts
-        self._name_of = name_of
-        self._sessions = sessions
-        self._lifetime = lifetime
-        self._events: deque[dict[str, object]] = deque(maxlen=MAX_EVENTS)
+    _recorder: CallRecorder
+    _facts: Callable[[], WorkerFacts]
+    _name_of: Callable[[int], str]
+    _sessions: Callable[[], list[Any]]
+    _lifetime: Lifetime
+    _events: deque[dict[str, object]] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
+    _written_at: float = 0.0
+    _has_failed: bool = False
+    _handles_signal: bool = False
+
+    def __post_init__(self) -> None:
         self._began = time.strftime("%Y%m%dT%H%M%S")
         self._num_kills = _num_kills()
-        self._written_at = 0.0
-        self._has_failed = False
-        self._handles_signal = False
         self._handler = self._on_signal  # the shield compares by identity, and each access makes a new bound method
 
     def start(self) -> None:

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from google.protobuf.message import Message
@@ -235,6 +235,7 @@ class Coordinator:
             await link.close()
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class CoordinatorSearch:
     """Looks for the successor of a lost coordinator, on the I/O loop; does nothing at the coordinator.
 
@@ -249,45 +250,32 @@ class CoordinatorSearch:
         on_orphaned: called with the reason when it is an orphan, and with None when a coordinator has taken it back.
     """
 
-    def __init__(
-        self,
-        *,
-        coordinator: Coordinator,
-        directory: Directory,
-        router: Router,
-        submit: Callable[[Callable[[], object]], object],
-        look_up: Callable[[], str],
-        world_size: int | None,
-        recovery_s: float,
-        orphan_timeout_s: float,
-        on_orphaned: Callable[[CoordinatorLost | None], object],
-        io: IoLoop,
-        lifetime: Lifetime,
-    ) -> None:
-        self._coordinator = coordinator
-        self._directory = directory
-        self._router = router
-        self._submit = submit
-        self._look_up = look_up
-        self._world_size = world_size
-        self._recovery_s = recovery_s
-        self._orphan_timeout_s = orphan_timeout_s
-        self._on_orphaned = on_orphaned
-        self._orphan_handle: asyncio.TimerHandle | None = None
-        self._io = io
-        self._lifetime = lifetime
-        rank = directory.coordinator
-        self._joined = directory.member(rank).identity if directory.knows(rank) else None
-        self._refused_by: Identity | None = None
-        self._missed_news = False
-        self._check_handle: asyncio.TimerHandle | None = None
-        self._task: asyncio.Task[None] | None = None
-        self._wanted = asyncio.Event()  # set while a call waits for an attempt
-        self._changed = asyncio.Event()
-        self._num_begun = 0  # attempts
-        self._num_ended = 0
-        self._num_found = 0
-        self._is_answered = False
+    coordinator: Coordinator
+    directory: Directory
+    router: Router
+    submit: Callable[[Callable[[], object]], object]
+    look_up: Callable[[], str]
+    world_size: int | None
+    recovery_s: float
+    orphan_timeout_s: float
+    on_orphaned: Callable[[CoordinatorLost | None], object]
+    io: IoLoop
+    lifetime: Lifetime
+    _orphan_handle: asyncio.TimerHandle | None = None
+    _refused_by: Identity | None = None
+    _missed_news: bool = False
+    _check_handle: asyncio.TimerHandle | None = None
+    _task: asyncio.Task[None] | None = None
+    _wanted: asyncio.Event = field(default_factory=asyncio.Event)  # set while a call waits for an attempt
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _num_begun: int = 0  # attempts
+    _num_ended: int = 0
+    _num_found: int = 0
+    _is_answered: bool = False
+
+    def __post_init__(self) -> None:
+        rank = self.directory.coordinator
+        self._joined = self.directory.member(rank).identity if self.directory.knows(rank) else None
 
     @property
     def _is_looking(self) -> bool:
@@ -295,35 +283,35 @@ class CoordinatorSearch:
 
     def begin_watching(self) -> None:
         """Ensures that the coordinator's death is noticed. It usually connects to all workers, unless it dies first."""
-        if self._coordinator.service is None:
-            self._check_handle = self._io.loop.call_later(self._recovery_s, self._check)
+        if self.coordinator.service is None:
+            self._check_handle = self.io.loop.call_later(self.recovery_s, self._check)
 
     def _check(self) -> None:
-        if self._joined is not None and not self._router.hears_from(self._joined):
-            self._router.watch(self._directory.coordinator, "the membership of the job")
+        if self._joined is not None and not self.router.hears_from(self._joined):
+            self.router.watch(self.directory.coordinator, "the membership of the job")
 
     def on_lost(self, identity: Identity, error: WorkerLost) -> None:
-        if identity.id != self._directory.coordinator:
+        if identity.id != self.directory.coordinator:
             return
         self._look()
-        if self._orphan_handle is None and self._orphan_timeout_s < float("inf") and not self._lifetime.is_closed:
-            self._orphan_handle = self._io.loop.call_later(self._orphan_timeout_s, self._declare_orphaned, error)
+        if self._orphan_handle is None and self.orphan_timeout_s < float("inf") and not self.lifetime.is_closed:
+            self._orphan_handle = self.io.loop.call_later(self.orphan_timeout_s, self._declare_orphaned, error)
 
     def _declare_orphaned(self, error: WorkerLost) -> None:
         """Called when no coordinator has taken this worker back in time."""
-        if self._directory.is_living(self._directory.coordinator):  # it was only silent
+        if self.directory.is_living(self.directory.coordinator):  # it was only silent
             self._orphan_handle = None
             return
-        reason = f"no process took its place within {self._orphan_timeout_s:g} s ({error.reason})"
+        reason = f"no process took its place within {self.orphan_timeout_s:g} s ({error.reason})"
         orphaned = CoordinatorLost(error.worker, "rpc.serve()", error.last_seen_s, reason)
-        logger.error("%s: %s", self._directory.me.name, orphaned)
-        self._on_orphaned(orphaned)
+        logger.error("%s: %s", self.directory.me.name, orphaned)
+        self.on_orphaned(orphaned)
 
     def _found(self) -> None:
         if self._orphan_handle is not None:
             self._orphan_handle.cancel()
             self._orphan_handle = None
-            self._on_orphaned(None)
+            self.on_orphaned(None)
 
     def is_coordinator(self, identity: Identity) -> bool:
         """Whether a worker that speaks as the coordinator is the one whose list has this worker.
@@ -333,20 +321,20 @@ class CoordinatorSearch:
         """
         if identity == self._joined:
             return True
-        if identity.id == self._directory.coordinator and not self._directory.was_replaced(identity):
+        if identity.id == self.directory.coordinator and not self.directory.was_replaced(identity):
             self._missed_news = True
             self._look()
         return False
 
     def on_probe(self, identity: Identity) -> None:
         """Called when a process, perhaps the next coordinator, has asked whether this worker lives."""
-        is_another = identity.id == self._directory.coordinator and identity != self._joined
-        if is_another and not self._directory.was_replaced(identity):
+        is_another = identity.id == self.directory.coordinator and identity != self._joined
+        if is_another and not self.directory.was_replaced(identity):
             self._hurry()
 
     def _look(self) -> None:
-        if self._coordinator.service is None and not self._is_looking and not self._lifetime.is_closed:
-            self._task = self._io.spawn(self._run(), "rpcdist look for the coordinator")
+        if self.coordinator.service is None and not self._is_looking and not self.lifetime.is_closed:
+            self._task = self.io.spawn(self._run(), "rpcdist look for the coordinator")
 
     def _hurry(self) -> None:
         self._wanted.set()
@@ -389,9 +377,9 @@ class CoordinatorSearch:
             self._task.cancel()
 
     async def _run(self) -> None:
-        deadline = Deadline.after(self._orphan_timeout_s)
+        deadline = Deadline.after(self.orphan_timeout_s)
         pauses = backoff(FIRST_PAUSE_S, RETURN_LONGEST_PAUSE_S, deadline)
-        while not self._lifetime.is_closed and not deadline.expired():
+        while not self.lifetime.is_closed and not deadline.expired():
             self._missed_news = False
             self._wanted.clear()
             self._num_begun += 1
@@ -399,7 +387,7 @@ class CoordinatorSearch:
             try:
                 is_over = await self._attempt(await self._address())
             except RpcdistError as exc:  # no coordinator is there yet, or it has just ended
-                logger.debug("%s has not found the coordinator: %s", self._directory.me.name, exc)
+                logger.debug("%s has not found the coordinator: %s", self.directory.me.name, exc)
             finally:
                 self._is_answered = False
                 self._num_ended = self._num_begun
@@ -407,22 +395,22 @@ class CoordinatorSearch:
                 self._changed.set()
             if is_over:
                 if self._missed_news:  # sent before the answer to the announcement had come
-                    await self._directory.refresh_async()
+                    await self.directory.refresh_async()
                 return
             with suppress(TimeoutError):  # no call was waiting
                 async with asyncio.timeout(next(pauses)):
                     await self._wanted.wait()
-        if not self._lifetime.is_closed:
+        if not self.lifetime.is_closed:
             logger.error(
                 "%s has not found the coordinator for %.0f s, and stops looking; it continues with the workers that "
                 "it knows",
-                self._directory.me.name,
-                self._orphan_timeout_s,
+                self.directory.me.name,
+                self.orphan_timeout_s,
             )
 
     async def _address(self) -> str:
         """The address of the next coordinator, looked up at each attempt, since it may start at another address."""
-        look_up = self._look_up
+        look_up = self.look_up
         found: Future[str] = Future()
 
         def ask() -> None:
@@ -431,21 +419,21 @@ class CoordinatorSearch:
             except Exception as exc:  # other stores may raise anything, and the search waits for this answer
                 found._fail(exc if isinstance(exc, RpcdistError) else DistStoreError(f"the store failed: {exc!r}"))
 
-        self._submit(ask)
+        self.submit(ask)
         return await found
 
     async def _attempt(self, address: str) -> bool:
-        directory = self._directory
+        directory = self.directory
         roster = directory.roster()
         me = directory.member(directory.me.id)
-        limit_s = 3 * self._recovery_s  # the coordinator decides after twice that time at most
-        peer, reply = await self._coordinator.announce(
-            address, me, self._world_size, roster, self._joined, limit_s, self._on_answer
+        limit_s = 3 * self.recovery_s  # the coordinator decides after twice that time at most
+        peer, reply = await self.coordinator.announce(
+            address, me, self.world_size, roster, self._joined, limit_s, self._on_answer
         )
         if reply is None:
             rank = directory.coordinator
             if peer.id == rank:  # it was only silent; reconnecting updates the detectors
-                self._router.revive(rank)
+                self.router.revive(rank)
             lives = peer.id == rank and directory.lives(peer)
             if lives:
                 self._found()
@@ -467,5 +455,5 @@ class CoordinatorSearch:
         self._joined = peer
         self._found()
         logger.warning("%s was taken back by the coordinator that started at %s", directory.me.name, address)
-        self._router.watch(self._directory.coordinator, "the membership of the job")
+        self.router.watch(self.directory.coordinator, "the membership of the job")
         return True

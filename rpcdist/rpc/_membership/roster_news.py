@@ -30,6 +30,7 @@ from rpcdist.time_limits import NEWS_PAUSE_S
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False, repr=False)
 class MembershipNews:
     """Both ends of the news; one per agent, on the I/O loop.
 
@@ -39,23 +40,14 @@ class MembershipNews:
         is_coordinator: whether a worker is the coordinator whose list has this worker.
     """
 
-    def __init__(
-        self,
-        directory: Directory,
-        service: MembershipService | None,
-        send: Callable[[int, pb.MembershipMessage], None],
-        watch: Callable[[int, str], WorkerLost | None],
-        lifetime: Lifetime,
-        is_coordinator: Callable[[Identity], bool],
-    ) -> None:
-        self._directory = directory
-        self._service = service
-        self._send = send
-        self._watch = watch
-        self._lifetime = lifetime
-        self._is_coordinator = is_coordinator
-        self._sent_at = float("-inf")
-        self._timer: asyncio.TimerHandle | None = None
+    _directory: Directory
+    _service: MembershipService | None
+    _send: Callable[[int, pb.MembershipMessage], None]
+    _watch: Callable[[int, str], WorkerLost | None]
+    _lifetime: Lifetime
+    _is_coordinator: Callable[[Identity], bool]
+    _sent_at: float = float("-inf")
+    _timer: asyncio.TimerHandle | None = None
 
     async def begin(self) -> None:
         """Starts sending news to the others, and watching them, at the coordinator.

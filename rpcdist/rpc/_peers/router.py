@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.deadline import Deadline
@@ -32,6 +33,7 @@ logger = logging.getLogger(__name__)
 REPLACED = "another process took its place"
 
 
+@dataclass(eq=False, repr=False)
 class Router:
     """Routes the messages of one agent. Any thread may use it, except for methods that run on the I/O loop.
 
@@ -40,38 +42,30 @@ class Router:
         introduction: makes the first message of each connection to a worker, or None.
     """
 
-    def __init__(
-        self,
-        network: Network,
-        directory: Directory,
-        demultiplexer: Demultiplexer,
-        control: ControlReceiver,
-        events: PeerEvents,
-        lifetime: Lifetime,
-        peer_timeout_s: float,
-        find_next: Callable[[Deadline], Awaitable[object]],
-        introduction: Callable[[Identity], rpc_pb2.Message | None],
-        submit: Callable[..., object],
-    ) -> None:
-        self._network = network
-        self._directory = directory
-        self._control = control
-        self._events = events
-        self._lifetime = lifetime
-        self._find_next = find_next
-        self._peer_timeout_s = peer_timeout_s
-        self._demultiplexer = demultiplexer
-        self._introduction = introduction
-        self._submit = submit
-        self._me = directory.me.id
-        self._loopback = Loopback(directory.me, demultiplexer.on_messages)
-        self._peers: dict[int, Peer] = {}
-        self._inbound: dict[Identity, Session] = {}  # the last session that each worker has opened to this one
-        self._for_strangers: dict[int, list[ControlBody]] = {}  # control messages to workers that are not known yet
-        self._lock = threading.Lock()  # for making peers, and for kept messages; lookups of peers do not need it
-        events.opened.listen(self._on_opened)
-        events.broken.listen(self._on_broken)
-        events.replaced.listen(self._on_replaced)
+    _network: Network
+    _directory: Directory
+    _demultiplexer: Demultiplexer
+    _control: ControlReceiver
+    _events: PeerEvents
+    _lifetime: Lifetime
+    _peer_timeout_s: float
+    _find_next: Callable[[Deadline], Awaitable[object]]
+    _introduction: Callable[[Identity], rpc_pb2.Message | None]
+    _submit: Callable[..., object]
+    _peers: dict[int, Peer] = field(default_factory=dict)
+    # The last session that each worker has opened to this one.
+    _inbound: dict[Identity, Session] = field(default_factory=dict)
+    # Control messages to workers that are not known yet.
+    _for_strangers: dict[int, list[ControlBody]] = field(default_factory=dict)
+    # For making peers, and for kept messages; lookups of peers do not need it.
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self._me = self._directory.me.id
+        self._loopback = Loopback(self._directory.me, self._demultiplexer.on_messages)
+        self._events.opened.listen(self._on_opened)
+        self._events.broken.listen(self._on_broken)
+        self._events.replaced.listen(self._on_replaced)
 
     # ------------------------------------------------------------ sending
 

@@ -6,6 +6,7 @@ import logging
 import time
 from _thread import get_ident
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, cast
 
@@ -36,6 +37,7 @@ MAX_LOGGED_CALLS: Final = 1000
 """Failures of one peer's calls that are logged as warnings within `LOG_PERIOD_S`: a peer must not fill a disk."""
 
 
+@dataclass(eq=False, repr=False)
 class Answers:
     """Answers the calls of an agent; any thread.
 
@@ -46,26 +48,17 @@ class Answers:
         lifetime: once it has ended, failures are not sent: the end of the process explains more than they do.
     """
 
-    def __init__(
-        self,
-        marshal: Marshal,
-        rrefs: RRefShell,
-        calls: ActiveCalls,
-        produce: Callable[[ActiveCall, Generator[Any, Any, Any] | AsyncGenerator[Any, Any]], None],
-        on_born: Callable[[RRefId, object], None],
-        me: Identity,
-        lifetime: Lifetime,
-    ) -> None:
-        self._marshal = marshal
-        self._rrefs = rrefs
-        self._calls = calls
-        self._produce = produce
-        self._on_born = on_born
-        self._me = me
-        self._lifetime = lifetime
-        # By thread that is storing a result: the answers to fetches that waited for it, which the thread's job returns.
-        self._fetches: dict[int, DeferredReply] = {}
-        self._logged: dict[AnnouncedBytes, tuple[float, int]] = {}  # by account: start of the period, and count
+    _marshal: Marshal
+    _rrefs: RRefShell
+    _calls: ActiveCalls
+    _produce: Callable[[ActiveCall, Generator[Any, Any, Any] | AsyncGenerator[Any, Any]], None]
+    _on_born: Callable[[RRefId, object], None]
+    _me: Identity
+    _lifetime: Lifetime
+    # By thread that is storing a result: the answers to fetches that waited for it, which the thread's job returns.
+    _fetches: dict[int, DeferredReply] = field(default_factory=dict)
+    # By account: start of the period, and count.
+    _logged: dict[AnnouncedBytes, tuple[float, int]] = field(default_factory=dict)
 
     def finish(self, active: ActiveCall, result: object, is_last: bool = False) -> DeferredReply | None:
         """Answers a call. If the answer cannot be made or sent, the error is sent as the call's failure.
