@@ -1,10 +1,10 @@
 """Actions at the end of an object, and at the end of the process after the program's own `atexit` callbacks.
 
 [Note: Ctrl-C in finalizers] Python runs signal handlers between any two instructions of the main thread, including
-those of a `__del__`, and discards exceptions of a finalizer. A Ctrl-C that strikes there is lost, and so is the rest of
-the finalizer: a reference would never be released. `try` does not help, since the first check for signals comes before
-it. A finalizer that is written in C, and calls only C, leaves no such gap. The callback of a weak reference would be
-one, but the collector runs these before any `__del__`, which may still use the objects that they report as freed.
+those of a `__del__`, and discards exceptions of a finalizer. A Ctrl-C that arrives there is lost, and the rest of the
+finalizer does not run: a reference would never be released. `try` does not help, since Python checks for signals before
+it. A finalizer that is written in C, and calls only C, has no such gap. Callbacks of weak references would also do, but
+the collector runs them before any `__del__`, which may still use the objects that they report as freed.
 
 [Note: after atexit] `atexit` calls the last registered callback first. A part that registered when it started would end
 before `atexit.register(rpc.shutdown)` of a program that registered that earlier, and peers would see a dead worker.
@@ -41,7 +41,7 @@ class AtEnd(partial[object]):
 logger = logging.getLogger(__name__)
 
 STARTS_NO_THREAD: Final = sys.version_info[:2] == (3, 12)
-"""Whether `atexit` callbacks of this Python can start none: the threads that `shutdown` needs there run by then."""
+"""Whether `atexit` callbacks cannot start threads in this Python: the threads that `shutdown` needs must run before."""
 
 AFTER_ALL_FINALIZERS: Final = -1000  # `multiprocessing` calls finalizers of a lower priority later
 

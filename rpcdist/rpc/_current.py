@@ -1,9 +1,8 @@
 """Which agent the public functions use.
 
-A process has one agent, the one of `init_rpc`. Several may live in it, each under its own name, for tests, notebooks
-and simulations: then the current one is a context variable. Code of users that an agent runs, its handlers and the
-callbacks of its futures, sees that agent; every other thread and task sees the one of `init_rpc`, except inside of
-`use_agent`.
+A process has one agent, that of `init_rpc`. For tests, notebooks and simulations it may have several with different
+names; then the current one is a context variable. User code that an agent runs (handlers, and callbacks of its futures)
+sees that agent; every other thread and task sees that of `init_rpc`, except inside `use_agent`.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _num_starts: dict[str, int] = {}
 def count_start(place: str) -> int:
     """The number of this start at a place, from 0.
 
-    The workers of a job that starts RPC several times agree about it, so it keeps a second start apart from the first.
+    If a job starts RPC several times, all its workers count alike, so the number distinguishes the starts.
     """
     with _counting:
         number = _num_starts.get(place, 0)
@@ -36,7 +35,7 @@ def count_start(place: str) -> int:
 
 
 class _AgentPlace:
-    """Where an agent is found until it has ended: contexts, and threads with them, live longer than that."""
+    """Holds an agent until it has ended. Contexts refer to this, since they may live longer than the agent."""
 
     __slots__ = ("__weakref__", "agent", "is_forked")
 
@@ -46,7 +45,7 @@ class _AgentPlace:
         fork.register(self)
 
     def after_fork_in_child(self) -> None:
-        """The agent stayed in the parent, with its threads and connections."""
+        """The agent remains in the parent, with its threads and connections."""
         self.is_forked = True
 
 
@@ -91,7 +90,7 @@ def use_agent(agent: Agent) -> Iterator[Agent]:
 
 
 def forget_agent(agent: Agent) -> None:
-    """An agent has ended: nobody finds it any more."""
+    """Removes an agent that has ended."""
     agent.context.run(_place.get).agent = None
     if _of_process.agent is agent:
         _of_process.agent = None
@@ -101,7 +100,7 @@ T = TypeVar("T")
 
 
 class AgentLocal(Generic[T]):
-    """One value per agent: made at its first use, dropped with the agent. Any thread may use it.
+    """One value per agent: made at the first use, dropped with the agent. Thread-safe.
 
     Args:
         make: makes the value of an agent; the value must not refer to the agent.

@@ -204,7 +204,7 @@ class Future(torch.futures.Future[T]):
     def result(self) -> T:
         """`value` as asyncio calls it: raises `asyncio.InvalidStateError` while the future is pending."""
         if not self._finished:
-            raise asyncio.InvalidStateError("the result is not there yet; use wait() or await")
+            raise asyncio.InvalidStateError("there is no result yet; use wait() or await")
         try:
             return self._outcome()
         finally:
@@ -271,7 +271,7 @@ class Future(torch.futures.Future[T]):
                     if self._debt:
                         self._settle()
             if not self._finished:
-                raise DeadlineExceeded(f"the result was not there within the {timeout} s of wait(); the call goes on")
+                raise DeadlineExceeded(f"no result arrived within the {timeout} s of wait(); the call continues")
         except (KeyboardInterrupt, SystemExit):
             self._ignore_error()
             raise
@@ -354,7 +354,7 @@ class Future(torch.futures.Future[T]):
             try:
                 hook()
             except Exception:
-                logger.exception("cancelling a call failed; its callee may go on with it")
+                logger.exception("cancelling a call failed; the callee may continue it")
         return True
 
     def _complete(self, result: T) -> bool:

@@ -249,7 +249,7 @@ class Caller:
         except BaseException:  # Ctrl-C
             creation.forget(value_sink)
             raise
-        # The call goes on when this thread no longer waits.
+        # The call continues when this thread no longer waits.
         forget = partial(creation.forget, value_sink)
         return WITHHELD if call is None else value_sink.wait(call, None, call.session, forget)
 
