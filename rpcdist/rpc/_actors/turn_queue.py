@@ -108,10 +108,6 @@ class TurnQueue(Generic[C, T]):
         """The callers so far, except those that are gone."""
         return list(self._callers)
 
-    def __repr__(self) -> str:
-        early = sum(len(caller.early) for caller in self._callers.values())
-        return f"<TurnQueue {len(self)} ready, {early} early, of {len(self._callers)} callers>"
-
     def arrive(self, who: C, number: CallNumber, turn: T) -> None:
         """Queues an arrived call. If its caller has too many here, counts it as over and raises `Overloaded`."""
         caller = self._caller(who, number.stream, number.floor)

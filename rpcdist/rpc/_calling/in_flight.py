@@ -58,11 +58,6 @@ class InFlightBytes:
         self._lines: dict[int, _Line] = {}  # by worker
         self._lock = threading.Lock()
 
-    def __repr__(self) -> str:
-        with self._lock:
-            num_bytes = sum(line.num_bytes for line in self._lines.values())
-            return f"<InFlightBytes {num_bytes} B, {sum(len(line.waiters) for line in self._lines.values())} waiting>"
-
     def usage(self) -> dict[int, tuple[int, int]]:
         lines = self._lines.copy()  # in a single step: inspection takes no lock of the call path
         return {worker: (line.num_bytes, len(line.waiters)) for worker, line in lines.items()}

@@ -219,11 +219,6 @@ class ThreadPool:
         found = [(worker.thread.ident, worker.job, worker.arguments) for worker in self._all_workers()]
         return [(ident, job, arguments) for ident, job, arguments in found if ident is not None and job is not None]
 
-    def __repr__(self) -> str:
-        facts = self.facts()
-        counts = f"{facts.running} running, {facts.blocked} blocked, {facts.idle} idle, {facts.queued} queued"
-        return f"<ThreadPool [{counts}]>"
-
     def close(self, timeout_s: float = CLOSE_LIMIT_S) -> list[str]:
         """Refuses new jobs, finishes the accepted ones, and joins the threads; idempotent.
 

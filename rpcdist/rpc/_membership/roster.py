@@ -95,11 +95,6 @@ class MembershipTable:
         self._under_way: dict[Identity, int] = {}  # the version of the difference on its way to each member
         self._joining: set[Identity] = set()
 
-    def __repr__(self) -> str:
-        size = "?" if self.world_size is None else "any" if self.world_size == 0 else self.world_size
-        state = "broken" if self.broken else "formed" if self.formed else "open"
-        return f"<MembershipTable {len(self._living)} of {size}, {state}, version {self.version}>"
-
     @property
     def members(self) -> Sequence[Member]:
         if self._sorted is None:

@@ -78,9 +78,6 @@ class MembershipService:
         self._changed = asyncio.Event()  # set when the list of workers, or `_answered`, has changed
         self._announces = False
 
-    def __repr__(self) -> str:
-        return f"<MembershipService {self.table!r}, {len(self._waiting)} waiting>"
-
     async def join(self, peer: Identity, request: pb.JoinRequest) -> pb.JoinReply:
         """Registers a worker and waits until the world is complete.
 

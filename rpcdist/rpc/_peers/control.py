@@ -49,9 +49,6 @@ class ControlOutbox:
     def __len__(self) -> int:
         return len(self._unacknowledged)
 
-    def __repr__(self) -> str:
-        return f"<ControlOutbox {len(self)} unacknowledged>"
-
     def add(self, body: ControlBody) -> rpc_pb2.Message:
         message = rpc_pb2.Message(control_seq=self._next)
         getattr(message, kind_of(body)).CopyFrom(body)

@@ -116,9 +116,6 @@ class Directory:
         # The living members are changed under the lock; readers copy them in one step, and need no lock.
         self._living = dict(self._by_id)
 
-    def __repr__(self) -> str:
-        return f"<Directory of {self.me.name} [{len(self._living)} of {len(self._by_id)} workers live]>"
-
     # ------------------------------------------------------------ news from the coordinator
 
     def update(self, roster: Roster) -> None:

@@ -195,10 +195,6 @@ class Peer:
         self._connection: Connection | None = None
         self._task: asyncio.Task[None] | None = None
 
-    def __repr__(self) -> str:
-        name, id, _ = self.identity
-        return f"<Peer {name} ({id}) at {self.address} [{self.state.value}], {self._control!r}>"
-
     # ------------------------------------------------------------ any thread
 
     def send(self, message: WireMessage, buffers: Sequence[LargeBuffer] = (), sent: SendObserver | None = None) -> None:
