@@ -32,7 +32,7 @@ from rpcdist.collectives._group.elastic_rounds import (
     close,
     is_complete,
 )
-from rpcdist.collectives._group.local_process import SharedSockets, bind_host
+from rpcdist.collectives._group.local_process import bind_host
 from rpcdist.collectives._group.state import LEFT
 from rpcdist.collectives._group.world import current_world
 from rpcdist.collectives._operations.operation import check_timeout
@@ -115,8 +115,9 @@ class ElasticGroup:
         if self._world.default is not None:
             raise ConfigError("the default group exists already; ElasticGroup replaces init_process_group")
         self._records = ElasticRecords(self._store, self._world.process.records())
-        self._sockets: SharedSockets | None = self._world.process.acquire_sockets(bind_host(store))
-        self._address = self._sockets.hub.address
+        self._world.process.acquire_sockets(bind_host(store))
+        self._has_left = False
+        self._address = self._world.process.hub.address
         self._number = -1
         self.round: ClosedRound | None = None
         self._world.process.close_at_exit(self)
@@ -254,15 +255,15 @@ class ElasticGroup:
 
     def leave(self) -> None:
         """Leaves the group, if any, and the job; the other ranks continue at once. Idempotent, bounded."""
-        if self._sockets is None:
+        if self._has_left:
             return
-        sockets, self._sockets = self._sockets, None
+        self._has_left = True
         try:
             with suppress(RpcdistError):  # without the store, the others notice that the address refuses connections
                 self._records.leave(self._identity)
             self._leave_group()
         finally:
-            sockets.release()
+            self._world.process.release_sockets()
 
     def _leave_group(self) -> None:
         if self._world.default is None:

@@ -20,8 +20,8 @@ from rpcdist.collectives._group.world import (
     MPI_ADDRESS,
     NON_GROUP_MEMBER,
     Group,
-    KeptStore,
     StoreAndRank,
+    World,
     current_world,
     default_group,
 )
@@ -94,7 +94,7 @@ def init_process_group(
     name = Backend(_backend_name(backend, device))
     config = BackendConfig(name)
     timeout = timeout_of_group(name, timeout)
-    shared, rank, world_size = _open_store(world.kept_store, name, init_method, store, rank, world_size, timeout)
+    shared, rank, world_size = _open_store(world, name, init_method, store, rank, world_size, timeout)
     if world_size < 1:  # a store can be opened without a world size, but a group cannot
         raise ConfigError(f"the world size must be at least 1, but is {world_size}: check world_size, or WORLD_SIZE")
     timeout_s = timeout.total_seconds()
@@ -245,7 +245,7 @@ def _backend_name(backend: str | None, device: torch.device | None) -> str:
 
 
 def _open_store(
-    kept: KeptStore,
+    world: World,
     name: str,
     init_method: str | None,
     store: Store | torch_distributed.Store | None,
@@ -257,8 +257,8 @@ def _open_store(
     if store is not None:
         return (store if isinstance(store, Store) else TorchStoreAdapter(store)), rank, world_size
     if name == Backend.MPI and init_method is None and not {"RANK", "WORLD_SIZE"} & os.environ.keys():
-        return kept.open(MPI_ADDRESS, -1, -1, timeout)
-    return kept.open(init_method or "env://", rank, world_size, timeout)
+        return world.open_store(MPI_ADDRESS, -1, -1, timeout)
+    return world.open_store(init_method or "env://", rank, world_size, timeout)
 
 
 def close_stores() -> None:
@@ -270,4 +270,4 @@ def close_stores() -> None:
     world = current_world()
     if world.default is not None:
         raise ConfigError("the default process group still uses the store; call destroy_process_group first")
-    world.kept_store.close()
+    world.close_store()

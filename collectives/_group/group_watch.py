@@ -52,8 +52,8 @@ class GroupWatch(StateKeeper):
         self._context = context
         self._lock = threading.Lock()
         self._group: StateKeeper | None = None
-        self._sockets = context.process.acquire_sockets(bind_host(context.store))
-        self.hub = self._sockets.hub
+        context.process.acquire_sockets(bind_host(context.store))
+        self.hub = context.process.hub
         try:
             own = HubAddress.parse(self.hub.address)
             if not unix_sockets:
@@ -61,7 +61,7 @@ class GroupWatch(StateKeeper):
             rank_0, self.uid = address_of_rank_0(context, own, deadline)
             sockets = connect_watch(context, self.hub, rank_0, self.uid, deadline)
             self.reached_rank_0 = context.rank != 0 and sockets[0].family == socket.AF_UNIX
-            self.reporter = Watch(self._sockets.node, context.rank, context.ranks, context.name, self)
+            self.reporter = Watch(context.process.node, context.rank, context.ranks, context.name, self)
             self.reporter.start(sockets, deadline.remaining_s() + THREAD_GRACE_S)
         except BaseException:
             self.release()
@@ -125,7 +125,7 @@ class GroupWatch(StateKeeper):
 
     def release(self) -> None:
         """Releases the sockets, when no part of the group uses them; call it once. Blocks for a limited time."""
-        self._sockets.release()
+        self._context.process.release_sockets()
 
     def give_up(self) -> None:
         """Tells the other ranks that the group cannot be made, and releases the sockets."""

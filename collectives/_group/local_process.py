@@ -18,6 +18,7 @@ from rpcdist.time_limits import CLOSE_STEP_LIMIT_S
 if TYPE_CHECKING:
     from rpcdist.transport import Node
     from rpcdist.transport.credentials import Records
+    from rpcdist.transport.sockets import SocketHub
 
 
 class Closable(Protocol):
@@ -30,29 +31,42 @@ class LocalProcess:
     """The sockets through which other ranks reach this process, its flight recorder, and its open backends.
 
     Attributes:
+        node, hub: the sockets, between `acquire_sockets` and `release_sockets`; the hub connects to those of other
+            ranks, and accepts their connections.
         counts: the counters of `rpcdist.metrics`, once they are enabled.
     """
+
+    node: Node
+    hub: SocketHub
 
     def __init__(self) -> None:
         self.recorder = FlightRecorder()
         self.counts: Any = None
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._sockets: SharedSockets | None = None
+        self._num_shares = 0  # of the sockets
         self._open_backends: weakref.WeakSet[Closable] = weakref.WeakSet()
         self._at_exit = partial(_close_all, weakref.ref(self))
 
-    def acquire_sockets(self, host: str) -> SharedSockets:
-        """Returns a share of this process's sockets, opened on `host` if necessary; `release` each share once.
+    def acquire_sockets(self, host: str) -> None:
+        """Takes a share of this process's sockets, opened on `host` if necessary; release each share once.
 
         Raises:
             TransportError: the address cannot be bound.
         """
-
         with self._lock:
-            if self._sockets is None or not self._sockets.acquire():
-                self._sockets = SharedSockets(host)
-            return self._sockets
+            if self._num_shares == 0:
+                self.node, self.hub = _open_sockets(host)
+            self._num_shares += 1
+
+    def release_sockets(self) -> None:
+        """Releases a share; the last one closes the sockets. Blocks for a limited time."""
+        with self._lock:
+            node, hub = self.node, self.hub
+            self._num_shares -= 1
+            if self._num_shares > 0:
+                return
+        _close_sockets(node, hub)
 
     def records(self) -> Records:
         """Returns the signer, with the job's token, of the records that this process writes to a store.
@@ -86,55 +100,29 @@ class LocalProcess:
                 backend.close(CLOSE_STEP_LIMIT_S)
 
 
+def _open_sockets(host: str) -> tuple[Node, SocketHub]:
+    from rpcdist.transport import acquire_node  # loads gRPC
+    from rpcdist.transport.sockets import SocketHub
+
+    node = acquire_node()
+    hub = SocketHub(node)
+    try:
+        hub.open(host)
+    except BaseException:
+        _close_sockets(node, hub)
+        raise
+    return node, hub
+
+
+def _close_sockets(node: Node, hub: SocketHub) -> None:
+    hub.close()
+    node.release()
+
+
 def _close_all(process: weakref.ref[LocalProcess]) -> None:
     living = process()
     if living is not None:
         living.close_backends()
-
-
-class SharedSockets:
-    """A node and a socket hub, open as long as shares exist; the constructor takes the first share.
-
-    Attributes:
-        hub: connects to the hubs of other ranks, and accepts their connections.
-
-    Raises (constructor):
-        TransportError: the address cannot be bound.
-    """
-
-    def __init__(self, host: str) -> None:
-        from rpcdist.transport import acquire_node  # loads gRPC
-        from rpcdist.transport.sockets import SocketHub
-
-        self.node: Node = acquire_node()
-        self.hub = SocketHub(self.node)
-        self._num_shares = 1
-        self._lock = threading.Lock()
-        try:
-            self.hub.open(host)
-        except BaseException:
-            self._close()
-            raise
-
-    def acquire(self) -> bool:
-        """Takes a share; returns False if the last one was already released."""
-        with self._lock:
-            if self._num_shares == 0:
-                return False
-            self._num_shares += 1
-            return True
-
-    def release(self) -> None:
-        """Releases a share; the last one closes the hub. Blocks for a limited time."""
-        with self._lock:
-            self._num_shares -= 1
-            if self._num_shares > 0:
-                return
-        self._close()
-
-    def _close(self) -> None:
-        self.hub.close()
-        self.node.release()
 
 
 def bind_host(store: Store) -> str:

@@ -41,43 +41,6 @@ StoreAndRank = tuple[Store, int, int]
 """A store, the rank of this process, and the world size."""
 
 
-class KeptStore:
-    """The store that was last opened; see [Note: the store stays]."""
-
-    def __init__(self) -> None:
-        self._key: tuple[object, ...] = ()
-        self._opened: StoreAndRank | None = None
-
-    def open(self, url: str, rank: int, world_size: int, timeout: timedelta) -> StoreAndRank:
-        """Returns the store at an address: the open one, or a new one."""
-        names = ENVIRONMENT if url.startswith("env://") else ()
-        key = (url, rank, world_size, *(os.environ.get(name) for name in names))
-        if self._opened is None or key != self._key:
-            self._opened = self._replace(url, rank, world_size, timeout)
-            self._key = key
-        self._opened[0].set_timeout(timeout)
-        return self._opened
-
-    def _replace(self, url: str, rank: int, world_size: int, timeout: timedelta) -> StoreAndRank:
-        """Opens the new store first, as it may share the server of the old; if that fails, closes the old one first."""
-        old = self._opened
-        try:
-            opened = _open(url, rank, world_size, timeout)
-        except DistStoreError:
-            if old is None:
-                raise
-            self.close()
-            return _open(url, rank, world_size, timeout)
-        if old is not None:
-            old[0].close()
-        return opened
-
-    def close(self) -> None:
-        if self._opened is not None:
-            opened, self._opened, self._key = self._opened, None, ()
-            opened[0].close()
-
-
 def _open(url: str, rank: int, world_size: int, timeout: timedelta) -> StoreAndRank:
     if url == MPI_ADDRESS:
         return rendezvous_through_mpi(timeout)
@@ -139,7 +102,8 @@ class World:
         self.num_created = 0
         self.store: Store | None = None
         self.process = LocalProcess()
-        self.kept_store = KeptStore()
+        self._kept_key: tuple[object, ...] = ()
+        self._kept: StoreAndRank | None = None  # the store that was last opened
         self._num_hashed: dict[tuple[int, ...], int] = {}
 
     def begin(self, default: ProcessGroup, store: Store) -> None:
@@ -155,6 +119,39 @@ class World:
         self.registered.clear()
         self.num_created = 0
         self._num_hashed.clear()
+
+    # ------------------------------------------------------------ [Note: the store stays]
+
+    def open_store(self, url: str, rank: int, world_size: int, timeout: timedelta) -> StoreAndRank:
+        """Returns the store at an address: the open one, or a new one."""
+        names = ENVIRONMENT if url.startswith("env://") else ()
+        key = (url, rank, world_size, *(os.environ.get(name) for name in names))
+        if self._kept is None or key != self._kept_key:
+            self._kept = self._replace_store(url, rank, world_size, timeout)
+            self._kept_key = key
+        self._kept[0].set_timeout(timeout)
+        return self._kept
+
+    def _replace_store(self, url: str, rank: int, world_size: int, timeout: timedelta) -> StoreAndRank:
+        """Opens the new store first, as it may share the server of the old; if that fails, closes the old one first."""
+        old = self._kept
+        try:
+            opened = _open(url, rank, world_size, timeout)
+        except DistStoreError:
+            if old is None:
+                raise
+            self.close_store()
+            return _open(url, rank, world_size, timeout)
+        if old is not None:
+            old[0].close()
+        return opened
+
+    def close_store(self) -> None:
+        if self._kept is not None:
+            kept, self._kept, self._kept_key = self._kept, None, ()
+            kept[0].close()
+
+    # ------------------------------------------------------------ facts and names
 
     def facts(self, time_ns: int) -> list[GroupFacts]:
         """Returns the groups with their operations in flight, from the flight recorder. Any thread may call it."""

@@ -52,6 +52,7 @@ class ChangeLog:
         self.path = path
         self._offset = HEADER_BYTES
         self._header = b""
+        self._descriptor = -1  # of the file, while it is locked
 
     def create(self, deadline: Deadline) -> None:
         """Makes the file if it is missing or empty; raises `DistStoreError` if other users can write to it."""
@@ -79,8 +80,8 @@ class ChangeLog:
             )
 
     @contextmanager
-    def locked(self, writing: bool, deadline: Deadline) -> Iterator[OpenLog]:
-        """Opens the file and locks it for the `with` block.
+    def locked(self, writing: bool, deadline: Deadline) -> Iterator[None]:
+        """Opens the file and locks it for the `with` block, in which the log can be read, written and removed.
 
         Raises:
             DistStoreError: the file is missing, was replaced or is damaged, or the lock was not free in time.
@@ -90,7 +91,8 @@ class ChangeLog:
             header, size = os.pread(descriptor, HEADER_BYTES, 0), os.fstat(descriptor).st_size
             if header != self._header or size < self._offset:
                 raise DistStoreError(f"{self.path} was replaced or cut short while a store used it")
-            yield OpenLog(self, descriptor)
+            self._descriptor = descriptor
+            yield
 
     def maybe_grown(self) -> bool:
         """Whether the file may have new records; costs one `stat`."""
@@ -122,13 +124,7 @@ class ChangeLog:
                 )
             time.sleep(next(pauses))
 
-
-class OpenLog:
-    """The locked file; valid within `ChangeLog.locked`."""
-
-    def __init__(self, log: ChangeLog, descriptor: int) -> None:
-        self._log = log
-        self._descriptor = descriptor
+    # ------------------------------------------------------------ within `locked`
 
     def read(self) -> list[Change]:
         """Returns the changes that were not read before, in order."""
@@ -138,7 +134,7 @@ class OpenLog:
         while (body := self._record(data, position)) is not None:
             changes += _unpacked(body)
             position += _RECORD.size + len(body)
-        self._log._offset += position
+        self._offset += position
         return changes
 
     def write(self, changes: Iterable[Change]) -> None:
@@ -149,8 +145,8 @@ class OpenLog:
             for key in (change.key.encode("utf-8", "surrogatepass"),)
         )
         if len(body) > MAX_RECORD_BYTES:
-            raise DistStoreError(f"a record of {len(body)} bytes is too large for {self._log.path}")
-        offset = self._log._offset
+            raise DistStoreError(f"a record of {len(body)} bytes is too large for {self.path}")
+        offset = self._offset
         os.ftruncate(self._descriptor, offset)  # cuts off the part of a record that a killed writer left
         record = _RECORD.pack(len(body), zlib.crc32(body)) + body
         try:
@@ -158,14 +154,14 @@ class OpenLog:
         except BaseException:
             os.ftruncate(self._descriptor, offset)
             raise
-        self._log._offset = offset + len(record)
+        self._offset = offset + len(record)
 
     def remove(self) -> None:
         """Deletes the file."""
-        os.unlink(self._log.path)
+        os.unlink(self.path)
 
     def _read_rest(self) -> bytes:
-        offset, parts = self._log._offset, []
+        offset, parts = self._offset, []
         while part := os.pread(self._descriptor, 1 << 20, offset):
             parts.append(part)
             offset += len(part)
@@ -177,7 +173,7 @@ class OpenLog:
         length, checksum = _RECORD.unpack_from(data, position)
         body = data[position + _RECORD.size : position + _RECORD.size + length]
         if length > MAX_RECORD_BYTES or (len(body) == length and zlib.crc32(body) != checksum):
-            raise DistStoreError(f"{self._log.path} is damaged at byte {self._log._offset + position}")
+            raise DistStoreError(f"{self.path} is damaged at byte {self._offset + position}")
         return body if len(body) == length else None
 
 
@@ -289,19 +285,19 @@ class _FileState:
         self._pid = os.getpid()
         self.log.create(Deadline.after(SLOW_ANSWER_LIMIT_S))
         if world_size > 0:
-            with self._open(writing=True) as log:
-                self._change(log, [Change(Code.OPENED)])
+            with self._open(writing=True):
+                self._change([Change(Code.OPENED)])
 
     def execute(self, operation: StoreOperation[object]) -> object:
         """Runs an operation with the file locked; returns `Missing` if the operation must wait."""
-        with self._open(writing=not operation.read_only) as log:
+        with self._open(writing=not operation.read_only):
             result, changes = operation.decide(self._contents)
             if changes:
-                self._change(log, changes)
+                self._change(changes)
             return result
 
     @contextmanager
-    def _open(self, writing: bool, limit_s: float | None = None) -> Iterator[OpenLog]:
+    def _open(self, writing: bool, limit_s: float | None = None) -> Iterator[None]:
         """Locks the file and updates the contents."""
         limit_s = SLOW_ANSWER_LIMIT_S if limit_s is None else limit_s
         deadline = Deadline.after(limit_s)
@@ -310,15 +306,15 @@ class _FileState:
         try:
             if self._closed:
                 raise DistStoreError(f"the store in {self.log.path} was closed by this process")
-            with self.log.locked(writing, deadline) as log:
-                self._apply(log.read())
-                yield log
+            with self.log.locked(writing, deadline):
+                self._apply(self.log.read())
+                yield
         finally:
             self._lock.release()
 
-    def _change(self, log: OpenLog, changes: Sequence[Change]) -> None:
+    def _change(self, changes: Sequence[Change]) -> None:
         """Writes the changes before it applies them, so that a full disk leaves file and contents unchanged."""
-        log.write(changes)
+        self.log.write(changes)
         self._apply(changes)
 
     def _apply(self, changes: Iterable[Change]) -> None:
@@ -332,8 +328,8 @@ class _FileState:
         if self._world_size <= 0 or self._pid != os.getpid() or not os.path.exists(self.log.path):
             self._closed = True
             return
-        with self._open(writing=True, limit_s=limit_s) as log:
-            self._change(log, [Change(Code.CLOSED)])
+        with self._open(writing=True, limit_s=limit_s):
+            self._change([Change(Code.CLOSED)])
             self._closed = True
             if self._num_closed >= self._world_size and self._num_closed == self._num_opened:
-                log.remove()
+                self.log.remove()

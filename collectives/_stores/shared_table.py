@@ -17,11 +17,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from rpcdist.collectives._stores.store_base import DEFAULT_TIMEOUT, Store, Timeout
-from rpcdist.collectives._stores.store_operations import Change, Code, Contents, Missing, QueuePop, StoreOperation
+from rpcdist.collectives._stores.store_operations import Code, Contents, Missing, QueuePop, StoreOperation
 from rpcdist.deadline import Deadline
 from rpcdist.errors import DistStoreError, refuse_pickling
 from rpcdist.time_limits import PARKED_LIMIT_S
@@ -31,15 +31,22 @@ __all__ = ["HashStore"]
 _ADDING: Final = frozenset({Code.SET, Code.APPEND, Code.PUSH})
 
 
-Woken = tuple[int, object]
-"""The number of a waiter whose operation is done, and the operation's result."""
+@dataclass(slots=True, eq=False)
+class Waiter:
+    """An operation that may have to wait for keys.
 
+    Attributes:
+        notify: called by the owner of the table when `result` has changed after the operation was parked.
+        result: `Missing`, until the operation is done.
+        was_parked: whether it had to wait.
+        missing: keys that were missing; the last one is looked at, and when all have come, all keys are.
+    """
 
-@dataclass(slots=True)
-class _Waiter:
-    number: int
     operation: StoreOperation[object]
-    missing: list[str]  # keys that were missing; the last one is looked at, and when all have come, all keys are
+    notify: Callable[[], object]
+    result: object = None
+    was_parked: bool = False
+    missing: list[str] = field(default_factory=list)
 
     @property
     def pops(self) -> bool:
@@ -47,55 +54,50 @@ class _Waiter:
 
 
 class StoreTable:
-    """Keys with values, queues, and waiters. Not thread-safe: its owner serialises the calls."""
+    """Keys with values, queues, and waiters. Not thread-safe: its owner serialises the calls.
+
+    Attributes:
+        waiters: the parked operations, as an ordered set.
+    """
 
     def __init__(self) -> None:
         self.contents = Contents()
-        self._waiters: dict[int, _Waiter] = {}
-        self._watching: dict[str, dict[int, _Waiter]] = {}
-        self._last_number = 0
+        self.waiters: dict[Waiter, None] = {}
+        self._watching: dict[str, dict[Waiter, None]] = {}
 
-    @property
-    def num_waiters(self) -> int:
-        return len(self._waiters)
-
-    def execute(self, operation: StoreOperation[object]) -> tuple[object, list[Woken]]:
+    def execute(self, operation: StoreOperation[object]) -> tuple[object, list[Waiter]]:
         """Runs an operation; the result is `Missing` if the operation must wait.
 
         Raises:
             DistStoreError: the operation does not fit the value of its key; the table is unchanged.
         """
         result, changes = operation.decide(self.contents)
-        return result, self._commit(changes)
+        for change in changes:
+            self.contents.apply(change)
+        return result, [woken for change in changes if change.code in _ADDING for woken in self._appeared(change.key)]
 
-    def park(self, operation: StoreOperation[object], missing: Missing) -> int:
-        """Adds a waiter for an operation whose result is `missing`; returns the waiter's number."""
-        self._last_number += 1
-        waiter = self._waiters[self._last_number] = _Waiter(self._last_number, operation, list(missing.keys))
+    def park(self, waiter: Waiter, missing: Missing) -> None:
+        """Adds an operation whose result is `missing`."""
+        waiter.result, waiter.was_parked, waiter.missing = missing, True, list(missing.keys)
+        self.waiters[waiter] = None
         self._watch(waiter)
-        return waiter.number
 
-    def forget(self, number: int) -> None:
-        """Removes a waiter, if it exists."""
-        waiter = self._waiters.pop(number, None)
-        if waiter is not None:
+    def forget(self, waiter: Waiter) -> None:
+        """Removes a waiter, if it is still parked."""
+        if waiter in self.waiters:
+            del self.waiters[waiter]
             self._unwatch(waiter)
 
-    def restore(self, operation: StoreOperation[object], result: object) -> list[Woken]:
+    def restore(self, operation: StoreOperation[object], result: object) -> list[Waiter]:
         """Puts a popped value whose caller is gone back to the front of its queue; drops other results."""
         if not isinstance(operation, QueuePop) or not isinstance(result, bytes):
             return []
         self.contents.queues.setdefault(operation.key, deque()).appendleft(result)
         return self._appeared(operation.key)
 
-    def _commit(self, changes: Iterable[Change]) -> list[Woken]:
-        for change in changes:
-            self.contents.apply(change)
-        return [woken for change in changes if change.code in _ADDING for woken in self._appeared(change.key)]
-
-    def _appeared(self, key: str) -> list[Woken]:
-        woken: list[Woken] = []
-        for waiter in sorted(self._watching.get(key, {}).values(), key=lambda waiter: waiter.pops):
+    def _appeared(self, key: str) -> list[Waiter]:
+        woken: list[Waiter] = []
+        for waiter in sorted(self._watching.get(key, ()), key=lambda waiter: waiter.pops):
             self._unwatch(waiter)
             while waiter.missing and not self.contents.without_value_or_queue(waiter.missing[-1:]):
                 waiter.missing.pop()
@@ -105,47 +107,35 @@ class StoreTable:
             if waiter.missing:
                 self._watch(waiter)
             else:
-                del self._waiters[waiter.number]
-                woken += [(waiter.number, result), *others]
+                del self.waiters[waiter]
+                waiter.result = result
+                woken += [waiter, *others]
         return woken
 
-    def _watch(self, waiter: _Waiter) -> None:
+    def _watch(self, waiter: Waiter) -> None:
         # Keys are usually set in the order in which they are requested, by rank, so watch the last one.
-        self._watching.setdefault(waiter.missing[-1], {})[waiter.number] = waiter
+        self._watching.setdefault(waiter.missing[-1], {})[waiter] = None
 
-    def _unwatch(self, waiter: _Waiter) -> None:
+    def _unwatch(self, waiter: Waiter) -> None:
         watching = self._watching[waiter.missing[-1]]
-        del watching[waiter.number]
+        del watching[waiter]
         if not watching:
             del self._watching[waiter.missing[-1]]
 
 
-class _Call:
-    """An operation in progress: its result so far, and a function that tells its caller of a change of the result."""
-
-    __slots__ = ("notify", "number", "operation", "result")
-
-    def __init__(self, operation: StoreOperation[object], notify: Callable[[], object]) -> None:
-        self.operation = operation
-        self.notify = notify
-        self.number = 0  # the waiter's number; 0 for a call that does not wait
-        self.result: object = None
-
-
 class SharedTable:
-    """A table, its lock, and the calls that wait. The lock is held for microseconds only."""
+    """A table, and its lock, which is held for microseconds only."""
 
     def __init__(self) -> None:
         self._table = StoreTable()
         self._lock = threading.Lock()
-        self._waiting: dict[int, _Call] = {}
         self._closed_because = ""
         self.failure = ""
         """The error of the serving process, if it gives up."""
 
     @property
     def num_waiting(self) -> int:
-        return self._table.num_waiters
+        return len(self._table.waiters)
 
     @property
     def closed(self) -> bool:
@@ -161,7 +151,7 @@ class SharedTable:
         """
         woken = threading.Event()
         with self._begun(operation, woken.set) as call:
-            if call.number:
+            if call.was_parked:
                 woken.wait(min(deadline.remaining_s(), PARKED_LIMIT_S))
         return self._result(call)
 
@@ -169,7 +159,7 @@ class SharedTable:
         """Like `execute`, for a coroutine. Cancellation has the effect of Ctrl-C."""
         woken, loop = asyncio.Event(), asyncio.get_running_loop()
         with self._begun(operation, lambda: loop.call_soon_threadsafe(woken.set)) as call:
-            if call.number and timeout_s > 0:
+            if call.was_parked and timeout_s > 0:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(min(timeout_s, PARKED_LIMIT_S)):
                         await woken.wait()
@@ -178,59 +168,52 @@ class SharedTable:
     def give_back(self, operation: StoreOperation[object], result: object) -> None:
         """Puts a popped value back to its queue if the result did not reach the caller."""
         with self._lock:
-            self._deliver(self._table.restore(operation, result))
+            _notify(self._table.restore(operation, result))
 
     def close(self, reason: str) -> int:
         """Refuses further calls and fails those that wait; returns how many waited. Idempotent."""
         with self._lock:
             self._closed_because = reason
-            calls = list(self._waiting.values())
-        for call in calls:
-            call.notify()
+            calls = list(self._table.waiters)
+        _notify(calls)
         return len(calls)
 
     @contextmanager
-    def _begun(self, operation: StoreOperation[object], notify: Callable[[], object]) -> Iterator[_Call]:
+    def _begun(self, operation: StoreOperation[object], notify: Callable[[], object]) -> Iterator[Waiter]:
         """Runs the operation, or parks it during the `with` block."""
-        call = _Call(operation, notify)
+        call = Waiter(operation, notify)
         delivered = False
         try:
-            self._begin(call)
+            with self._lock:
+                if self._closed_because:
+                    raise DistStoreError(self._closed_because)
+                call.result, woken = self._table.execute(operation)
+                _notify(woken)
+                if isinstance(call.result, Missing):
+                    self._table.park(call, call.result)
             yield call
             delivered = True
         finally:
-            if call.number:
+            if call.was_parked:
                 self._end(call, delivered)
 
-    def _begin(self, call: _Call) -> None:
+    def _end(self, call: Waiter, delivered: bool) -> None:
         with self._lock:
-            if self._closed_because:
-                raise DistStoreError(self._closed_because)
-            call.result, woken = self._table.execute(call.operation)
-            self._deliver(woken)
-            if isinstance(call.result, Missing):
-                call.number = self._table.park(call.operation, call.result)
-                self._waiting[call.number] = call
-
-    def _end(self, call: _Call, delivered: bool) -> None:
-        with self._lock:
-            self._waiting.pop(call.number, None)
-            self._table.forget(call.number)
+            self._table.forget(call)
             if not delivered:
-                self._deliver(self._table.restore(call.operation, call.result))
+                _notify(self._table.restore(call.operation, call.result))
             elif isinstance(call.result, Missing):
                 call.result = call.operation.decide(self._table.contents)[0]  # some of the keys may have been set
 
-    def _deliver(self, woken: Iterable[Woken]) -> None:
-        for number, result in woken:
-            call = self._waiting.pop(number)
-            call.result = result
-            call.notify()
-
-    def _result(self, call: _Call) -> object:
+    def _result(self, call: Waiter) -> object:
         if self._closed_because and isinstance(call.result, Missing):
             raise DistStoreError(self._closed_because)
         return call.result
+
+
+def _notify(woken: Iterable[Waiter]) -> None:
+    for waiter in woken:
+        waiter.notify()
 
 
 class HashStore(Store):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -36,7 +36,7 @@ from rpcdist.errors import (
 from rpcdist.ids import Identity
 from rpcdist.time_limits import CLOSE_LIMIT_S, STORE_GRACE_S, STORE_LINGER_S
 from rpcdist.transport import LARGEST_UNCUT_BYTES, Node, acquire_node
-from rpcdist.transport._framing.message_parts import UNWEIGHED_BYTES, missing_weight, parsed
+from rpcdist.transport._framing.message_parts import missing_weight, parsed
 from rpcdist.transport.addresses import split_address
 from rpcdist.transport.fork import in_forked_child
 
@@ -59,6 +59,9 @@ _RESULT_FIELDS: Final[dict[type[StoreOperation[object]], str]] = {
 _OPERATIONS: Final[dict[str | None, type[StoreOperation[object]]]] = {each.method: each for each in _RESULT_FIELDS}
 
 
+_UNWEIGHED_ITEMS: Final = 4 << 10
+"""The receiver allows a message this many keys and values, whatever their size."""
+
 M = TypeVar("M", store_pb2.StoreRequest, store_pb2.StoreReply)
 
 
@@ -69,7 +72,7 @@ def request_for(operation: StoreOperation[object], timeout_s: float) -> store_pb
     message.SetInParent()  # otherwise the request would lack an operation without fields
     for name, value in zip(operation.parameters(), operation.arguments, strict=True):
         _put(message, name, value)
-    return _weighed(request)
+    return _weighed(request, operation.arguments)
 
 
 def operation_of(request: store_pb2.StoreRequest) -> StoreOperation[object]:
@@ -97,14 +100,13 @@ def reply_with(operation: StoreOperation[object], result: object) -> store_pb2.S
             _put(getattr(reply, field), field, result)
         else:
             _put(reply, field, result)
-    return _weighed(reply)
+    return _weighed(reply, [result.keys if isinstance(result, Missing) else result])
 
 
-def _weighed(message: M) -> M:
-    """The message with as much weight as its receiver wants to see for its parts."""
-    if message.ByteSize() >= UNWEIGHED_BYTES:
-        missing = missing_weight(type(message), message.SerializeToString())
-        message.weight = bytes(max(0, missing))
+def _weighed(message: M, values: Iterable[object]) -> M:
+    """Adds as much weight to a message as its receiver requires for its parts; a message with few parts needs none."""
+    if sum(len(value) for value in values if isinstance(value, tuple)) > _UNWEIGHED_ITEMS:
+        message.weight = bytes(max(0, missing_weight(type(message), message.SerializeToString())))
     return message
 
 
@@ -146,35 +148,84 @@ Undo = Callable[[], None]
 Method = Callable[[Identity, Any], Awaitable[tuple[Message | bytes, Undo]]]
 
 
-class StoreService:
-    """Answers the calls of the service `Store` from one table, which this process may also use directly."""
+DESCRIPTOR: Final = store_pb2.DESCRIPTOR.services_by_name["Store"]
 
-    def __init__(self) -> None:
+
+class ServedTable:
+    """A table that this process serves to others, and uses without the network; the service ends with its last share.
+
+    Its calls of the service `Store` run on the I/O loop; any thread may call the other methods.
+    """
+
+    def __init__(self, server: TableServer, node: Node, address: str) -> None:
+        self.address = address
         self.table = SharedTable()
+        self.num_shares = 0
+        self._server = server
+        self._node = node
         self._replied_at = float("-inf")
+
+    def execute(self, operation: StoreOperation[object], deadline: Deadline) -> object:
+        """Runs an operation on this thread, which must not be the thread of an event loop."""
+        if asyncio._get_running_loop() is not None:
+            raise BlockingInLoop("this call of a store", "await asyncio.to_thread(...)")
+        return self.table.execute(operation, deadline)
+
+    def share(self) -> ServedTable:
+        """Takes another share."""
+        host, port = split_address(self.address)
+        return self._server.share(host, port, may_share=True, timeout_s=STORE_GRACE_S)
+
+    def close(self) -> None:
+        """Releases a share. Blocks for a limited time."""
+        self._server.give_up(self)
+
+    def start(self, timeout_s: float) -> None:
+        self._node.add_service(DESCRIPTOR, self.methods(), timeout_s, self.address)
+        register_at_exit(self.end_calls)  # scripts written for torch do not close stores
+
+    def end(self) -> None:
+        unregister_at_exit(self.end_calls)
+        self.end_calls()
+        try:
+            self._node.stop_serving(self.address)
+        except (RpcdistError, RuntimeError):
+            pass
+        self._node.release()
+
+    def end_calls(self) -> None:
+        """Ends the calls in progress, and waits until the last replies have left."""
+        if in_forked_child():
+            return
+        try:
+            self._node.run(self.refuse_calls(), CLOSE_LIMIT_S)
+        except (RpcdistError, RuntimeError):  # the loop has ended, and the service with it
+            pass
+
+    # ------------------------------------------------------------ the calls of other processes
 
     def methods(self) -> Mapping[str, Method]:
         """Returns the handlers by method name, for `Node.add_service`."""
-        return {"Execute": self.execute, "ExecuteLarge": self.execute_large}
+        return {"Execute": self.answer, "ExecuteLarge": self.answer_large}
 
-    async def execute(self, peer: Identity, request: store_pb2.StoreRequest) -> tuple[store_pb2.StoreReply, Undo]:
+    async def answer(self, peer: Identity, request: store_pb2.StoreRequest) -> tuple[store_pb2.StoreReply, Undo]:
         """Runs one operation. Cancellation removes its waiter, and puts a popped value back to its queue.
 
         Returns:
             The reply, and a function that puts a popped value back if the caller does not get it.
         """
-        return await self._execute(request, LARGEST_UNCUT_BYTES, store_pb2.StoreReply(too_large=True))
+        return await self._answer(request, LARGEST_UNCUT_BYTES, store_pb2.StoreReply(too_large=True))
 
-    async def execute_large(self, peer: Identity, request: bytes) -> tuple[bytes, Undo]:
-        """Like `execute`, with request and reply as bytes that travel in pieces."""
+    async def answer_large(self, peer: Identity, request: bytes) -> tuple[bytes, Undo]:
+        """Like `answer`, with request and reply as bytes that travel in pieces."""
         try:
             found = parsed(store_pb2.StoreRequest, request)
         except DecodeError as exc:
             raise DistStoreError("the request is not a request to a store") from exc
-        reply, undo = await self._execute(found, LARGEST_BYTES, None)
+        reply, undo = await self._answer(found, LARGEST_BYTES, None)
         return reply.SerializeToString(), undo
 
-    async def _execute(
+    async def _answer(
         self, request: store_pb2.StoreRequest, limit_bytes: int, instead: store_pb2.StoreReply | None
     ) -> tuple[store_pb2.StoreReply, Undo]:
         """Returns the reply and its undo. A reply beyond the limit is undone, and `instead` or an error replaces it."""
@@ -199,7 +250,7 @@ class StoreService:
         finally:
             self._replied_at = asyncio.get_running_loop().time()
 
-    async def close(self) -> None:
+    async def refuse_calls(self) -> None:
         """Refuses further calls and fails those that wait. Idempotent.
 
         The serving process often ends as soon as it sees the key that its last client has set, before the reply to
@@ -212,69 +263,17 @@ class StoreService:
         await asyncio.sleep(max(0.0, self._replied_at + STORE_LINGER_S - loop.time()))
 
 
-DESCRIPTOR = store_pb2.DESCRIPTOR.services_by_name["Store"]
-
-
-class ServedTable:
-    """A table that this process serves, and uses without the network; the service ends with its last share."""
-
-    def __init__(self, server: TableServer, node: Node, address: str) -> None:
-        self.address = address
-        self.service = StoreService()
-        self.num_shares = 0
-        self._server = server
-        self._node = node
-
-    def execute(self, operation: StoreOperation[object], deadline: Deadline) -> object:
-        """Runs an operation on this thread, which must not be the thread of an event loop."""
-        if asyncio._get_running_loop() is not None:
-            raise BlockingInLoop("this call of a store", "await asyncio.to_thread(...)")
-        return self.service.table.execute(operation, deadline)
-
-    def share(self) -> ServedTable:
-        """Takes another share."""
-        host, port = split_address(self.address)
-        return self._server.share(host, port, may_share=True, timeout_s=STORE_GRACE_S)
-
-    def close(self) -> None:
-        """Releases a share. Blocks for a limited time."""
-        self._server.give_up(self)
-
-    def start(self, timeout_s: float) -> None:
-        self._node.add_service(DESCRIPTOR, self.service.methods(), timeout_s, self.address)
-        register_at_exit(self.end_calls)  # scripts written for torch do not close stores
-
-    def end(self) -> None:
-        unregister_at_exit(self.end_calls)
-        self.end_calls()
-        try:
-            self._node.stop_serving(self.address)
-        except (RpcdistError, RuntimeError):
-            pass
-        self._node.release()
-
-    def end_calls(self) -> None:
-        """Ends the calls in progress, and waits until the last replies have left."""
-        if in_forked_child():
-            return
-        try:
-            self._node.run(self.service.close(), CLOSE_LIMIT_S)
-        except (RpcdistError, RuntimeError):  # the loop has ended, and the service with it
-            pass
-
-
 class TableServer:
     """Serves one table for each requested port, all on one node."""
 
-    def __init__(self, acquire: Callable[[], Node]) -> None:
-        self._acquire = acquire
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._serving: dict[int, ServedTable] = {}  # by port
 
     @property
     def tables(self) -> list[SharedTable]:
         """Returns the tables that are served now."""
-        return [serving.service.table for serving in self._serving.values()]
+        return [serving.table for serving in self._serving.values()]
 
     def share(self, host: str, port: int, may_share: bool, timeout_s: float) -> ServedTable:
         """Starts to serve a table, or returns a share of the table that this process already serves at that port.
@@ -302,7 +301,7 @@ class TableServer:
             return serving
 
     def _start(self, host: str, port: int, timeout_s: float) -> ServedTable:
-        node = self._acquire()
+        node = acquire_node()
         try:
             serving = ServedTable(self, node, node.serve(host, port, timeout_s, is_apart=True))
         except BaseException:
@@ -326,5 +325,5 @@ class TableServer:
             serving.end()
 
 
-TABLE_SERVER: Final = TableServer(acquire_node)
+TABLE_SERVER: Final = TableServer()
 """The server of this process, on its one node."""

@@ -284,7 +284,7 @@ class TCPStore(Store):
 
     def note_failure(self, reason: str) -> None:
         if isinstance(self._access, ServedTable):
-            self._access.service.table.failure = reason
+            self._access.table.failure = reason
 
     def close(self) -> None:
         """Ends the connection, or the service if this is its last user in this process. Idempotent, bounded."""

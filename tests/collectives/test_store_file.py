@@ -145,14 +145,14 @@ def test_a_record_is_all_or_nothing_for_readers(tmp_path: Path) -> None:
     log = ChangeLog(str(tmp_path / "log"))
     log.create(SOON)
     changes = [Change(Code.SET, "a", b"1"), Change(Code.DELETE, "a"), Change(Code.PUSH, "q", b"")]
-    with log.locked(writing=True, deadline=SOON) as opened:
-        opened.write(changes)
-        opened.write([])
+    with log.locked(writing=True, deadline=SOON):
+        log.write(changes)
+        log.write([])
     reader = ChangeLog(str(tmp_path / "log"))
     reader.create(SOON)
-    with reader.locked(writing=False, deadline=SOON) as opened:
-        assert opened.read() == changes
-        assert opened.read() == []
+    with reader.locked(writing=False, deadline=SOON):
+        assert reader.read() == changes
+        assert reader.read() == []
 
 
 def test_a_record_that_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,14 @@ from rpcdist.collectives._stores.store_operations import (
     StoreOperation,
     Wait,
 )
-from rpcdist.collectives._stores.store_service import StoreService, operation_of, reply_with, request_for, result_of
+from rpcdist.collectives._stores.store_service import (
+    TABLE_SERVER,
+    ServedTable,
+    operation_of,
+    reply_with,
+    request_for,
+    result_of,
+)
 from rpcdist.errors import DistStoreError, ProtocolViolation
 from rpcdist.ids import Identity
 from rpcdist.transport._framing.message_parts import parsed
@@ -53,18 +61,22 @@ OPERATIONS: list[tuple[StoreOperation[object], object]] = [
 ]
 
 
-async def execute(service: StoreService, operation: StoreOperation[object], timeout_s: float = LONG_S) -> object:
-    reply, _ = await service.execute(PEER, request_for(operation, timeout_s))
+def served() -> ServedTable:
+    """A table whose calls come from this test instead of a node."""
+    node: Any = None
+    return ServedTable(TABLE_SERVER, node, "")
+
+
+async def execute(service: ServedTable, operation: StoreOperation[object], timeout_s: float = LONG_S) -> object:
+    reply, _ = await service.answer(PEER, request_for(operation, timeout_s))
     return result_of(reply)
 
 
-def started(
-    service: StoreService, operation: StoreOperation[object], timeout_s: float = LONG_S
-) -> asyncio.Task[object]:
+def started(service: ServedTable, operation: StoreOperation[object], timeout_s: float = LONG_S) -> asyncio.Task[object]:
     return asyncio.create_task(execute(service, operation, timeout_s))
 
 
-async def parked(service: StoreService, number: int) -> None:
+async def parked(service: ServedTable, number: int) -> None:
     """Lets the tasks run that were just made: a call goes up to its waiter in one step."""
     await asyncio.sleep(0)
     assert service.table.num_waiting == number
@@ -105,11 +117,11 @@ def test_a_request_without_an_operation() -> None:
 
 async def test_every_method_of_the_protocol_is_served() -> None:
     names = [method.name for method in store_pb2.DESCRIPTOR.services_by_name["Store"].methods]
-    assert sorted(StoreService().methods()) == sorted(names)
+    assert sorted(served().methods()) == sorted(names)
 
 
 async def test_get_ends_with_the_set() -> None:
-    service = StoreService()
+    service = served()
     get = started(service, Get(("k",)))
     await parked(service, 1)
     await execute(service, Set(("k",), (b"v",)))
@@ -119,7 +131,7 @@ async def test_get_ends_with_the_set() -> None:
 
 @pytest.mark.parametrize("timeout_s", [0, 0.03])
 async def test_waits_end_in_time(timeout_s: float) -> None:
-    service = StoreService()
+    service = served()
     await execute(service, Set(("there",), (b"",)))
     keys = ("there", "x", "y")
     assert await execute(service, Get(("k",)), timeout_s) == Missing(("k",))
@@ -130,7 +142,7 @@ async def test_waits_end_in_time(timeout_s: float) -> None:
 
 
 async def test_a_wait_that_ends_names_what_is_missing_then() -> None:
-    service = StoreService()
+    service = served()
     wait = started(service, Wait(("x", "y")), 0.05)
     await parked(service, 1)
     await execute(service, Set(("x",), (b"",)))
@@ -138,7 +150,7 @@ async def test_a_wait_that_ends_names_what_is_missing_then() -> None:
 
 
 async def test_a_cancelled_call_leaves_no_waiter() -> None:
-    service = StoreService()
+    service = served()
     calls = [started(service, operation) for operation in (Get(("k",)), Wait(("a", "b")), QueuePop("q"))]
     await parked(service, 3)
     for call in calls:
@@ -149,7 +161,7 @@ async def test_a_cancelled_call_leaves_no_waiter() -> None:
 
 
 async def test_a_value_popped_for_a_cancelled_call_goes_to_the_next() -> None:
-    service = StoreService()
+    service = served()
     first = started(service, QueuePop("q"))
     await parked(service, 1)
     second = started(service, QueuePop("q"))
@@ -163,20 +175,20 @@ async def test_a_value_popped_for_a_cancelled_call_goes_to_the_next() -> None:
 
 
 async def test_add_reports_what_is_not_a_number() -> None:
-    service = StoreService()
+    service = served()
     await execute(service, Set(("k",), (b"text",)))
-    reply, _ = await service.execute(PEER, request_for(Add("k", 1), 0))
+    reply, _ = await service.answer(PEER, request_for(Add("k", 1), 0))
     assert "is not a number" in reply.problem
     with pytest.raises(DistStoreError, match="is not a number"):
         result_of(reply)
 
 
 async def test_close_ends_the_waits_and_refuses_calls() -> None:
-    service = StoreService()
+    service = served()
     call = started(service, Get(("k",)))
     await parked(service, 1)
-    await service.close()
-    await service.close()
+    await service.refuse_calls()
+    await service.refuse_calls()
     with pytest.raises(DistStoreError, match="closed"):
         await call
     with pytest.raises(DistStoreError, match="closed"):
@@ -199,4 +211,4 @@ async def test_many_parts_of_a_request_that_weigh_too_little_are_refused() -> No
     """What travels in pieces was not counted: 19 MiB of empty keys took 484 MiB, and 2 s of the I/O loop."""
     request = store_pb2.StoreRequest(get=store_pb2.StoreKeys(keys=[""] * 200_000))
     with pytest.raises(ProtocolViolation, match="too many very small parts"):
-        await StoreService().execute_large(PEER, request.SerializeToString())
+        await served().answer_large(PEER, request.SerializeToString())

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rpcdist.collectives._stores.shared_table import StoreTable, Woken
+from rpcdist.collectives._stores.shared_table import StoreTable, Waiter
 from rpcdist.collectives._stores.store_operations import (
     Add,
     Append,
@@ -45,14 +45,23 @@ def results(table: StoreTable, *operations: StoreOperation[object]) -> list[obje
     return [result for result, _ in outcomes]
 
 
+Woken = tuple[Waiter, object]
+
+
+def with_results(woken: list[Waiter]) -> list[Woken]:
+    return [(waiter, waiter.result) for waiter in woken]
+
+
 def woken_by(table: StoreTable, operation: StoreOperation[object]) -> list[Woken]:
-    return table.execute(operation)[1]
+    return with_results(table.execute(operation)[1])
 
 
-def parked(table: StoreTable, operation: StoreOperation[object]) -> int:
+def parked(table: StoreTable, operation: StoreOperation[object]) -> Waiter:
     missing, _ = table.execute(operation)
     assert isinstance(missing, Missing)
-    return table.park(operation, missing)
+    waiter = Waiter(operation, lambda: None)
+    table.park(waiter, missing)
+    return waiter
 
 
 def test_values() -> None:
@@ -131,7 +140,7 @@ def test_a_waiter_is_woken_when_its_last_key_comes_with_the_values_of_that_momen
     waiter = parked(table, get("b", "a", "c"))
     assert results(table, put("b", b"2"), put("a", b"3")) == [None, None]
     assert woken_by(table, put("c", b"4")) == [(waiter, (b"2", b"3", b"4"))]
-    assert table.num_waiters == 0
+    assert len(table.waiters) == 0
     assert woken_by(table, put("c", b"5")) == []
 
 
@@ -160,7 +169,7 @@ def test_a_key_given_twice() -> None:
     table = StoreTable()
     waiter = parked(table, get("a", "a"))
     assert woken_by(table, put("a", b"1")) == [(waiter, (b"1", b"1"))]
-    assert table.num_waiters == 0
+    assert len(table.waiters) == 0
 
 
 def test_queues_count_for_wait_but_not_for_get() -> None:
@@ -196,7 +205,7 @@ def test_a_restored_value_comes_first() -> None:
     assert table.restore(QueuePop("q"), b"1") == []
     assert results(table, QueuePop("q"), QueuePop("q")) == [b"1", b"2"]
     popper = parked(table, QueuePop("q"))
-    assert table.restore(QueuePop("q"), b"0") == [(popper, b"0")]
+    assert with_results(table.restore(QueuePop("q"), b"0")) == [(popper, b"0")]
 
 
 def test_what_was_not_popped_is_not_restored() -> None:
@@ -208,11 +217,11 @@ def test_what_was_not_popped_is_not_restored() -> None:
 def test_forget_leaves_nothing_behind() -> None:
     table = StoreTable()
     waiters = [parked(table, operation) for operation in (Wait(("a", "b")), get("a"), QueuePop("q"))]
-    assert table.num_waiters == 3
+    assert len(table.waiters) == 3
     for waiter in waiters:
         table.forget(waiter)
         table.forget(waiter)
-    assert (table.num_waiters, table._watching) == (0, {})
+    assert (len(table.waiters), table._watching) == (0, {})
     assert woken_by(table, put("a")) == woken_by(table, QueuePush("q", b"")) == []
 
 
@@ -235,8 +244,9 @@ def test_against_a_model_that_looks_at_everything_after_each_step(steps: list[tu
     table = StoreTable()
     values: set[str] = set()
     queues: dict[str, deque[bytes]] = {key: deque() for key in "abc"}
-    waiting: dict[int, tuple[list[str], bool]] = {}
-    popping: dict[int, str] = {}
+    waiting: dict[Waiter, tuple[list[str], bool]] = {}
+    popping: dict[Waiter, str] = {}
+    known: list[Waiter] = []
 
     def there(key: str, values_only: bool) -> bool:
         return key in values or (not values_only and bool(queues[key]))
@@ -244,7 +254,7 @@ def test_against_a_model_that_looks_at_everything_after_each_step(steps: list[tu
     for count, (step, *arguments) in enumerate(steps):
         woken: list[Woken] = []
         key = arguments[0] if isinstance(arguments[0], str) else "a"
-        expected: set[int] = set()
+        expected: set[Waiter] = set()
         if step == "set":
             values.add(key)
             woken = woken_by(table, put(key))
@@ -264,21 +274,24 @@ def test_against_a_model_that_looks_at_everything_after_each_step(steps: list[tu
             keys, only = arguments
             assert isinstance(keys, list) and isinstance(only, bool)
             if not all(there(k, only) for k in keys):
-                waiting[parked(table, Get(tuple(keys)) if only else Wait(tuple(keys)))] = (keys, only)
+                known.append(parked(table, Get(tuple(keys)) if only else Wait(tuple(keys))))
+                waiting[known[-1]] = (keys, only)
         elif step == "park_pop" and not queues[key]:
-            popping[parked(table, QueuePop(key))] = key
+            known.append(parked(table, QueuePop(key)))
+            popping[known[-1]] = key
         elif step == "forget":
-            forgotten = arguments[0]
-            assert isinstance(forgotten, int)
-            table.forget(forgotten)
-            waiting.pop(forgotten, None)
-            popping.pop(forgotten, None)
+            place = arguments[0]
+            assert isinstance(place, int)
+            for forgotten in known[place : place + 1]:
+                table.forget(forgotten)
+                waiting.pop(forgotten, None)
+                popping.pop(forgotten, None)
         expected |= {n for n, (keys, only) in waiting.items() if all(there(k, only) for k in keys)}
         assert {waiter for waiter, _ in woken} == expected
         for number in expected:
             waiting.pop(number, None)
             popping.pop(number, None)
-        assert table.num_waiters == len(waiting) + len(popping)
+        assert len(table.waiters) == len(waiting) + len(popping)
         assert set(table.contents.values) == values
         assert results(table, *map(QueueLen, "abc")) == [len(queues[k]) for k in "abc"]
 
@@ -327,4 +340,4 @@ def test_who_waits_for_many_keys_is_not_looked_at_again_for_each_of_them() -> No
     assert woken_by(table, put("500")) == [(number, None)]
     table.execute(QueuePush("last", b"not a value"))
     assert woken_by(table, put("last")) == [(other, (b"v",) * 1001)]
-    assert table.num_waiters == 0 and not table._watching
+    assert len(table.waiters) == 0 and not table._watching

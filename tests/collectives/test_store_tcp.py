@@ -22,7 +22,7 @@ from rpcdist._proto import store_pb2
 from rpcdist.collectives import DistNetworkError, DistStoreError, PrefixStore, StoreTimeout, TCPStore
 from rpcdist.collectives._stores import tcp_store
 from rpcdist.collectives._stores.store_operations import QueuePop
-from rpcdist.collectives._stores.store_service import TABLE_SERVER, StoreService, request_for
+from rpcdist.collectives._stores.store_service import TABLE_SERVER, ServedTable, request_for
 from rpcdist.errors import AuthenticationFailed, BlockingInLoop, ConfigError, ConnectFailed
 from rpcdist.ids import Identity
 from rpcdist.testing import Program, WorkerPool, eventually, free_port, wait_until_asleep
@@ -95,15 +95,15 @@ def test_a_process_that_listens_and_serves_no_store_yet() -> None:
 def test_a_store_that_answers_late_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until the caller's own limit: what one question may take is much less."""
     monkeypatch.setattr(tcp_store, "STORE_GRACE_S", 0.2)
-    answer, free = StoreService.execute, asyncio.Event()
+    answer, free = ServedTable.answer, asyncio.Event()
     asked = []
 
-    async def late(self: StoreService, peer: Identity, request: Any) -> Any:
+    async def late(self: ServedTable, peer: Identity, request: Any) -> Any:
         asked.append(request.WhichOneof("operation"))
         await free.wait()
         return await answer(self, peer, request)
 
-    monkeypatch.setattr(StoreService, "execute", late)
+    monkeypatch.setattr(ServedTable, "answer", late)
     with TCPStore(HOST, 0, is_master=True) as master, ThreadPoolExecutor(1) as pool:
         with pytest.raises(ConnectFailed, match=r"after 3\.0 s.* accepts connections there, but does not answer"):
             TCPStore(HOST, master.port, timeout=3.0)
@@ -324,7 +324,7 @@ def test_a_popped_value_of_which_its_caller_reads_a_part_stays_in_its_queue() ->
             request: Any = cut(request_for(QueuePop("q"), LIMIT_S).SerializeToString(), store_pb2.Piece)
             with link._calling(path) as metadata:
                 call: Any = link._for_unary().stream_stream(path)(request, metadata=metadata)
-                assert len(await call.read()) > 1000 and serving.service.table._table.contents.queues == {}
+                assert len(await call.read()) > 1000 and serving.table._table.contents.queues == {}
                 call.cancel()
 
         asking._node.run(read_a_part(), LIMIT_S)
