@@ -6,17 +6,16 @@ mismatch nor a missing rank.
 
 from __future__ import annotations
 
-import logging
 import zlib
 from typing import TYPE_CHECKING, ClassVar, Final
 
-from rpcdist.collectives._group.backend_contract import EngineBackend, GroupContext
+from rpcdist.collectives._group.backend_contract import GroupContext
 from rpcdist.collectives._group.bootstrap import exchange_values
-from rpcdist.collectives._group.engine import Engine
+from rpcdist.collectives._group.engine_backend import EngineBackend
 from rpcdist.collectives._group.group_watch import GroupWatch
-from rpcdist.collectives._group.state import GroupFailure, GroupState, Reporter
+from rpcdist.collectives._group.state import GroupFailure
 from rpcdist.collectives._mpi.mpi_messages import MpiMessages
-from rpcdist.collectives._mpi.mpi_transport import MpiTransport, Pause, abandon, load_mpi
+from rpcdist.collectives._mpi.mpi_transport import MpiTransport, abandon, load_mpi, pauses
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ConfigError
 
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = ["MpiBackend"]
-
-logger = logging.getLogger(__name__)
 
 _NUM_COMMUNICATORS: Final = 4
 _SAFE_TAGS: Final = 1 << 15
@@ -49,69 +46,42 @@ class MpiBackend(EngineBackend):
     name: ClassVar[str] = "mpi"
 
     def __init__(self, context: GroupContext) -> None:
-        self._mpi: ModuleType = load_mpi()
-        state = GroupState(context.name, context.rank, context.ranks)
+        mpi = load_mpi()
         deadline = Deadline.after(context.timeout_s)
-        self._watch = GroupWatch(context, state, deadline) if context.size > 1 else None
+        watch = GroupWatch(context, deadline) if context.size > 1 else None
         try:
-            self._communicators = _make_communicators(self._mpi, context, deadline)
+            self._communicators = _make_communicators(mpi, context, deadline)
         except BaseException:
-            if self._watch is not None:
-                self._watch.give_up()
+            if watch is not None:
+                watch.give_up()
             raise
         agreement, data, headers, elements = self._communicators
-        self._mpi_messages = MpiMessages(self._mpi, headers, elements, context.name, context.ranks, self._report)
-        engine = Engine(
-            MpiTransport(self._mpi, agreement, data),
-            state,
-            timeout_s=context.timeout_s,
-            recorder=context.process.recorder,
-            reporter=Reporter() if self._watch is None else self._watch.reporter,
-            on_failure=self._fail_callers,
-        )
-        super().__init__(context, engine, self._mpi_messages)
-        if self._watch is None:
-            engine.opened()
-        else:
-            self._watch.hand_over(engine)
-
-    def _fail_callers(self, failure: GroupFailure) -> None:
-        self._mpi_messages.fail(failure)
-        self._fail_nested(failure)
+        self._mpi_messages = MpiMessages(mpi, headers, elements, context.name, context.ranks, self._report)
+        super().__init__(context, watch, MpiTransport(mpi, agreement, data), self._mpi_messages)
 
     def _report(self, failure: GroupFailure) -> None:
         self._engine.fail_everywhere(failure)
 
-    def __repr__(self) -> str:
-        return f"<MpiBackend rank {self.context.rank} of {self.context.size}, {self._engine!r}>"
+    def _fail_messages(self, failure: GroupFailure) -> None:
+        self._mpi_messages.fail(failure)
 
-    def close(self, timeout_s: float) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        deadline = Deadline.after(timeout_s)
-        drained = self._engine.close(deadline.remaining_s())
-        self._end_callbacks(deadline)
+    def _close_messages(self, deadline: Deadline, drained: bool) -> None:
         drained = self._mpi_messages.close(deadline) and drained
         if drained and self._engine.state.failure is None and self._all_are_closing(deadline):
             for communicator in self._communicators:
                 communicator.Free()
         else:
             abandon(self._communicators)  # MPI may still use them
-        if self._watch is not None:
-            self._watch.leave(self._engine.state.sequence)
-            self._watch.release()
-        self._engine.free()
 
     def _all_are_closing(self, deadline: Deadline) -> bool:
         """Whether every rank is closing, so that the collective call that frees communicators cannot block."""
         request = self._communicators[0].Ibarrier()
-        pause = Pause()
+        pause = pauses()
         while not request.Test():
             if deadline.expired() or self._engine.state.failure is not None or self._engine.state.departed:
                 abandon(request)
                 return False
-            pause()
+            next(pause)
         return True
 
 

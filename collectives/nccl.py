@@ -6,6 +6,7 @@ current one. `docs/nccl.md` describes the effects on programs.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -17,15 +18,15 @@ import torch
 from rpcdist._launch.placement import launcher_variable
 from rpcdist.collectives._group.backend_contract import GroupBackend, GroupContext
 from rpcdist.collectives._group.bootstrap import exchange_values
-from rpcdist.collectives._group.flight_records import MessageLog, Record
+from rpcdist.collectives._group.flight_records import Record, record_of_message
 from rpcdist.collectives._group.group_watch import GroupWatch
-from rpcdist.collectives._group.state import FailureKind, GroupFailure, GroupState, Reporter
+from rpcdist.collectives._group.state import GroupFailure, GroupState, Reporter
 from rpcdist.collectives._nccl.communicator_calls import Communicator, CudaRuntime, NcclCalls
 from rpcdist.collectives._nccl.watchdog import NcclWatchdog, NcclWork, call_bounded
 from rpcdist.collectives._operations.operation import Kind, Operation, describe_fingerprint
 from rpcdist.collectives.work import Work
 from rpcdist.deadline import Deadline
-from rpcdist.errors import ConfigError
+from rpcdist.errors import CollectiveError, CollectiveTimeout, ConfigError
 
 __all__ = ["NcclBackend", "NcclOptions"]
 
@@ -91,9 +92,8 @@ class NcclBackend(GroupBackend):
         self._blocking_wait = options.blocking_wait
         self._check = options.check
         self._runtime: CudaRuntime = CudaRuntime(default_device(context)) if runtime is None else runtime
-        state = GroupState(context.name, context.rank, context.ranks)
         deadline = Deadline.after(context.timeout_s)
-        self._watch = GroupWatch(context, state, deadline) if reporter is None and context.size > 1 else None
+        self._watch = GroupWatch(context, deadline) if reporter is None and context.size > 1 else None
         try:
             self._communicator = communicator or self._connect(deadline)
         except BaseException:
@@ -104,10 +104,11 @@ class NcclBackend(GroupBackend):
         self._side_stream = self._runtime.new_stream()
         self._order = threading.Lock()  # held during enqueueing: the order must be the same on all ranks
         self._batch = threading.local()
-        self._log = MessageLog(context.name, context.ranks)
+        self._message_numbers = itertools.count(1)
         self._closed = False
         if reporter is None:
             reporter = Reporter() if self._watch is None else self._watch.reporter
+        state = GroupState(context.name, context.rank, context.ranks) if self._watch is None else self._watch.state
         recorder = context.process.recorder
         self._watchdog = NcclWatchdog(state, self._runtime, self._communicator, recorder, reporter)
         self.abort_hooks = self._watchdog.abort_hooks
@@ -237,7 +238,7 @@ class NcclBackend(GroupBackend):
         try:
             texts = exchange_values(self.context, f"check/{number}", fingerprint.hex(), work.deadline)
         except RuntimeError as exc:
-            failure = self._watchdog.fail_everywhere(GroupFailure(FailureKind.TIMEOUT, str(exc)))
+            failure = self._watchdog.fail_everywhere(GroupFailure(CollectiveTimeout, str(exc)))
             raise failure.error(work.title) from exc
         if number > 1:  # all ranks have read the previous key, since they have come to this operation
             self.context.store.delete_key(f"check/{number - 1}/{self.context.rank}")
@@ -281,16 +282,10 @@ class NcclBackend(GroupBackend):
         finish: Callable[[], None] | None,
     ) -> Work:
         self._check_tensors((tensor,))
-        work = NcclWork(
-            title,
-            0,
-            self._runtime,
-            self._deadline(timeout_s),
-            [tensor],
-            self._log.record(title.split()[0], tensor, peer, tag),
-            blocking=self._blocking_wait,
-            result=[tensor],
-        )
+        context, number = self.context, next(self._message_numbers)
+        record = record_of_message(context.name, number, title.split()[0], tensor, context.ranks[peer], tag)
+        deadline, blocking = self._deadline(timeout_s), self._blocking_wait
+        work = NcclWork(title, 0, self._runtime, deadline, [tensor], record, blocking=blocking, result=[tensor])
         self._watchdog.register(lambda _: work, collective=False)
         message = _BatchedMessage(call, tensor, peer, work, finish)
         batch: list[_BatchedMessage] | None = getattr(self._batch, "messages", None)
@@ -363,7 +358,7 @@ class NcclBackend(GroupBackend):
     def _broken(self, exc: Exception) -> GroupFailure:
         me = self.context.ranks[self.context.rank]
         reason = f"NCCL failed on rank {me}: {exc} (NCCL_DEBUG=WARN in the environment shows more details)"
-        return self._watchdog.fail_everywhere(GroupFailure(FailureKind.ERROR, reason))
+        return self._watchdog.fail_everywhere(GroupFailure(CollectiveError, reason))
 
     # ------------------------------------------------------------ ending
 

@@ -17,10 +17,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rpcdist.collectives._group.backend_contract import EngineBackend, GroupContext
-from rpcdist.collectives._group.engine import Engine
+from rpcdist.collectives._group.backend_contract import GroupContext
+from rpcdist.collectives._group.engine_backend import EngineBackend
 from rpcdist.collectives._group.group_watch import GroupWatch
-from rpcdist.collectives._group.state import GroupFailure, GroupState, Reporter
+from rpcdist.collectives._group.state import GroupFailure
 from rpcdist.collectives._transports.hierarchical import HierarchicalTransport, Hosts
 from rpcdist.collectives._transports.p2p.messenger import Mailboxes
 from rpcdist.collectives._transports.shm.futex import unsupported_here
@@ -161,46 +161,19 @@ class TcpBackend(EngineBackend):
 
     def __init__(self, context: GroupContext) -> None:
         options = context.options if isinstance(context.options, TcpOptions) else TcpOptions()
-        state = GroupState(context.name, context.rank, context.ranks)
         deadline = Deadline.after(context.timeout_s)
-        self._watch = GroupWatch(context, state, deadline, options.unix_sockets) if context.size > 1 else None
+        watch = GroupWatch(context, deadline, options.unix_sockets) if context.size > 1 else None
         with ExitStack() as undo:
-            self._transport = _connect(context, self._watch, options, deadline, undo)
-            self.reduces_many = self._transport.reduces_many
-            self._mailboxes = _make_mailboxes(context, self._watch)
+            transport = _connect(context, watch, options, deadline, undo)
+            self._mailboxes = _make_mailboxes(context, watch)
             undo.callback(self._mailboxes.close)
-            engine = Engine(
-                self._transport,
-                state,
-                timeout_s=context.timeout_s,
-                recorder=context.process.recorder,
-                outlives_ranks=context.outlives_ranks,
-                reporter=Reporter() if self._watch is None else self._watch.reporter,
-                on_failure=self._fail_messages,
-                on_departure=self._mailboxes.peer_lost,
-            )
+            super().__init__(context, watch, transport, self._mailboxes)
             undo.pop_all()
-        super().__init__(context, engine, self._mailboxes)
-        if self._watch is None:
-            engine.opened()
-        else:
-            self._watch.hand_over(engine)
 
     def _fail_messages(self, failure: GroupFailure) -> None:
         self._mailboxes.fail(failure.error(f"send or recv in group {self.context.name!r}"))
-        self._fail_nested(failure)
 
-    def __repr__(self) -> str:
-        medium = type(self._transport).__name__.removesuffix("Transport")
-        return f"<TcpBackend rank {self.context.rank} of {self.context.size}, {medium}, {self._engine!r}>"
-
-    def close(self, timeout_s: float) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        deadline = Deadline.after(timeout_s)
-        self._engine.close(timeout_s)
-        self._end_callbacks(deadline)
+    def _close_messages(self, deadline: Deadline, drained: bool) -> None:
         if left := self._mailboxes.drain(deadline.remaining_s()):
             logger.warning(
                 "group %r was closed before %d sends had left this process; they are lost. The first is %s. Wait for "
@@ -210,12 +183,6 @@ class TcpBackend(EngineBackend):
                 left[0].title,
             )
         self._mailboxes.close()
-        if self._watch is not None:
-            self._watch.leave(self._engine.state.sequence)
-        self._transport.close()
-        self._engine.free()
-        if self._watch is not None:
-            self._watch.release()
 
 
 def _make_mailboxes(context: GroupContext, watch: GroupWatch | None) -> Mailboxes:

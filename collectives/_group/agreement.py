@@ -31,8 +31,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, TypeVar, cast
+from dataclasses import dataclass, replace
+from typing import Final, TypeVar, cast
 
 from rpcdist.collectives._stores.store_operations import Add, Check, CompareSet, Get, Missing, Set, StoreOperation, Wait
 
@@ -46,20 +46,19 @@ GAVE_UP: Final = -1  # stands for the ticket of a rank that gave up
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """A process's request to be `rank` of a group of `ranks`, whose first rank leads; `description` names the group."""
+    """A process's request to be `rank` of a group of `ranks`, whose first rank leads; `description` names the group.
+
+    Attributes:
+        ticket: the number of the process, in the order of arrival; 0 before it arrives.
+    """
 
     rank: int
     ranks: tuple[int, ...]
     description: str
+    ticket: int = 0
 
     def fits(self, other: Wish) -> bool:
         return (self.ranks, self.description) == (other.ranks, other.description)
-
-
-@dataclass(frozen=True, slots=True)
-class _Arrival:
-    ticket: int
-    wish: Wish
 
 
 # ---------------------------------------------------------------- results
@@ -107,7 +106,7 @@ Result = Made | Unlike | Displaced | NotAll
 class _Next:
     """The next generation has this owner, or none; `gone` is a rank that gave up."""
 
-    owner: _Arrival | None
+    owner: Wish | None
     gone: int | None = None
 
 
@@ -125,12 +124,12 @@ class _Differ:
 _Outcome = _Next | _AllHere | _Differ
 
 
-def _encoded(entry: _Outcome | _Arrival) -> bytes:
+def _encoded(entry: _Outcome | Wish) -> bytes:
     match entry:
-        case _Arrival():
-            values: list[object] = [*_arrival_values(entry)]
+        case Wish():
+            values = _wish_values(entry)
         case _Next(owner, gone):
-            values = ["next", None if owner is None else _arrival_values(owner), gone]
+            values = ["next", None if owner is None else _wish_values(owner), gone]
         case _AllHere(tickets):
             values = ["made", tickets]
         case _Differ(one, other):
@@ -141,7 +140,7 @@ def _encoded(entry: _Outcome | _Arrival) -> bytes:
 def _outcome(text: bytes) -> _Outcome:
     match json.loads(text):
         case ["next", owner, gone]:
-            return _Next(None if owner is None else _arrival_of(*owner), gone)
+            return _Next(None if owner is None else _wish_of(*owner), gone)
         case ["made", tickets]:
             return _AllHere(tuple(tickets))
         case ["differ", one, other]:
@@ -150,24 +149,12 @@ def _outcome(text: bytes) -> _Outcome:
             raise ValueError(f"an agreement has no outcome {unknown!r}")
 
 
-def _arrival(text: bytes) -> _Arrival:
-    return _arrival_of(*json.loads(text))
+def _wish_values(wish: Wish) -> list[object]:
+    return [wish.rank, _runs(wish.ranks), wish.description, wish.ticket]
 
 
-def _arrival_values(arrival: _Arrival) -> tuple[object, ...]:
-    return arrival.ticket, _wish_values(arrival.wish)
-
-
-def _arrival_of(ticket: int, wish: list[Any]) -> _Arrival:
-    return _Arrival(ticket, _wish_of(*wish))
-
-
-def _wish_values(wish: Wish) -> tuple[object, ...]:
-    return wish.rank, _runs(wish.ranks), wish.description
-
-
-def _wish_of(rank: int, runs: list[list[int]], description: str) -> Wish:
-    return Wish(rank, tuple(rank for first, last in runs for rank in range(first, last + 1)), description)
+def _wish_of(rank: int, runs: list[list[int]], description: str, ticket: int) -> Wish:
+    return Wish(rank, tuple(rank for first, last in runs for rank in range(first, last + 1)), description, ticket)
 
 
 def _runs(ranks: Sequence[int]) -> list[list[int]]:
@@ -203,7 +190,7 @@ def agreement(wish: Wish, fresh: bool) -> Steps[Result]:
         fresh: whether only processes of this start have written here, so that an earlier disagreement counts.
     """
     ticket = cast(int, (yield Add(TICKETS, 1)))
-    process = _Process(_Arrival(ticket, wish))
+    process = _Process(replace(wish, ticket=ticket))
     result: Result | None = yield from process.find(fresh)
     while result is None:
         result = yield from process.lead() if wish.rank == wish.ranks[0] else process.follow()
@@ -213,10 +200,10 @@ def agreement(wish: Wish, fresh: bool) -> Steps[Result]:
 class _Process:
     """One process, in the generation `number`, which belongs to `owner`."""
 
-    def __init__(self, me: _Arrival) -> None:
+    def __init__(self, me: Wish) -> None:
         self.me = me
         self.number = 0
-        self.owner: _Arrival | None = None
+        self.owner: Wish | None = None
         self.known: set[int] = set()  # ranks that joined and may have gone
         self.twice: int | None = None
 
@@ -248,24 +235,24 @@ class _Process:
         self._go_on(closed)
         if self.owner != self.me:
             return None  # another process closed it
-        keys = tuple(_here(self.number, rank) for rank in self.me.wish.ranks[1:])
+        keys = tuple(_here(self.number, rank) for rank in self.me.ranks[1:])
         values = (yield Get(keys)) if keys else ()
         if isinstance(values, Missing):
             return (yield from self._give_up(values.keys))
-        here = [_arrival(value) for value in cast("tuple[bytes, ...]", values)]
+        here = [_wish_of(*json.loads(value)) for value in cast("tuple[bytes, ...]", values)]
         return (yield from self._judge(here))
 
-    def _judge(self, here: Sequence[_Arrival]) -> Steps[Result | None]:
+    def _judge(self, here: Sequence[Wish]) -> Steps[Result | None]:
         """Decides as the owner, from the arrivals of the other ranks."""
-        ranks = self.me.wish.ranks[1:]
+        ranks = self.me.ranks[1:]
         for arrival in here:
-            if not arrival.wish.fits(self.me.wish):
+            if not arrival.fits(self.me):
                 return (yield from self._differ_from(arrival))
         for arrival in here:
             if self._has_my_rank(arrival) and arrival.ticket != GAVE_UP:
                 return (yield from self._make_way())
-        gone = [arrival.wish.rank for arrival in here if arrival.ticket == GAVE_UP]
-        if gone or [arrival.wish.rank for arrival in here] != list(ranks):
+        gone = [arrival.rank for arrival in here if arrival.ticket == GAVE_UP]
+        if gone or [arrival.rank for arrival in here] != list(ranks):
             self.known.update(gone)
             return None  # `lead` closes this generation and asks again
         tickets = (self.me.ticket, *(arrival.ticket for arrival in here))
@@ -274,30 +261,30 @@ class _Process:
             yield Set((HINT,), (str(self.number + 1).encode(),))  # a hint, which only saves time
             return Made(self.number)
         if isinstance(outcome, _Next) and outcome.owner is not None:  # the next leader has joined
-            if not outcome.owner.wish.fits(self.me.wish):
+            if not outcome.owner.fits(self.me):
                 yield from self._fill(outcome.owner, self.me, self.number + 1)
-                return Unlike(outcome.owner.wish)
+                return Unlike(outcome.owner)
             return (yield from self._make_way())
         self._go_on(outcome)
         return None
 
     def _make_way(self) -> Steps[Displaced]:
         """The next leader has joined; it owns, or will own, the next generation."""
-        yield Set((_twice_key(self.number + 1),), (str(self.me.wish.rank).encode(),))
+        yield Set((_twice_key(self.number + 1),), (str(self.me.rank).encode(),))
         return Displaced()
 
-    def _differ_from(self, other: _Arrival) -> Steps[Result]:
-        outcome = yield from self._close(_Differ(self.me.wish, other.wish))
+    def _differ_from(self, other: Wish) -> Steps[Result]:
+        outcome = yield from self._close(_Differ(self.me, other))
         if isinstance(outcome, _Next) and outcome.owner is not None:  # the next leader waits in that generation
             yield from self._fill(outcome.owner, self.me, self.number + 1)
-        return Unlike(other.wish)
+        return Unlike(other)
 
     # ------------------------------------------------------------ the others
 
     def follow(self) -> Steps[Result | None]:
-        rank, key, entry = self.me.wish.rank, _here(self.number, self.me.wish.rank), _encoded(self.me)
+        rank, key, entry = self.me.rank, _here(self.number, self.me.rank), _encoded(self.me)
         if (found := cast(bytes, (yield CompareSet(key, b"", entry)))) != entry:
-            before = _arrival(found)
+            before = _wish_of(*json.loads(found))
             if self._has_my_rank(before) and before.ticket != GAVE_UP:
                 if self.owner is not None:  # otherwise that process may have died long ago
                     self.twice = rank
@@ -305,7 +292,7 @@ class _Process:
                 if before.ticket > self.me.ticket:
                     return Displaced()
             yield Set((key,), (entry,))
-        if self.owner is not None and not self.owner.wish.fits(self.me.wish):
+        if self.owner is not None and not self.owner.fits(self.me):
             yield from self._fill(self.owner, self.me)
         values = yield Get((_outcome_key(self.number),))
         if isinstance(values, Missing):
@@ -315,8 +302,8 @@ class _Process:
     def _follow_outcome(self, outcome: _Outcome) -> Result | None:
         if isinstance(outcome, _Differ):
             return self._differs(outcome)
-        if isinstance(outcome, _AllHere) and self.owner is not None and self.owner.wish.fits(self.me.wish):
-            member = outcome.tickets[self.me.wish.ranks.index(self.me.wish.rank)]
+        if isinstance(outcome, _AllHere) and self.owner is not None and self.owner.fits(self.me):
+            member = outcome.tickets[self.me.ranks.index(self.me.rank)]
             if member == self.me.ticket:
                 return Made(self.number)
             if member > self.me.ticket:
@@ -328,8 +315,8 @@ class _Process:
 
     def _give_up(self, missing: Sequence[str]) -> Steps[Result | None]:
         """Closes the generation if it has an owner, which must not count on this process any more."""
-        wish, number, owner = self.me.wish, self.number, self.owner
-        keys = tuple(_here(number, rank) for rank in (owner or self.me).wish.ranks[1:])
+        wish, number, owner = self.me, self.number, self.owner
+        keys = tuple(_here(number, rank) for rank in (owner or self.me).ranks[1:])
         if not missing and keys:
             found = yield Wait(keys)
             missing = found.keys if isinstance(found, Missing) else ()
@@ -337,7 +324,7 @@ class _Process:
             self.twice = int(cast("tuple[bytes, ...]", (yield Get((_twice_key(number),))))[0])
         if owner is not None:
             if owner != self.me:
-                yield from self._fill(owner, _Arrival(GAVE_UP, wish))
+                yield from self._fill(owner, replace(wish, ticket=GAVE_UP))
             outcome = yield from self._close(_Next(None, wish.rank))
             if outcome != _Next(None, wish.rank) and not isinstance(outcome, _Next):
                 return self._follow_outcome(outcome)  # the outcome came at the last moment
@@ -349,11 +336,11 @@ class _Process:
 
     # ------------------------------------------------------------ parts of steps
 
-    def _has_my_rank(self, other: _Arrival) -> bool:
-        return other.wish.rank == self.me.wish.rank and other.wish.fits(self.me.wish)
+    def _has_my_rank(self, other: Wish) -> bool:
+        return other.rank == self.me.rank and other.fits(self.me)
 
     def _differs(self, outcome: _Differ) -> Unlike:
-        return Unlike(outcome.other if outcome.one.fits(self.me.wish) else outcome.one)
+        return Unlike(outcome.other if outcome.one.fits(self.me) else outcome.one)
 
     def _read(self, number: int) -> Steps[_Outcome]:
         values = yield Get((_outcome_key(number),))
@@ -364,9 +351,9 @@ class _Process:
         text = yield CompareSet(_outcome_key(self.number), b"", _encoded(outcome))
         return _outcome(cast(bytes, text))
 
-    def _fill(self, owner: _Arrival, entry: _Arrival, number: int | None = None) -> Steps[None]:
+    def _fill(self, owner: Wish, entry: Wish, number: int | None = None) -> Steps[None]:
         """Wakes the owner of a generation by setting all keys that it waits for."""
-        keys = tuple(_here(self.number if number is None else number, rank) for rank in owner.wish.ranks[1:])
+        keys = tuple(_here(self.number if number is None else number, rank) for rank in owner.ranks[1:])
         if keys:
             yield Set(keys, (_encoded(entry),) * len(keys))
 
@@ -377,4 +364,4 @@ class _Process:
         if isinstance(outcome, _Next) and outcome.gone is not None:
             self.known.add(outcome.gone)
             if owner is not None:
-                self.known.add(owner.wish.rank)
+                self.known.add(owner.rank)

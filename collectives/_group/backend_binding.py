@@ -169,68 +169,46 @@ def all_reduce_sparse(
         raise ConfigError("all_reduce of sparse tensors supports only ReduceOp.SUM; call to_dense() for the others")
     if tensor.dtype not in DTYPES:
         raise ConfigError(f"Invalid scalar type: groups do not carry tensors of {tensor.dtype}")
-    exchange = _Exchange(place.rank, place.size, tensor, place.staged)
-    facts = exchange.facts_operation()
+    device = torch.device("cpu") if place.staged else tensor.device
+    mine = tensor.detach().coalesce()
+    numbers = [mine._nnz(), mine.sparse_dim(), dtype_code(tensor.dtype), *tensor.shape]
+    facts = torch.tensor(numbers, dtype=torch.int64, device=device)
+    all_facts = torch.empty(place.size, len(numbers), dtype=torch.int64, device=device)
+    # Another number of dimensions has another size, and so is a mismatch.
+    first = Operation(Kind.ALL_GATHER, (facts,), tuple(all_facts.unbind()))
+
+    def gather(own: torch.Tensor, counts: list[int], run: Run) -> torch.Tensor:
+        """Concatenates the rows of all ranks; each rank pads its rows to the longest for the exchange."""
+        gathered = torch.zeros(place.size, max(counts), *own.shape[1:], dtype=own.dtype, device=device)
+        if gathered.numel():
+            gathered[place.rank, : len(own)] = own
+            parts = tuple(gathered.unbind())
+            run(Operation(Kind.ALL_GATHER, (parts[place.rank],), parts))
+        rows = [part[:count] for part, count in zip(gathered, counts, strict=True)]
+        return torch.cat(rows).to(tensor.device)
+
+    def go_on(run: Run) -> None:
+        """Exchanges the entries and replaces the caller's tensor, after the facts were gathered."""
+        everybody: list[list[int]] = all_facts.tolist()
+        if any(one[1:] != everybody[0][1:] for one in everybody):  # all ranks see the same facts, so all of them raise
+            views = {rank: _view(one) for rank, one in enumerate(everybody)}
+            raise CollectiveMismatch("all_reduce", f"the ranks called different operations: {views}")
+        counts = [one[0] for one in everybody]
+        with torch.no_grad():
+            indices = gather(mine.indices().t(), counts, run)
+            values = gather(mine.values(), counts, run)
+            total = torch.sparse_coo_tensor(indices.t(), values, tensor.shape, check_invariants=False).coalesce()
+            tensor.copy_(total)
+
     if run_part is not None:
-        lowered = Lowered(facts, lambda: exchange.go_on(run_part), [tensor], ())
-        return submit(lowered, async_op)
+        return submit(Lowered(first, lambda: go_on(run_part), [tensor], ()), async_op)
 
     def run(operation: Operation) -> None:
         submit(Lowered(operation, None, [], ()), False)
 
-    run(facts)
-    exchange.go_on(run)
+    run(first)
+    go_on(run)
     return Work.finished("all_reduce of a sparse tensor", [tensor])
-
-
-class _Exchange:
-    """One rank's part of the exchange.
-
-    Args:
-        tensor: the caller's tensor; `go_on` replaces its content.
-        staged: whether tensors of other devices are copied through CPU memory.
-    """
-
-    def __init__(self, rank: int, size: int, tensor: torch.Tensor, staged: bool) -> None:
-        self._rank = rank
-        self._tensor = tensor
-        self._device = torch.device("cpu") if staged else tensor.device
-        self._mine = tensor.detach().coalesce()
-        facts = [self._mine._nnz(), self._mine.sparse_dim(), dtype_code(tensor.dtype), *tensor.shape]
-        self._facts = torch.tensor(facts, dtype=torch.int64, device=self._device)
-        self._all_facts = torch.empty(size, len(facts), dtype=torch.int64, device=self._device)
-
-    def facts_operation(self) -> Operation:
-        """Gathers the facts of all ranks; another number of dimensions has another size, and so is a mismatch."""
-        return Operation(Kind.ALL_GATHER, (self._facts,), tuple(self._all_facts.unbind()))
-
-    def go_on(self, run: Run) -> None:
-        """Exchanges the entries and replaces the caller's tensor, after the facts were gathered."""
-        everybody: list[list[int]] = self._all_facts.tolist()
-        self._compare(everybody)
-        counts = [facts[0] for facts in everybody]
-        with torch.no_grad():
-            indices = self._gather(self._mine.indices().t(), counts, run)
-            values = self._gather(self._mine.values(), counts, run)
-            total = torch.sparse_coo_tensor(indices.t(), values, self._tensor.shape, check_invariants=False).coalesce()
-            self._tensor.copy_(total)
-
-    def _compare(self, everybody: list[list[int]]) -> None:
-        """Raises if the facts differ; all ranks see the same facts, so all of them raise."""
-        if any(facts[1:] != everybody[0][1:] for facts in everybody):
-            views = {rank: _view(facts) for rank, facts in enumerate(everybody)}
-            raise CollectiveMismatch("all_reduce", f"the ranks called different operations: {views}")
-
-    def _gather(self, mine: torch.Tensor, counts: list[int], run: Run) -> torch.Tensor:
-        """Concatenates the rows of all ranks; each rank pads its rows to the longest for the exchange."""
-        longest = max(counts)
-        gathered = torch.zeros(len(counts), longest, *mine.shape[1:], dtype=mine.dtype, device=self._device)
-        if gathered.numel():
-            gathered[self._rank, : len(mine)] = mine
-            parts = tuple(gathered.unbind())
-            run(Operation(Kind.ALL_GATHER, (parts[self._rank],), parts))
-        rows = [part[:count] for part, count in zip(gathered, counts, strict=True)]
-        return torch.cat(rows).to(self._tensor.device)
 
 
 def _view(facts: list[int]) -> str:

@@ -8,8 +8,7 @@ Rules:
  3. `GroupState` decides what a failure or a departure means. The engine passes events to it under its lock, and
     carries out the actions without the lock. The watch tells the other ranks of a failure.
  4. Work is finished without the lock held: a thread that waits for it may submit the next operation at once. Callbacks
- of its
-    future run elsewhere: see [Note: callbacks] in `callbacks`.
+    of its future run elsewhere: see [Note: callbacks] in `callbacks`.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from rpcdist.collectives._group.operation_hooks import run_abort_hooks
 from rpcdist.collectives._group.state import (
     Action,
     FailOperations,
-    FailureKind,
     GroupFailure,
     GroupState,
     NoteDeparture,
@@ -39,7 +37,7 @@ from rpcdist.collectives._group.state import (
     WakeRunning,
 )
 from rpcdist.collectives._group.watch import StateKeeper
-from rpcdist.collectives._operations.operation import DTYPES, Kind, Operation
+from rpcdist.collectives._operations.operation import DTYPES, Operation
 from rpcdist.collectives._transports.transport_base import (
     Control,
     PartControl,
@@ -51,7 +49,7 @@ from rpcdist.collectives._transports.transport_base import (
 )
 from rpcdist.collectives.work import Work
 from rpcdist.deadline import Deadline
-from rpcdist.errors import CollectiveError, listed
+from rpcdist.errors import CollectiveError, CollectiveMismatch, GroupAborted, RankLost, listed
 from rpcdist.own_shortage import own_shortage
 from rpcdist.profile_ranges import is_profiling, record_function
 from rpcdist.time_limits import GROUP_VERDICT_LIMIT_S, IDLE_RECHECK_S, THREAD_GRACE_S
@@ -61,28 +59,10 @@ MAX_SHAPES: Final = 8
 """The largest number of shapes in an error."""
 
 
-class OperationTitle:
-    """The name of an operation, converted to text only when needed, because most operations never fail."""
-
-    __slots__ = ("_group", "_kind", "_sequence")
-
-    def __init__(self, kind: Kind, sequence: int, group: str) -> None:
-        self._kind = kind
-        self._sequence = sequence
-        self._group = group
-
-    def __str__(self) -> str:
-        return f"{self._kind.title} #{self._sequence} of group {self._group!r}"
-
-
 class Job(Control):
-    """One operation: its number, deadline and Work, and the control of its transport.
+    """One operation: its number, deadline and Work, and the control of its transport."""
 
-    Attributes:
-        name: the name of the operation; `title` is the same as text.
-    """
-
-    __slots__ = ("_engine", "deadline", "fingerprint", "finish", "name", "operation", "record", "sequence", "work")
+    __slots__ = ("_engine", "deadline", "fingerprint", "finish", "operation", "record", "sequence", "work")
 
     def __init__(
         self,
@@ -100,12 +80,11 @@ class Job(Control):
         self.deadline = deadline
         self.finish = finish
         self.record = record
-        self.name = OperationTitle(operation.kind, sequence, engine.state.group)
-        self.work = Work(self.name, result, callbacks=engine.callbacks)
+        self.work = Work(record, result, callbacks=engine.callbacks)
 
     @property
     def title(self) -> str:
-        return str(self.name)
+        return str(self.record)
 
     @property
     def wakeup_fd(self) -> int:
@@ -114,7 +93,7 @@ class Job(Control):
     def error_of(self, failure: GroupFailure) -> CollectiveError:
         """Makes this operation's error. For a mismatch it adds this rank's shapes, as ranks compare only sizes."""
         tensors = self.operation.inputs or self.operation.outputs
-        if failure.kind is FailureKind.MISMATCH and tensors:
+        if failure.kind is CollectiveMismatch and tensors:
             shapes = listed((tuple(tensor.shape) for tensor in tensors), MAX_SHAPES)
             failure = replace(failure, reason=f"{failure.reason}; the shapes on this rank: {shapes}")
         return failure.error(self.title)
@@ -243,7 +222,7 @@ class Engine(StateKeeper):
         fork.check_not_forked()
         state = self.state
         if state.refusal is not None:
-            raise state.refusal.error(str(OperationTitle(operation.kind, state.sequence + 1, state.group)))
+            raise state.refusal.error(f"{operation.kind.title} #{state.sequence + 1} of group {state.group!r}")
         state.sequence = sequence = state.sequence + 1
         record = record_of(state.group, sequence, operation)
         self._recorder.note(record)  # looked up each time: metrics may have been enabled meanwhile
@@ -318,7 +297,7 @@ class Engine(StateKeeper):
             error = exc
             self.fail_everywhere(state.raised(exc))
         state.current = None
-        state.last = job.name
+        state.last = job.record
         state.last_ended = time.monotonic()
         job.record.end(error)
         if error is None:
@@ -378,7 +357,7 @@ class Engine(StateKeeper):
 
     def _dump(self) -> None:
         failure = self.state.failure
-        if self._dumped or (self._outlives_ranks and failure is not None and failure.kind is FailureKind.LOST):
+        if self._dumped or (self._outlives_ranks and failure is not None and failure.kind is RankLost):
             return
         self._dumped = True
         path = self._recorder.write_dump(self.state.world_ranks[self.state.rank])
@@ -396,7 +375,7 @@ class Engine(StateKeeper):
             self._changed.notify_all()
             drained = self._changed.wait_for(lambda: not (self._busy or self._jobs), deadline.wait_s())
         if not drained:  # the other ranks hear that this one left, and fail their operations
-            self.fail(GroupFailure(FailureKind.ABORTED, "the group was destroyed while operations ran"))
+            self.fail(GroupFailure(GroupAborted, "the group was destroyed while operations ran"))
         if self._worker is not None:
             self._worker.join(min(GROUP_VERDICT_LIMIT_S + THREAD_GRACE_S, deadline.remaining_s() + THREAD_GRACE_S))
         return drained

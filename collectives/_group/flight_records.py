@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import os
@@ -74,6 +73,10 @@ class Record:
         self.ended_ns = 0
         self.told = tuple([tap(group, operation) for tap in operation_taps]) if operation_taps else ()
 
+    def __str__(self) -> str:
+        """Names the operation in errors; only then, as most operations never fail."""
+        return f"{self.operation} #{self.sequence} of group {self.group!r}"
+
     def start(self) -> None:
         self.state = "running"
         self.started_ns = time.time_ns()
@@ -101,30 +104,24 @@ class Record:
         return {name: getattr(self, name) for name in self.__slots__ if name != "told"}
 
 
-class MessageLog:
-    """Numbers and records the messages of one group on one rank. Any thread may use it."""
-
-    def __init__(self, group: str, world_ranks: tuple[int, ...]) -> None:
-        self._group = group
-        self._world_ranks = world_ranks
-        self._numbers = itertools.count(1)
-
-    def record(self, operation: str, tensor: torch.Tensor, peer: int | None, tag: int) -> Record:
-        """Makes the record of a message that starts now, for `note`. `peer` is None for a receive from any rank."""
-        sizes, sends = [tensor.numel()], operation == "send"
-        whom = "any rank" if peer is None else f"rank {self._world_ranks[peer]}"
-        record = Record(
-            self._group,
-            next(self._numbers),
-            operation,
-            str(tensor.dtype).removeprefix("torch."),
-            sizes if sends else None,
-            None if sends else sizes,
-            f"{'to' if sends else 'from'} {whom}, tag {tag}",
-            "point",
-        )
-        record.state, record.started_ns = "running", record.queued_ns
-        return record
+def record_of_message(
+    group: str, number: int, operation: str, tensor: torch.Tensor, world_rank: int | None, tag: int
+) -> Record:
+    """Makes the record of a send or recv that starts now. `world_rank` is None for a receive from any rank."""
+    sizes, sends = [tensor.numel()], operation == "send"
+    whom = "any rank" if world_rank is None else f"rank {world_rank}"
+    record = Record(
+        group,
+        number,
+        operation,
+        str(tensor.dtype).removeprefix("torch."),
+        sizes if sends else None,
+        None if sends else sizes,
+        f"{'to' if sends else 'from'} {whom}, tag {tag}",
+        "point",
+    )
+    record.state, record.started_ns = "running", record.queued_ns
+    return record
 
 
 class FlightRecorder:

@@ -12,10 +12,17 @@ from pathlib import Path
 from rpcdist.collectives._group.backend_contract import GroupContext
 from rpcdist.collectives._group.bootstrap import address_of_rank_0, not_made
 from rpcdist.collectives._group.local_process import bind_host
-from rpcdist.collectives._group.state import Action, FailureKind, GroupFailure, GroupState
+from rpcdist.collectives._group.state import Action, GroupFailure, GroupState
 from rpcdist.collectives._group.watch import StateKeeper, Watch, encoded
 from rpcdist.deadline import Deadline
-from rpcdist.errors import AuthenticationFailed, ConnectFailed, DistNetworkError, RendezvousError, TransportError
+from rpcdist.errors import (
+    AuthenticationFailed,
+    CollectiveTimeout,
+    ConnectFailed,
+    DistNetworkError,
+    RendezvousError,
+    TransportError,
+)
 from rpcdist.time_limits import ANSWER_LIMIT_S, CHECK_INTERVAL_S, THREAD_GRACE_S
 from rpcdist.transport._tls.tls_socket import NO_SIGPIPE, StreamSocket
 from rpcdist.transport.hub_connector import HubAddress
@@ -47,8 +54,8 @@ class GroupWatch(StateKeeper):
         TransportError: a rank cannot be reached, or did not prove the job token.
     """
 
-    def __init__(self, context: GroupContext, state: GroupState, deadline: Deadline, unix_sockets: bool = True) -> None:
-        super().__init__(state)
+    def __init__(self, context: GroupContext, deadline: Deadline, unix_sockets: bool = True) -> None:
+        super().__init__(GroupState(context.name, context.rank, context.ranks))
         self._context = context
         self._lock = threading.Lock()
         self._group: StateKeeper | None = None
@@ -81,7 +88,7 @@ class GroupWatch(StateKeeper):
         failure = self.state.setup_failure()
         if failure is None:
             return
-        if failure.kind is FailureKind.TIMEOUT:
+        if failure.kind is CollectiveTimeout:
             raise RendezvousError(failure.reason)
         raise failure.error(f"making group {self.state.group!r}")
 
@@ -110,7 +117,7 @@ class GroupWatch(StateKeeper):
             if limit.expired() and not answer.done():
                 missing = self.reporter.missing() if context.rank == 0 else [0]
                 error = not_made(context, missing)
-                self.reporter.report(GroupFailure(FailureKind.TIMEOUT, str(error), tuple(missing)))
+                self.reporter.report(GroupFailure(CollectiveTimeout, str(error), tuple(missing)))
                 raise error
 
     def hand_over(self, group: StateKeeper) -> None:
@@ -178,7 +185,7 @@ def connect_watch(
         )
         gave_up = f"rank {context.ranks[0]} gave up making group {context.name!r}: {type(error).__name__}: {error}"
         reason = text if isinstance(error, TimeoutError) else gave_up
-        failure = GroupFailure(FailureKind.TIMEOUT, reason, tuple(missing))
+        failure = GroupFailure(CollectiveTimeout, reason, tuple(missing))
         for sock in sockets.values():
             with suppress(OSError):  # the rank ended meanwhile
                 sock.sendmsg([encoded({"say": "failure", **failure.to_json()})], (), NO_SIGPIPE)

@@ -22,7 +22,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Final, Protocol
 
 from rpcdist.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, GroupAborted, RankLost
@@ -30,14 +29,9 @@ from rpcdist.errors import CollectiveError, CollectiveMismatch, CollectiveTimeou
 MAX_REASON_LENGTH = 4000
 
 
-class FailureKind(Enum):
-    """The kinds of failure; each decides which error operations raise."""
-
-    LOST = "lost"
-    MISMATCH = "mismatch"
-    TIMEOUT = "timeout"
-    ABORTED = "aborted"
-    ERROR = "error"
+_KINDS: Final = {
+    kind.__name__: kind for kind in (RankLost, CollectiveMismatch, CollectiveTimeout, GroupAborted, CollectiveError)
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +39,12 @@ class GroupFailure:
     """The first failure of a group.
 
     Attributes:
-        kind: decides which error operations raise.
+        kind: the class of the error that operations raise.
         reason: text for people; names world ranks.
         ranks: the ranks in the group that caused it.
     """
 
-    kind: FailureKind
+    kind: type[CollectiveError]
     reason: str
     ranks: tuple[int, ...] = ()
 
@@ -59,19 +53,13 @@ class GroupFailure:
 
     def error(self, operation: str) -> CollectiveError:
         """The error that `operation` (a title like "all_reduce #41 of group 'default'") raises."""
-        if self.kind is FailureKind.LOST:
-            return RankLost(operation, self.reason, self.ranks)
-        if self.kind is FailureKind.TIMEOUT:
-            return CollectiveTimeout(operation, self.reason, self.ranks)
-        kinds: dict[FailureKind, type[CollectiveError]] = {
-            FailureKind.MISMATCH: CollectiveMismatch,
-            FailureKind.ABORTED: GroupAborted,
-        }
-        return kinds.get(self.kind, CollectiveError)(operation, self.reason)
+        if issubclass(self.kind, RankLost | CollectiveTimeout):
+            return self.kind(operation, self.reason, self.ranks)
+        return self.kind(operation, self.reason)
 
     def to_json(self) -> dict[str, object]:
         """Returns plain values, for the watch's messages."""
-        return {"kind": self.kind.value, "reason": self.reason[:MAX_REASON_LENGTH], "ranks": list(self.ranks)}
+        return {"kind": self.kind.__name__, "reason": self.reason[:MAX_REASON_LENGTH], "ranks": list(self.ranks)}
 
     @classmethod
     def from_json(cls, fields: object) -> GroupFailure:
@@ -81,7 +69,9 @@ class GroupFailure:
         kind, reason, ranks = fields.get("kind"), fields.get("reason"), fields.get("ranks")
         if not isinstance(reason, str) or not isinstance(ranks, list) or not all(type(rank) is int for rank in ranks):
             raise ValueError("a failure has a reason and ranks")
-        return cls(FailureKind(kind), reason, tuple(ranks))
+        if not isinstance(kind, str) or kind not in _KINDS:
+            raise ValueError(f"{kind!r} is not a kind of failure")
+        return cls(_KINDS[kind], reason, tuple(ranks))
 
 
 def list_ranks(ranks: list[int] | tuple[int, ...] | frozenset[int]) -> str:
@@ -122,10 +112,10 @@ def timeout_verdict(
     if not missing:
         details = [f"rank {world_ranks[rank]} {text}" for rank, (_, text) in sorted(answers.items())]
         reason = f"Timed out waiting in {title}, although all ranks have called it: {'; '.join(details)}"
-        return GroupFailure(FailureKind.TIMEOUT, reason)
+        return GroupFailure(CollectiveTimeout, reason)
     names = list_ranks([world_ranks[rank] for rank in missing])
     reason = f"Timed out waiting in {title}; {names} did not arrive: {'; '.join(details)}"
-    return GroupFailure(FailureKind.TIMEOUT, reason, missing)
+    return GroupFailure(CollectiveTimeout, reason, missing)
 
 
 def monitored_text(rank: int, missing: Sequence[int], limit_s: float, wait_all_ranks: bool) -> str:
@@ -254,7 +244,7 @@ class GroupState:
 
     def close(self) -> list[Action]:
         """This rank destroys the group."""
-        self.refusal = self.refusal or GroupFailure(FailureKind.ABORTED, "the group was destroyed on this rank")
+        self.refusal = self.refusal or GroupFailure(GroupAborted, "the group was destroyed on this rank")
         return []
 
     # ------------------------------------------------------------ verdicts
@@ -266,7 +256,7 @@ class GroupState:
         reason = (
             f"rank {self.world_ranks[rank]} left the group (destroy_process_group, or the end of its program) {when}"
         )
-        return GroupFailure(FailureKind.LOST, reason, (rank,))
+        return GroupFailure(RankLost, reason, (rank,))
 
     def departure_before(self, sequence: int) -> GroupFailure | None:
         """Returns the failure of an operation before which a rank left; None if no rank did."""
@@ -281,7 +271,7 @@ class GroupState:
             return self.failure
         for rank in self.departed:
             reason = f"rank {self.world_ranks[rank]} gave up; see what it raised"
-            return GroupFailure(FailureKind.LOST, reason, (rank,))
+            return GroupFailure(RankLost, reason, (rank,))
         return None
 
     def explains(self, rank: int | None) -> bool:
@@ -296,34 +286,34 @@ class GroupState:
         if rank in self.departed:
             return self.departure(rank)
         ends = f"rank {self.world_ranks[self.rank]} with rank {self.world_ranks[rank]}"
-        return GroupFailure(FailureKind.LOST, f"the connection of {ends} broke: {reason}", (rank,))
+        return GroupFailure(RankLost, f"the connection of {ends} broke: {reason}", (rank,))
 
     def timed_out(self, waiting_for: frozenset[int]) -> GroupFailure:
         """Returns the failure of an operation that timed out, as far as this rank can see."""
         if not waiting_for:
-            return GroupFailure(FailureKind.TIMEOUT, "Timed out waiting")
+            return GroupFailure(CollectiveTimeout, "Timed out waiting")
         names = list_ranks([self.world_ranks[rank] for rank in waiting_for])
         reason = f"Timed out waiting on rank {self.world_ranks[self.rank]} for {names}"
-        return GroupFailure(FailureKind.TIMEOUT, reason, tuple(sorted(waiting_for)))
+        return GroupFailure(CollectiveTimeout, reason, tuple(sorted(waiting_for)))
 
     def mismatch(self, views: dict[int, str]) -> GroupFailure:
         """Returns the failure of ranks that called different operations."""
         calls = "; ".join(f"rank {self.world_ranks[rank]} called {view}" for rank, view in sorted(views.items()))
-        return GroupFailure(FailureKind.MISMATCH, f"the ranks called different operations: {calls}")
+        return GroupFailure(CollectiveMismatch, f"the ranks called different operations: {calls}")
 
     def raised(self, error: BaseException) -> GroupFailure:
         """Returns the failure of an operation that raised an unexpected error on this rank."""
         reason = f"rank {self.world_ranks[self.rank]} raised {type(error).__name__}: {error}"
-        return GroupFailure(FailureKind.ERROR, reason)
+        return GroupFailure(CollectiveError, reason)
 
     def aborted(self, reason: str) -> GroupFailure:
         """Returns the failure of a group that this rank aborts."""
-        return GroupFailure(FailureKind.ABORTED, f"rank {self.world_ranks[self.rank]} aborted the group: {reason}")
+        return GroupFailure(GroupAborted, f"rank {self.world_ranks[self.rank]} aborted the group: {reason}")
 
     def lost_ranks(self) -> dict[int, str]:
         """Returns the ranks that are known to be gone, with the reason."""
         left = dict.fromkeys(self.departed, LEFT)
-        if self.failure is None or self.failure.kind is not FailureKind.LOST:
+        if self.failure is None or self.failure.kind is not RankLost:
             return left
         return {**dict.fromkeys(self.failure.ranks, self.failure.reason), **left}
 

@@ -34,13 +34,12 @@ from typing import Final
 from rpcdist.collectives._group.state import (
     MAX_REASON_LENGTH,
     Action,
-    FailureKind,
     GroupFailure,
     GroupState,
     Reporter,
     timeout_verdict,
 )
-from rpcdist.errors import ProtocolViolation, RpcdistError
+from rpcdist.errors import ProtocolViolation, RankLost, RpcdistError
 from rpcdist.time_limits import ANSWER_LIMIT_S, CLOSE_STEP_LIMIT_S, GROUP_ANSWER_LIMIT_S, GROUP_SILENCE_LIMIT_S
 from rpcdist.transport import Node
 from rpcdist.transport._channels.stream_sockets import receive_some, send_all
@@ -347,7 +346,7 @@ class Watch(Reporter):
 
     def _lost(self, rank: int, reason: str) -> None:
         world_rank = self._world_ranks[rank]
-        self._failed(GroupFailure(FailureKind.LOST, f"rank {world_rank} was lost: {reason}", (rank,)), rank)
+        self._failed(GroupFailure(RankLost, f"rank {world_rank} was lost: {reason}", (rank,)), rank)
 
     async def _find_missing(self, title: str, sequence: int) -> None:
         """Asks every rank where it is, then tells all of them which ranks did not call the operation."""

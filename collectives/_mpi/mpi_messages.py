@@ -14,16 +14,17 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 import torch
 
-from rpcdist.collectives._group.state import FailureKind, GroupFailure
-from rpcdist.collectives._mpi.mpi_transport import Pause, abandon, as_bytes
+from rpcdist.collectives._group.state import GroupFailure
+from rpcdist.collectives._mpi.mpi_transport import abandon, as_bytes, pauses
 from rpcdist.collectives._operations.operation import DTYPES, dtype_code
 from rpcdist.collectives.work import Work
 from rpcdist.deadline import Deadline
-from rpcdist.errors import CollectiveError, ConfigError
+from rpcdist.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, ConfigError, GroupAborted
 from rpcdist.time_limits import IDLE_RECHECK_S, THREAD_GRACE_S
 
 if TYPE_CHECKING:
@@ -37,52 +38,24 @@ _NUMBERS: Final = 1 << 15
 """The numbers of messages repeat after this many, as MPI guarantees only tags up to 2**15 - 1."""
 
 
+@dataclass(eq=False, slots=True)
 class _MpiMessage:
-    """A send of this rank. `look` is called with the lock held, until it returns that the message is done."""
+    """A send or a receive of this rank.
 
-    def __init__(self, title: str, deadline: Deadline, tensor: torch.Tensor, header: bytes | bytearray) -> None:
-        self.work = Work(title, [tensor])
-        self.deadline = deadline
-        self.tensor = tensor
-        self.header = header
-        self.requests: list[MPI.Request] = []
-        self.source = -1
+    Attributes:
+        requests: the calls of MPI that are not done; of a receive, first that of the header, then that of the elements.
+        expects_header: whether it is a receive whose header has not come.
+        source: the sender of a receive, from its header.
+    """
 
-    def look(self) -> bool:
-        self.requests = [request for request in self.requests if not request.Test()]
-        return not self.requests
-
-
-class _Recv(_MpiMessage):
-    """A receive."""
-
-    def __init__(
-        self,
-        messages: MpiMessages,
-        title: str,
-        deadline: Deadline,
-        tensor: torch.Tensor,
-        finish: Callable[[], None] | None,
-    ) -> None:
-        super().__init__(title, deadline, tensor, bytearray(_HEADER.size))
-        self._messages = messages
-        self._finish = finish
-        self._announced = False
-
-    def look(self) -> bool:
-        if not self._announced:
-            status = self._messages.mpi.Status()
-            if not self.requests[0].Test(status):
-                return False
-            self._announced = True
-            self.source = status.Get_source()
-            self.requests = [self._messages.receive_elements(self)]
-        if not self.requests[0].Test():
-            return False
-        self.requests = []
-        if self._finish is not None:
-            self._finish()
-        return True
+    work: Work
+    deadline: Deadline
+    tensor: torch.Tensor
+    header: bytes | bytearray
+    finish: Callable[[], None] | None = None
+    expects_header: bool = False
+    requests: list[MPI.Request] = field(default_factory=list)
+    source: int = -1
 
 
 class MpiMessages:
@@ -129,7 +102,7 @@ class MpiMessages:
             number = self._numbers[peer]
             self._numbers[peer] = (number + 1) % _NUMBERS
             header = _HEADER.pack(tensor.nbytes, number, dtype_code(tensor.dtype))
-            message = _MpiMessage(title, Deadline.after(timeout_s), tensor, header)
+            message = _MpiMessage(Work(title, [tensor]), Deadline.after(timeout_s), tensor, header)
             message.requests = [
                 self._headers.Isend([header, self.mpi.BYTE], peer, tag),
                 self._elements.Isend(as_bytes(self.mpi, tensor), peer, number),
@@ -151,10 +124,11 @@ class MpiMessages:
         whom = "any rank" if peer is None else f"rank {self._world_ranks[peer]}"
         title = f"recv of group {self._group!r} from {whom} (tag {tag})"
         self._check(title, tag)
-        message = _Recv(self, title, Deadline.after(timeout_s), tensor, finish)
+        work, header = Work(title, [tensor]), bytearray(_HEADER.size)
+        message = _MpiMessage(work, Deadline.after(timeout_s), tensor, header, finish, expects_header=True)
         source = self.mpi.ANY_SOURCE if peer is None else peer
         with self._lock:
-            message.requests = [self._headers.Irecv([message.header, self.mpi.BYTE], source, tag)]
+            message.requests = [self._headers.Irecv([header, self.mpi.BYTE], source, tag)]
             self._add(message, asynchronous)
         return self._see_to(message, asynchronous)
 
@@ -175,14 +149,14 @@ class MpiMessages:
     def _see_to(self, message: _MpiMessage, asynchronous: bool) -> Work:
         if asynchronous:
             return message.work
-        pause = Pause()
+        pause = pauses()
         while not message.work.is_completed():
             self._look()
-            pause()
+            next(pause)
         message.work.wait()
         return message.work
 
-    def receive_elements(self, message: _Recv) -> MPI.Request:
+    def _receive_elements(self, message: _MpiMessage) -> MPI.Request:
         """Posts memory for the elements of a header. Raises CollectiveError if size or dtype do not fit."""
         size_bytes, number, code = _HEADER.unpack(message.header)
         tensor, source = message.tensor, message.source
@@ -191,10 +165,26 @@ class MpiMessages:
             expected = f"{tensor.nbytes} bytes of {str(tensor.dtype).removeprefix('torch.')}"
             names = self._world_ranks[source], self._world_ranks[self._me]
             reason = f"rank {names[0]} sent {sent}, but rank {names[1]} expects {expected}"
-            raise GroupFailure(FailureKind.MISMATCH, reason, (source, self._me)).error(message.work.title)
+            raise GroupFailure(CollectiveMismatch, reason, (source, self._me)).error(message.work.title)
         return self._elements.Irecv(as_bytes(self.mpi, tensor), source, number)
 
     # ------------------------------------------------------------ looking
+
+    def _is_done(self, message: _MpiMessage) -> bool:
+        """Continues a message, with the lock held; returns whether it is done."""
+        if message.expects_header:
+            status = self.mpi.Status()
+            if not message.requests[0].Test(status):
+                return False
+            message.expects_header = False
+            message.source = status.Get_source()
+            message.requests = [self._receive_elements(message)]
+        message.requests = [request for request in message.requests if not request.Test()]
+        if message.requests:
+            return False
+        if message.finish is not None:
+            message.finish()
+        return True
 
     def _poll(self) -> None:
         while True:
@@ -203,10 +193,10 @@ class MpiMessages:
                     if self._closing:
                         return
                     self._changed.wait(IDLE_RECHECK_S)
-            pause = Pause()
+            pause = pauses()
             while self._under_way:
                 self._look()
-                pause()
+                next(pause)
 
     def _look(self) -> None:
         """Polls all messages in progress, in the order of posting, unless another thread does."""
@@ -229,7 +219,7 @@ class MpiMessages:
         done = []
         for message in self._under_way:
             try:
-                if message.look():
+                if self._is_done(message):
                     done.append(message)
                 elif message.deadline.expired():
                     return done, (message, self._timed_out(message))
@@ -239,15 +229,12 @@ class MpiMessages:
 
     def _timed_out(self, message: _MpiMessage) -> CollectiveError:
         reason = "it was not done in time: the other rank did not call its part, or has ended"
-        return GroupFailure(FailureKind.TIMEOUT, reason).error(message.work.title)
+        return GroupFailure(CollectiveTimeout, reason).error(message.work.title)
 
     def _fail(self, message: _MpiMessage, exc: Exception) -> None:
-        kind = FailureKind.ERROR
-        if isinstance(exc, ValueError):
-            kind = FailureKind.MISMATCH
-        elif isinstance(exc, TimeoutError):
-            kind = FailureKind.TIMEOUT
-        reason = exc.reason if isinstance(exc, CollectiveError) else f"MPI reported: {exc}"
+        kind, reason = CollectiveError, f"MPI reported: {exc}"
+        if isinstance(exc, CollectiveError):
+            kind, reason = type(exc), exc.reason
         failure = GroupFailure(kind, f"{message.work.title}: {reason}")
         self._report(failure)
         self.fail(failure)
@@ -266,14 +253,17 @@ class MpiMessages:
             abandon(message.requests, [message.tensor, message.header])
             message.work.fail(failure.error(message.work.title))
 
+    def peer_lost(self, rank: int, reason: str) -> None:
+        """Does nothing: messages of a rank that left can still arrive, and the others time out."""
+
     def close(self, deadline: Deadline) -> bool:
         """Waits for messages in progress, then ends the thread; returns whether all were done in time. Idempotent."""
-        pause = Pause()
+        pause = pauses()
         while self._under_way and not deadline.expired():
             self._look()
-            pause()
+            next(pause)
         drained = not self._under_way
-        self.fail(GroupFailure(FailureKind.ABORTED, "the group was destroyed on this rank"))
+        self.fail(GroupFailure(GroupAborted, "the group was destroyed on this rank"))
         with self._lock:
             self._closing = True
             self._changed.notify_all()

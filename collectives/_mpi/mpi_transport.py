@@ -10,9 +10,10 @@ kept for the life of the process.
 
 from __future__ import annotations
 
+import itertools
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
@@ -95,22 +96,16 @@ def load_mpi() -> ModuleType:
     return mpi
 
 
-class Pause:
-    """The pause between two polls of an operation: spins briefly, then yields to other threads, then sleeps."""
-
-    __slots__ = ("_looks",)
-
-    def __init__(self) -> None:
-        self._looks = 0
-
-    def __call__(self) -> None:
-        self._looks += 1
-        if self._looks > 2000:
+def pauses() -> Iterator[None]:
+    """Pauses between two polls of an operation: the first ones spin, then others yield to other threads, then sleep."""
+    for looks in itertools.count(1):
+        if looks > 2000:
             time.sleep(POLL_S)
-        elif self._looks > 400:
+        elif looks > 400:
             time.sleep(MPI_SHORT_PAUSE_S)
-        elif self._looks > 50:
+        elif looks > 50:
             time.sleep(0)
+        yield
 
 
 def wire_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -218,13 +213,13 @@ class MpiTransport(Transport):
         """Waits for one call of MPI, which reads and writes `memory`."""
         control = self._control
         assert control is not None
-        pause = Pause()
+        pause = pauses()
         try:
             while not request.Test():
                 control.check()
                 if control.deadline.expired():
                     raise TransportTimeout(frozenset(range(self.size)) - {self.rank})
-                pause()
+                next(pause)
         except BaseException:
             abandon(request, memory)
             raise

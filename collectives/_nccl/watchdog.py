@@ -25,7 +25,6 @@ from rpcdist.collectives._group.operation_hooks import run_abort_hooks
 from rpcdist.collectives._group.state import (
     Action,
     FailOperations,
-    FailureKind,
     GroupFailure,
     GroupState,
     Reporter,
@@ -35,7 +34,7 @@ from rpcdist.collectives._group.watch import StateKeeper
 from rpcdist.collectives._nccl.communicator_calls import Communicator, CudaRuntime
 from rpcdist.collectives.work import Work
 from rpcdist.deadline import Deadline
-from rpcdist.errors import BlockingInLoop, CollectiveTimeout
+from rpcdist.errors import BlockingInLoop, CollectiveError, CollectiveTimeout, GroupAborted
 from rpcdist.time_limits import (
     GROUP_VERDICT_LIMIT_S,
     IDLE_RECHECK_S,
@@ -292,11 +291,11 @@ class NcclWatchdog(StateKeeper):
             with self._changed:
                 self._changed.wait_for(lambda: self.state.explains(None), GROUP_VERDICT_LIMIT_S)
         reason = f"{work.title} timed out on rank {self._name(self.state.rank)}: the device has not finished it"
-        self.fail_everywhere(GroupFailure(FailureKind.TIMEOUT, reason))
+        self.fail_everywhere(GroupFailure(CollectiveTimeout, reason))
 
     def _reported(self, exc: Exception) -> GroupFailure:
         reason = f"NCCL reported on rank {self._name(self.state.rank)}: {exc}"
-        return GroupFailure(FailureKind.ERROR, f"{reason} (NCCL_DEBUG=WARN in the environment shows more details)")
+        return GroupFailure(CollectiveError, f"{reason} (NCCL_DEBUG=WARN in the environment shows more details)")
 
     def _name(self, rank: int) -> int:
         return self.state.world_ranks[rank]
@@ -325,7 +324,7 @@ class NcclWatchdog(StateKeeper):
             self._changed.wait_for(lambda: not self._pending or self.state.failure is not None, deadline.wait_s())
             drained = not self._pending
         if not drained:
-            self.fail(GroupFailure(FailureKind.ABORTED, "the group was destroyed while operations ran"))
+            self.fail(GroupFailure(GroupAborted, "the group was destroyed while operations ran"))
         self._thread.join(min(deadline.remaining_s() + THREAD_GRACE_S, SLOW_WORK_LIMIT_S))
         if self._thread.is_alive():
             logger.error("the NCCL communicator of group %r could not be freed in time", self.state.group)

@@ -17,7 +17,6 @@ from rpcdist.collectives import HashStore, PrefixStore, TorchStoreAdapter
 from rpcdist.collectives._group.backend_contract import GroupContext
 from rpcdist.collectives._group.bootstrap import exchange_values
 from rpcdist.collectives._group.group_watch import GroupWatch
-from rpcdist.collectives._group.state import GroupState
 from rpcdist.collectives._stores.store_base import SignedRecords
 from rpcdist.deadline import Deadline
 from rpcdist.errors import AuthenticationFailed
@@ -114,7 +113,7 @@ def test_a_forged_address_of_rank_0_is_refused() -> None:
     context = GroupContext("group", 1, (0, 1), PrefixStore("of this group", store), LIMIT_S)
     store.set("of this group/rank 0", '["10.0.0.9:1/0", "uid"]')
     with pytest.raises(AuthenticationFailed, match=r"'of this group/rank 0'.*is not signed"):
-        GroupWatch(context, GroupState("group", 1, (0, 1)), Deadline.after(LIMIT_S))
+        GroupWatch(context, Deadline.after(LIMIT_S))
 
 
 def test_a_record_of_one_group_counts_in_no_other() -> None:

@@ -18,7 +18,8 @@ from leak_guard import LeakGuard
 from own_shortages import no_free_descriptor
 from transport_in_memory import reference, wide
 
-from rpcdist.collectives import FileStore, tcp
+from rpcdist.collectives import FileStore
+from rpcdist.collectives._group import engine_backend
 from rpcdist.collectives._group.backend_binding import BackendBinding
 from rpcdist.collectives._group.backend_contract import GroupContext
 from rpcdist.collectives._operations.lowering import Place
@@ -68,7 +69,7 @@ def open_without_descriptors(rank: int, size: int, path: str) -> tuple[str, list
     before = guard.snapshot()
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(tcp, "Engine", fail)
+            patch.setattr(engine_backend, "Engine", fail)
         try:
             open_group(rank, size, path)
             backend().submit(Operation(Kind.BARRIER)).wait()

@@ -16,7 +16,7 @@ from rpcdist.collectives._group import bootstrap
 from rpcdist.collectives._group.backend_contract import GroupContext
 from rpcdist.collectives._group.bootstrap import agree
 from rpcdist.collectives._group.group_watch import GroupWatch, connect_watch
-from rpcdist.collectives._group.state import LEFT, GroupState
+from rpcdist.collectives._group.state import LEFT
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ConnectFailed, DistNetworkError, RankLost, RendezvousError, StoreTimeout
 from rpcdist.testing import eventually
@@ -32,7 +32,7 @@ def context(rank: int, store: HashStore, size: int = 2) -> GroupContext:
 
 
 def watch(context: GroupContext, limit_s: float = LIMIT_S) -> GroupWatch:
-    return GroupWatch(context, GroupState("world", context.rank, context.ranks), Deadline.after(limit_s))
+    return GroupWatch(context, Deadline.after(limit_s))
 
 
 def test_who_cannot_reach_rank_0_names_it() -> None:

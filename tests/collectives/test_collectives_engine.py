@@ -16,7 +16,7 @@ import torch
 from rpcdist.collectives import flight_recorder
 from rpcdist.collectives._group.engine import Engine
 from rpcdist.collectives._group.flight_records import FlightRecorder
-from rpcdist.collectives._group.state import FailureKind, GroupFailure, GroupState, Reporter
+from rpcdist.collectives._group.state import GroupFailure, GroupState, Reporter
 from rpcdist.collectives._operations.operation import Kind, Operation, ReduceOp
 from rpcdist.collectives._transports.transport_base import (
     Control,
@@ -26,13 +26,7 @@ from rpcdist.collectives._transports.transport_base import (
     TransportTimeout,
 )
 from rpcdist.collectives.work import Work
-from rpcdist.errors import (
-    CollectiveError,
-    CollectiveMismatch,
-    CollectiveTimeout,
-    GroupAborted,
-    RankLost,
-)
+from rpcdist.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, GroupAborted, RankLost
 from rpcdist.private_files import FOLDER_VARIABLE
 
 LIMIT_S = 10.0
@@ -303,19 +297,19 @@ def test_a_failure_told_by_others_frees_whoever_waits(
     transport.gate = threading.Event()
     works = [submit(engine, asynchronous=True) for _ in range(3)]
     assert transport.entered.wait(LIMIT_S)
-    assert engine.fail(GroupFailure(FailureKind.LOST, "rank 12 was lost: its process ended", (2,)))
+    assert engine.fail(GroupFailure(RankLost, "rank 12 was lost: its process ended", (2,)))
     for number, work in enumerate(works, 1):
         with pytest.raises(RankLost, match=f"barrier #{number} .*rank 12 was lost") as raised:
             work.wait(LIMIT_S)
         assert raised.value.ranks == (2,)
     assert len(told) == 1
     assert reports.failures == []  # everybody knows already
-    assert not engine.fail(GroupFailure(FailureKind.ABORTED, "too late"))
+    assert not engine.fail(GroupFailure(GroupAborted, "too late"))
 
 
 def test_a_failure_makes_the_descriptor_readable(engine: Engine) -> None:
     assert select.select([engine.wakeup_fd], [], [], 0)[0] == []
-    engine.fail(GroupFailure(FailureKind.ABORTED, "why"))
+    engine.fail(GroupFailure(GroupAborted, "why"))
     assert select.select([engine.wakeup_fd], [], [], 0)[0] == [engine.wakeup_fd]
 
 

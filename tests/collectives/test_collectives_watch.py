@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from rpcdist.collectives._group.state import Action, FailureKind, GroupFailure, GroupState
+from rpcdist.collectives._group.state import Action, GroupFailure, GroupState
 from rpcdist.collectives._group.watch import Message, StateKeeper, Watch, encoded
+from rpcdist.errors import CollectiveMismatch, CollectiveTimeout, RankLost
 from rpcdist.transport import Node, acquire_node
 
 LIMIT_S = 10.0
@@ -76,7 +77,7 @@ def star(node: Node) -> Iterator[Star]:
 
 @pytest.mark.parametrize("reporter", [0, 2])
 def test_a_failure_reaches_every_other_rank(star: Star, reporter: int) -> None:
-    failure = GroupFailure(FailureKind.MISMATCH, "rank 20 called x, rank 22 called y", (0, 2))
+    failure = GroupFailure(CollectiveMismatch, "rank 20 called x, rank 22 called y", (0, 2))
     star.watches[reporter].report(failure)
     for rank in set(range(SIZE)) - {reporter}:
         assert star.failure(rank) == failure
@@ -86,7 +87,7 @@ def test_the_death_of_a_rank_reaches_the_others(star: Star) -> None:
     star.outer[2].shutdown(socket.SHUT_RDWR)  # as the kernel does for a process that was killed
     for rank in (0, 1, 3):
         failure = star.failure(rank)
-        assert (failure.kind, failure.ranks) == (FailureKind.LOST, (2,))
+        assert (failure.kind, failure.ranks) == (RankLost, (2,))
         assert "rank 22 was lost" in failure.reason
 
 
@@ -112,7 +113,7 @@ def test_rank_0_tells_of_a_death_also_when_it_leaves_at_once(star: Star, node: N
     node.run(die_and_leave(), LIMIT_S)
     for rank in (2, 3):
         failure = star.failure(rank)
-        assert (failure.kind, failure.ranks) == (FailureKind.LOST, (1,))
+        assert (failure.kind, failure.ranks) == (RankLost, (1,))
         assert failure.reason == "rank 21 was lost: its process ended"
 
 
@@ -144,7 +145,7 @@ def test_a_timeout_names_who_did_not_arrive(star: Star, reporter: int) -> None:
     assert star.watches[reporter].report_timeout("all_reduce #5 of group 'g'", 5)
     for rank in range(SIZE):
         failure = star.failure(rank)
-        assert (failure.kind, failure.ranks) == (FailureKind.TIMEOUT, (3,))
+        assert (failure.kind, failure.ranks) == (CollectiveTimeout, (3,))
         assert "rank 23 did not arrive: rank 23 finished all_reduce #4 2.0 s ago" in failure.reason
 
 
@@ -195,7 +196,7 @@ def test_a_wrong_part_of_an_exchange_ends_the_connection(node: Node, rank: int, 
         for message in messages:
             outer.sendall(encoded(message))
         failure = listener.failures.get(timeout=LIMIT_S)
-        assert (failure.kind, failure.ranks) == (FailureKind.LOST, (rank,)), failure
+        assert (failure.kind, failure.ranks) == (RankLost, (rank,)), failure
     finally:
         own.close(0)
         outer.close()

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from rpcdist.collectives._group.state import (
     Action,
     FailOperations,
-    FailureKind,
     GroupFailure,
     GroupState,
     NoteDeparture,
@@ -21,12 +20,13 @@ from rpcdist.collectives._group.state import (
     WakeRunning,
     timeout_verdict,
 )
+from rpcdist.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, GroupAborted, RankLost
 
 Event = tuple[object, ...]
 """The name of a method of the state, and its arguments."""
 WORLD = (10, 11, 12)
-LOST = GroupFailure(FailureKind.LOST, "rank 12 was lost: its process ended", (2,))
-ABORTED = GroupFailure(FailureKind.ABORTED, "rank 10 aborted the group: enough")
+LOST = GroupFailure(RankLost, "rank 12 was lost: its process ended", (2,))
+ABORTED = GroupFailure(GroupAborted, "rank 10 aborted the group: enough")
 
 
 def found(failure: GroupFailure) -> Event:
@@ -166,7 +166,7 @@ def test_why_a_connection_broke(departures: list[tuple[int, int]], sequence: int
     for rank, last_sequence in departures:
         handle(state, rank_left(rank, last_sequence))
     failure = state.lost_connection(lost, "end of stream", sequence)
-    assert (failure.kind, failure.reason) == (FailureKind.LOST, reason)
+    assert (failure.kind, failure.reason) == (RankLost, reason)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_what_this_rank_says_of_itself() -> None:
     state = new_state()
     assert state.timed_out(frozenset()).reason == "Timed out waiting"
     assert state.timed_out(frozenset({0, 2})) == GroupFailure(
-        FailureKind.TIMEOUT, "Timed out waiting on rank 11 for ranks 10, 12", (0, 2)
+        CollectiveTimeout, "Timed out waiting on rank 11 for ranks 10, 12", (0, 2)
     )
     assert state.mismatch({2: "b", 0: "a"}).reason == (
         "the ranks called different operations: rank 10 called a; rank 12 called b"
@@ -219,7 +219,8 @@ def test_where_a_rank_is() -> None:
     assert state.where(7.0) == (1, "finished barrier #1 2.0 s ago and has called nothing since")
 
 
-FAILURES = st.builds(GroupFailure, st.sampled_from(FailureKind), st.text(max_size=3))
+KINDS = [RankLost, CollectiveMismatch, CollectiveTimeout, GroupAborted, CollectiveError]
+FAILURES = st.builds(GroupFailure, st.sampled_from(KINDS), st.text(max_size=3))
 EVENTS = st.one_of(
     st.builds(found, FAILURES),
     st.builds(heard, FAILURES),
@@ -286,5 +287,5 @@ ANSWERS = {0: (5, "is in it"), 1: (5, "is in it"), 2: (4, "finished all_reduce #
 )
 def test_the_verdict_on_a_timeout(answers: dict[int, tuple[int, str]], missing: tuple[int, ...], text: str) -> None:
     failure = timeout_verdict("x #5", 5, answers, WORLD)
-    assert (failure.kind, failure.ranks) == (FailureKind.TIMEOUT, missing)
+    assert (failure.kind, failure.ranks) == (CollectiveTimeout, missing)
     assert text in failure.reason
