@@ -130,7 +130,6 @@ def keep_what_torch_holds() -> None:
 
 
 def _change(owner: Any, name: str, arguments: Callable[..., tuple[object, ...]]) -> None:
-    """Replaces a function of torch by one that changes its arguments."""
     original = getattr(owner, name)
     if hasattr(original, "__wrapped__"):
         return
@@ -207,7 +206,6 @@ def hide_from_compiler(*classes: type) -> None:
 
 
 def hide_frame_from_compiler(function: Any) -> None:
-    """Hides a function, but not the functions that it calls."""
     frames = torch._C._dynamo.eval_frame
     strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
     frames.set_code_exec_strategy(function.__code__, strategy)

@@ -142,7 +142,6 @@ class DeviceMesh:
         return made
 
     def _line(self, dim: int) -> list[int]:
-        """Returns the ranks along one dimension, through this rank."""
         coordinate = self.get_coordinate()
         if coordinate is None:
             raise ConfigError(f"rank {get_rank()} is not in the mesh")

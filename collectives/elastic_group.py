@@ -182,7 +182,6 @@ class ElasticGroup:
         return self._records.somebody_came(self._number + 1)
 
     def _outcome(self, number: int, own: Candidate, previous: tuple[Candidate, ...], deadline: Deadline) -> ClosedRound:
-        """Waits until the round is closed, or closes it."""
         patience = Deadline.after(self._timeout.total_seconds())
         gone: set[str] = set()
         while True:

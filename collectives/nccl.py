@@ -338,7 +338,6 @@ class NcclBackend(GroupBackend):
         return self._side_stream
 
     def _settle(self, work: NcclWork, on_host: bool) -> None:
-        """Ends a blocking call."""
         if on_host or self._blocking_wait:
             work.wait()
         elif (error := work.exception()) is not None:

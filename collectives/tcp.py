@@ -22,7 +22,7 @@ from rpcdist.collectives._group.engine_backend import EngineBackend
 from rpcdist.collectives._group.group_watch import GroupWatch
 from rpcdist.collectives._group.state import GroupFailure
 from rpcdist.collectives._transports.hierarchical import HierarchicalTransport, Hosts
-from rpcdist.collectives._transports.p2p.messenger import Mailboxes
+from rpcdist.collectives._transports.p2p.messenger import open_messenger
 from rpcdist.collectives._transports.shm.futex import unsupported_here
 from rpcdist.collectives._transports.shm.routes import segment_size
 from rpcdist.collectives._transports.shm.shm_transport import ShmTransport
@@ -165,16 +165,17 @@ class TcpBackend(EngineBackend):
         watch = GroupWatch(context, deadline, options.unix_sockets) if context.size > 1 else None
         with ExitStack() as undo:
             transport = _connect(context, watch, options, deadline, undo)
-            self._mailboxes = _make_mailboxes(context, watch)
-            undo.callback(self._mailboxes.close)
-            super().__init__(context, watch, transport, self._mailboxes)
+            hub, uid, addresses = (None, "", ()) if watch is None else (watch.hub, watch.uid, watch.addresses)
+            self._messenger = open_messenger(context.name, context.rank, context.ranks, hub, uid, addresses)
+            undo.callback(self._messenger.close)
+            super().__init__(context, watch, transport, self._messenger)
             undo.pop_all()
 
     def _fail_messages(self, failure: GroupFailure) -> None:
-        self._mailboxes.fail(failure.error(f"send or recv in group {self.context.name!r}"))
+        self._messenger.fail(failure.error(f"send or recv in group {self.context.name!r}"))
 
     def _close_messages(self, deadline: Deadline, drained: bool) -> None:
-        if left := self._mailboxes.drain(deadline.remaining_s()):
+        if left := self._messenger.drain(deadline.remaining_s()):
             logger.warning(
                 "group %r was closed before %d sends had left this process; they are lost. The first is %s. Wait for "
                 "the Work of each isend, or destroy the group before the program ends, so that sends have more time",
@@ -182,13 +183,7 @@ class TcpBackend(EngineBackend):
                 len(left),
                 left[0].title,
             )
-        self._mailboxes.close()
-
-
-def _make_mailboxes(context: GroupContext, watch: GroupWatch | None) -> Mailboxes:
-    if watch is None:
-        return Mailboxes(context.name, context.rank, context.ranks)
-    return Mailboxes(context.name, context.rank, context.ranks, watch.hub, watch.uid, watch.addresses)
+        self._messenger.close()
 
 
 def _connect(
@@ -204,7 +199,6 @@ def _connect(
 
 
 def _make_transport(context: GroupContext, watch: GroupWatch, options: TcpOptions, deadline: Deadline) -> Transport:
-    """Makes the fastest transport that the ranks share."""
     refused = unsupported_here()
     allowed = options.allows_shared_memory()
     if refused is not None and allowed:

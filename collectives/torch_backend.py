@@ -69,8 +69,6 @@ def _forward(name: str, split: _Split | None = None) -> Callable[..., TorchWork]
 
 
 def _delegate(name: str) -> Callable[..., Any]:
-    """Makes a method that calls our group's method `name`."""
-
     def method(self: TorchProcessGroup, *arguments: Any, **named: Any) -> Any:
         return getattr(self.group, name)(*arguments, **named)
 
@@ -281,7 +279,6 @@ _open_groups: Final[set[TorchProcessGroup]] = set()
 def _make_group(
     given: torch._C._distributed_c10d._DistributedBackendOptions, options: object | None = None
 ) -> TorchProcessGroup:
-    """Makes a group for torch; `given` has the ranks and the store."""
     ranks = tuple(given.global_ranks_in_group) or tuple(range(given.group_size))
     # torch gives groups of one name the same keys, also in the next initialisation and start, and if the members of two
     # parents make groups at the same time.

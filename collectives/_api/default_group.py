@@ -253,7 +253,6 @@ def _open_store(
     world_size: int,
     timeout: timedelta,
 ) -> StoreAndRank:
-    """Returns the store in which the ranks find each other, the rank of this process, and the world size."""
     if store is not None:
         return (store if isinstance(store, Store) else TorchStoreAdapter(store)), rank, world_size
     if name == Backend.MPI and init_method is None and not {"RANK", "WORLD_SIZE"} & os.environ.keys():

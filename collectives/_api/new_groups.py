@@ -77,7 +77,6 @@ def _make(
     device_id: torch.device | None = None,
     sort_ranks: bool = True,
 ) -> ProcessGroup:
-    """Makes the group on its members, with a name that no other group gets."""
     world, parent = current_world(), default_group()
     backend, timeout = _checked(backend, timeout, parent)
     members = _members(ranks, parent.size(), sort_ranks)

@@ -166,7 +166,6 @@ def _shrink_world(world: World, old: ProcessGroup, members: tuple[int, ...], opt
 
 
 def _remaining(excluded: list[int], old: ProcessGroup) -> tuple[int, ...]:
-    """Returns the world ranks that remain."""
     if not excluded:
         raise ConfigError("ranks_to_exclude cannot be empty. Name at least one rank to exclude, e.g. [failed_rank].")
     for rank in excluded:

@@ -197,7 +197,6 @@ class _CoalescedWorks:
         self.works: list[Work] = []
 
     def append(self, work: Work | None) -> None:
-        """Adds an operation to wait for."""
         if work is not None:
             self.works.append(work)
 
@@ -222,7 +221,6 @@ def _coalescing_manager(
 def _all_gather_base(
     output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Group = None, async_op: bool = False
 ) -> Work | None:
-    """The old name for `all_gather_into_tensor`."""
     _renamed("_all_gather_base", "all_gather_into_tensor")
     return all_gather_single(output_tensor, input_tensor, group, async_op)
 
@@ -230,7 +228,6 @@ def _all_gather_base(
 def _reduce_scatter_base(
     output: torch.Tensor, input: torch.Tensor, op: object = ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Work | None:
-    """The old name for `reduce_scatter_tensor`."""
     _renamed("_reduce_scatter_base", "reduce_scatter_tensor")
     return reduce_scatter_single(output, input, op, group, async_op)
 
@@ -248,7 +245,6 @@ def _get_default_group() -> ProcessGroup:
 
 
 def _get_default_store() -> Store:
-    """Returns the part of the store that belongs to this initialisation."""
     default_group()
     store = current_world().store
     assert store is not None  # it is set with the group
@@ -273,7 +269,6 @@ def _get_process_group_name(pg: ProcessGroup) -> str:
 
 
 def _get_pg_config(group: ProcessGroup | None = None) -> dict[str, object]:
-    """Returns the names of a group, its backends, its size, and its ranks in the world."""
     pg = group_or_default(group)
     return {
         "pg_name": pg.group_name,
@@ -321,7 +316,6 @@ def _register_process_group(group_name: str, process_group: ProcessGroup) -> Non
 
 
 def _unregister_process_group(group_name: str) -> None:
-    """Forgets a registered name, if it exists. The group keeps its own name."""
     current_world().registered.pop(group_name, None)
 
 

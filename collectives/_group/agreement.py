@@ -358,7 +358,6 @@ class _Process:
             yield Set(keys, (_encoded(entry),) * len(keys))
 
     def _go_on(self, outcome: _Outcome) -> None:
-        """Continues with the next generation."""
         owner, self.owner = self.owner, outcome.owner if isinstance(outcome, _Next) else None
         self.number += 1
         if isinstance(outcome, _Next) and outcome.gone is not None:

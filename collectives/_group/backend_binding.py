@@ -93,7 +93,6 @@ class BackendBinding:
         return [self.all_reduce(tensor, op, async_op) for tensor in tensors]
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int, asynchronous: bool = True) -> Work:
-        """Sends to a rank of the group, or starts a send."""
         tag = self._checked_tag(peer, tag, "destination")
         if self.hooks is None:
             return self._send(tensor, peer, tag, asynchronous)
@@ -125,7 +124,6 @@ class BackendBinding:
         return self._limited(work, limit_s)
 
     def _checked_tag(self, peer: int | None, tag: int, role: str) -> int:
-        """Returns the tag; raises for an invalid tag or peer."""
         if type(tag) is not int:
             tag = whole_number(tag, "tag")
         if not 0 <= tag <= MAX_TAG:

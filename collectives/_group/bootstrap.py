@@ -46,7 +46,6 @@ def exchange_values(context: GroupContext, key: str, value: str, deadline: Deadl
 
 
 def not_made(context: GroupContext, missing: Sequence[int]) -> RendezvousError:
-    """Makes the error for ranks of the group that did not join in time."""
     return RendezvousError(
         f"group {context.name!r} could not be created: these ranks did not join within {context.timeout_s:g} s: "
         f"{listed([context.ranks[rank] for rank in missing])}. Do they run, and do all ranks call the same functions "
@@ -163,7 +162,6 @@ def _disagree(what: str, own: Wish, other: Wish) -> NoReturn:
 
 
 def _log_waiting(what: str, wish: Wish, keys: Sequence[str], timeout_s: float) -> None:
-    """Logs the ranks for which this rank waits, from the missing keys."""
     here = [key.rpartition("/here/")[2] for key in keys if "/here/" in key]
     waits = f"for ranks {listed(here)}" if here else f"for rank {wish.ranks[0]}, which waits for all of them"
     logger.warning(

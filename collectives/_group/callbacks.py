@@ -46,7 +46,6 @@ class Callbacks:
         self._runner = 0  # the thread that runs a callback now
 
     def runs_here(self) -> bool:
-        """Whether this thread is running a callback."""
         return self._runner == threading.get_ident()
 
     def attach(self, future: torch.futures.Future[T], callback: Callable[[], None], was_awaited: bool = False) -> None:
@@ -160,7 +159,6 @@ class OrderedFuture(torch.futures.Future[T]):
         self._waiter = 0  # the thread that last waited for it
 
     def wait(self) -> T:
-        """Waits for the value and returns it."""
         value = super().wait()
         self._waiter = threading.get_ident()
         return value

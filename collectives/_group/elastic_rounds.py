@@ -80,7 +80,6 @@ class ClosedRound:
     refused: dict[str, str]
 
     def rank_of(self, identity: str) -> int | None:
-        """Returns the rank of a process; None if it is not a member."""
         return next((rank for rank, each in enumerate(self.members) if each.identity == identity), None)
 
     @property
@@ -201,7 +200,6 @@ class ElasticRecords:
         self._store.wait([f"{number}/closed"], timeout_s)
 
     def closed_round(self, number: int) -> ClosedRound:
-        """Returns the outcome of a closed round."""
         size = MAX_PROCESSES * _MAX_CANDIDATE_CHARS
         return self._read([f"{number}/closed"], size, ClosedRound.from_json)[0]
 
@@ -249,7 +247,6 @@ class ElasticRecords:
         return self._says(f"gone/{identity}")
 
     def end(self) -> None:
-        """Records that the job has finished."""
         self._signed.set(_ENDED, "ended")
 
     def has_ended(self) -> bool:

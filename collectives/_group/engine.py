@@ -115,7 +115,6 @@ _DTYPE_NAMES: Final[dict[torch.dtype | None, str]] = {
 
 
 def record_of(group: str, sequence: int, operation: Operation) -> Record:
-    """Makes the entry of an operation for the flight recorder."""
     reads, writes = operation.inputs, operation.outputs
     inputs = [tensor.numel() for tensor in reads]
     outputs = inputs if writes is reads else [tensor.numel() for tensor in writes]
@@ -190,7 +189,6 @@ class Engine(StateKeeper):
         finish: Callable[[], None] | None,
         result: list[torch.Tensor] | None,
     ) -> Work:
-        """See `GroupBackend.submit`."""
         with self._lock:
             here = not (asynchronous or self._busy or self._jobs)
             if not (here or self._has_worker()):
@@ -270,7 +268,6 @@ class Engine(StateKeeper):
     # ------------------------------------------------------------ running
 
     def _run(self, job: Job) -> None:
-        """Runs one operation to its end; `job.work` gets its error."""
         if is_profiling():
             with record_function(f"{job.operation.kind.title} of group {self.state.group!r}"):
                 self._carry_out(job)
@@ -327,7 +324,6 @@ class Engine(StateKeeper):
             self._changed.wait_for(lambda: self.state.explains(rank), GROUP_VERDICT_LIMIT_S)
 
     def run_part(self, operation: Operation) -> None:
-        """See `GroupBackend.run_part`."""
         job = self.state.current
         assert isinstance(job, Job), "call run_part only in the `finish` of a running operation"
         self._transport.run(operation, PartControl(job, job.sequence, operation.fingerprint(job.sequence)))

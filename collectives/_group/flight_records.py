@@ -137,7 +137,6 @@ class FlightRecorder:
         self.note: Callable[[Record], None] = self._records.append
 
     def entries(self) -> list[Record]:
-        """Returns the remembered operations, oldest first."""
         return list(self._records)
 
     def dump(self, rank: int | None = None) -> str:

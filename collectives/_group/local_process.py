@@ -94,7 +94,6 @@ class LocalProcess:
             self._open_backends.add(backend)
 
     def close_backends(self) -> None:
-        """Closes all open backends. Bounded."""
         if os.getpid() == self._pid:  # after a fork the backends belong to the parent
             for backend in list(self._open_backends):
                 backend.close(CLOSE_STEP_LIMIT_S)

@@ -58,7 +58,6 @@ class GroupFailure:
         return self.kind(operation, self.reason)
 
     def to_json(self) -> dict[str, object]:
-        """Returns plain values, for the watch's messages."""
         return {"kind": self.kind.__name__, "reason": self.reason[:MAX_REASON_LENGTH], "ranks": list(self.ranks)}
 
     @classmethod
@@ -119,7 +118,6 @@ def timeout_verdict(
 
 
 def monitored_text(rank: int, missing: Sequence[int], limit_s: float, wait_all_ranks: bool) -> str:
-    """Returns torch's text for a failed monitored barrier, on one rank."""
     limit_ms = round(limit_s * 1000)
     if rank != 0:
         return (
@@ -250,7 +248,6 @@ class GroupState:
     # ------------------------------------------------------------ verdicts
 
     def departure(self, rank: int) -> GroupFailure:
-        """Returns the failure of operations that came after a rank left."""
         last = self.departed[rank]
         when = f"after collective #{last}" if last else "before its first collective"
         reason = (
@@ -259,7 +256,6 @@ class GroupState:
         return GroupFailure(RankLost, reason, (rank,))
 
     def departure_before(self, sequence: int) -> GroupFailure | None:
-        """Returns the failure of an operation before which a rank left; None if no rank did."""
         for rank, last_sequence in self.departed.items():
             if sequence > last_sequence:
                 return self.departure(rank)
@@ -297,21 +293,17 @@ class GroupState:
         return GroupFailure(CollectiveTimeout, reason, tuple(sorted(waiting_for)))
 
     def mismatch(self, views: dict[int, str]) -> GroupFailure:
-        """Returns the failure of ranks that called different operations."""
         calls = "; ".join(f"rank {self.world_ranks[rank]} called {view}" for rank, view in sorted(views.items()))
         return GroupFailure(CollectiveMismatch, f"the ranks called different operations: {calls}")
 
     def raised(self, error: BaseException) -> GroupFailure:
-        """Returns the failure of an operation that raised an unexpected error on this rank."""
         reason = f"rank {self.world_ranks[self.rank]} raised {type(error).__name__}: {error}"
         return GroupFailure(CollectiveError, reason)
 
     def aborted(self, reason: str) -> GroupFailure:
-        """Returns the failure of a group that this rank aborts."""
         return GroupFailure(GroupAborted, f"rank {self.world_ranks[self.rank]} aborted the group: {reason}")
 
     def lost_ranks(self) -> dict[int, str]:
-        """Returns the ranks that are known to be gone, with the reason."""
         left = dict.fromkeys(self.departed, LEFT)
         if self.failure is None or self.failure.kind is not RankLost:
             return left

@@ -56,7 +56,6 @@ Message = dict[str, object]
 
 
 def encoded(message: Message) -> bytes:
-    """Returns the bytes of a message."""
     data = json.dumps(message).encode()
     return len(data).to_bytes(4, "big") + data
 
@@ -91,11 +90,9 @@ class StateKeeper(ABC):
         return self.state.failure or failure
 
     def rank_left(self, rank: int, last_sequence: int) -> None:
-        """A rank left the group in order, after taking part in all operations up to `last_sequence`."""
         self._handle(partial(self.state.leave, rank, last_sequence))
 
     def where(self) -> tuple[int, str]:
-        """Returns the newest operation that this rank has called, and a text that says what the rank does now."""
         return self.state.where(time.monotonic())
 
 

@@ -123,7 +123,6 @@ class World:
     # ------------------------------------------------------------ [Note: the store stays]
 
     def open_store(self, url: str, rank: int, world_size: int, timeout: timedelta) -> StoreAndRank:
-        """Returns the store at an address: the open one, or a new one."""
         names = ENVIRONMENT if url.startswith("env://") else ()
         key = (url, rank, world_size, *(os.environ.get(name) for name in names))
         if self._kept is None or key != self._kept_key:
@@ -245,7 +244,6 @@ def member_group(given: Group, what: str) -> ProcessGroup | None:
 
 
 def warn_not_in_group(what: str) -> None:
-    """Warns that the call does nothing."""
     default = current_world().default
     rank = -1 if default is None else default.rank()
     warnings.warn(f"Running {what} on global rank {rank} which does not belong to the given group.", stacklevel=5)

@@ -95,7 +95,6 @@ class MpiMessages:
     # ------------------------------------------------------------ posting (any thread)
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int, *, asynchronous: bool, timeout_s: float) -> Work:
-        """See `GroupBackend.send`."""
         title = f"send of group {self._group!r} to rank {self._world_ranks[peer]} (tag {tag})"
         self._check(title, tag)
         with self._lock:
@@ -120,7 +119,6 @@ class MpiMessages:
         timeout_s: float,
         finish: Callable[[], None] | None,
     ) -> Work:
-        """See `GroupBackend.recv`."""
         whom = "any rank" if peer is None else f"rank {self._world_ranks[peer]}"
         title = f"recv of group {self._group!r} from {whom} (tag {tag})"
         self._check(title, tag)

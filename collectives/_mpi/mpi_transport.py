@@ -66,8 +66,6 @@ _OPS: Final = {
     ReduceOp.BOR: "BOR",
     ReduceOp.BXOR: "BXOR",
 }
-_BOOL_OPS: Final = {**_OPS, ReduceOp.SUM: "BOR", ReduceOp.MAX: "BOR", ReduceOp.PRODUCT: "BAND", ReduceOp.MIN: "BAND"}
-"""A bool is a byte of 0 or 1."""
 
 
 def load_mpi() -> ModuleType:
@@ -114,8 +112,7 @@ def wire_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def mpi_op(mpi: ModuleType, op: ReduceOp, dtype: torch.dtype) -> object:
-    """Returns the MPI operation for tensors of `dtype` in their `wire_dtype`."""
-    return getattr(mpi, (_BOOL_OPS if dtype is torch.bool else _OPS)[op])
+    return getattr(mpi, _OPS[reduce_kernels.BOOL_OPS[op] if dtype is torch.bool else op])
 
 
 def as_bytes(mpi: ModuleType, tensor: torch.Tensor) -> list[object]:

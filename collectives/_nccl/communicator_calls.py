@@ -89,7 +89,6 @@ class CudaRuntime:
         self.errors: tuple[type[Exception], ...] = (self._nccl.NcclError, torch.AcceleratorError, KeyError)
 
     def unique_id(self) -> bytes:
-        """Returns a new name for a group, with which its ranks find one another."""
         return bytes(self._nccl.get_unique_id())
 
     def connect(self, size: int, unique_id: bytes, rank: int) -> Communicator:
@@ -110,7 +109,6 @@ class CudaRuntime:
 
     @contextmanager
     def on(self, stream: torch.cuda.Stream) -> Iterator[None]:
-        """Makes torch's work in this block run on the stream."""
         with torch.cuda.device(self.device), torch.cuda.stream(stream):
             yield
 
@@ -121,7 +119,6 @@ class CudaRuntime:
         return torch.cuda.Stream(self.device)
 
     def is_capturing(self) -> bool:
-        """Whether the current stream records a CUDA graph."""
         return torch.cuda.is_current_stream_capturing()
 
 
@@ -176,16 +173,10 @@ _OPS: Final = {
     ReduceOp.MIN: _MIN,
 }
 _BOOL_OPS: Final = {
-    ReduceOp.SUM: _MAX,
-    ReduceOp.MAX: _MAX,
     ReduceOp.BOR: _MAX,
-    ReduceOp.PRODUCT: _MIN,
-    ReduceOp.MIN: _MIN,
     ReduceOp.BAND: _MIN,
     ReduceOp.BXOR: _SUM,  # the last bit of a sum of bits is their exclusive or, even if the byte overflows
 }
-_REAL_OF: Final = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
-_SUMS: Final = frozenset({ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM})
 _AVG_SINCE: Final = 21000
 _MOST_BROADCAST_BYTES: Final = 2**31 - 2**12
 """CuPy's `broadcast` takes a C int; other calls take a size_t."""
@@ -211,8 +202,10 @@ def native_form(op: ReduceOp, dtype: torch.dtype, version: int) -> _Form | None:
     """
     reduce_kernels.reducer(op, dtype)
     if dtype is torch.bool:
-        return _Form(torch.uint8, _BOOL_OPS[op], _keep_last_bit if op is ReduceOp.BXOR else None)
-    numbers = _REAL_OF.get(dtype, dtype) if op in _SUMS else dtype
+        return _Form(
+            torch.uint8, _BOOL_OPS[reduce_kernels.BOOL_OPS[op]], _keep_last_bit if op is ReduceOp.BXOR else None
+        )
+    numbers = reduce_kernels.REAL_OF.get(dtype, dtype) if op in reduce_kernels.SUMS else dtype
     if numbers not in _DATATYPES or op not in _OPS:
         return None
     if op is not ReduceOp.AVG:
@@ -348,7 +341,6 @@ class NcclCalls:
                     )
 
     def _combine(self, operation: Operation, parts: Sequence[torch.Tensor], target: torch.Tensor) -> None:
-        """Reduces the tensors of all ranks with torch, in rank order."""
         op = operation.reduce_op
         assert op is not None
         if not target.numel():

@@ -221,7 +221,6 @@ class NcclWatchdog(StateKeeper):
         return work
 
     def forget(self, work: NcclWork, error: BaseException) -> None:
-        """Removes an operation that was refused before it was enqueued."""
         self._remove(work)
         work.fail(error)
 

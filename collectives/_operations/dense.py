@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from rpcdist.collectives._operations.operation import DTYPES
 from rpcdist.errors import ConfigError
 
-_KNOWN: Final = frozenset(DTYPES)
+CARRIED: Final = frozenset(DTYPES)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -50,7 +50,7 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 def is_ready(tensor: torch.Tensor) -> bool:
     """Whether every backend takes the tensor as it is, so that `Copies` would return it unchanged."""
-    return tensor.is_cpu and is_dense(tensor) and not tensor.requires_grad and tensor.dtype in _KNOWN
+    return tensor.is_cpu and is_dense(tensor) and not tensor.requires_grad and tensor.dtype in CARRIED
 
 
 class Copies:
@@ -113,7 +113,7 @@ class Copies:
     def _plain(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.requires_grad:
             tensor = tensor.detach()
-        if tensor.dtype not in _KNOWN:
+        if tensor.dtype not in CARRIED:
             if not self._moves_only or tensor.is_quantized:
                 raise ConfigError(f"Invalid scalar type: groups do not carry tensors of {tensor.dtype}")
             tensor = tensor.view(-1).view(torch.uint8)

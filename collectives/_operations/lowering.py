@@ -10,9 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from rpcdist.collectives._operations.dense import Copies, is_dense, same_kind, separate
+from rpcdist.collectives._operations.dense import CARRIED, Copies, is_dense, same_kind, separate
 from rpcdist.collectives._operations.operation import (
-    DTYPES,
     Kind,
     Operation,
     ReduceOp,
@@ -23,8 +22,6 @@ from rpcdist.collectives._operations.operation import (
 )
 from rpcdist.collectives._operations.reduce_kernels import canonical_op, unsupported
 from rpcdist.errors import ConfigError
-
-_KNOWN = frozenset(DTYPES)
 
 
 class Place(NamedTuple):
@@ -47,7 +44,7 @@ class Lowered(NamedTuple):
 def all_reduce(place: Place, tensor: torch.Tensor, op: object) -> Lowered:
     reduce_op, factor = canonical_op(op)
     _check_reduces(reduce_op, tensor, "all_reduce")
-    if not place.staged and not tensor.requires_grad and is_dense(tensor) and tensor.dtype in _KNOWN:
+    if not place.staged and not tensor.requires_grad and is_dense(tensor) and tensor.dtype in CARRIED:
         own = (tensor,)  # the usual case, which needs no copies
         return Lowered(Operation(Kind.ALL_REDUCE, own, own, reduce_op, factor=factor), None, [tensor], own)
     copies = Copies(place.staged)
@@ -71,7 +68,6 @@ def all_reduce_many(place: Place, tensors: Sequence[torch.Tensor], op: object) -
 
 
 def all_reduce_coalesced(place: Place, tensors: list[torch.Tensor], op: object) -> Lowered:
-    """Makes one operation on the concatenation of all tensors."""
     reduce_op, factor = canonical_op(op)
     for tensor in tensors:
         _check_reduces(reduce_op, tensor, "all_reduce")  # the name in torch's errors
@@ -237,7 +233,6 @@ def _split(tensor: torch.Tensor, counts: Sequence[int]) -> tuple[torch.Tensor, .
 
 
 def _counts(given: torch.Tensor, dense: torch.Tensor, splits: Sequence[int], size: int, name: str) -> list[int]:
-    """Returns the number of elements of each rank's part."""
     if given.dim() == 0:
         raise ConfigError(f"all_to_all_single: `{name}` has no dimension to split; it needs at least one")
     rows = given.shape[0]

@@ -164,7 +164,6 @@ def describe_fingerprint(data: bytes) -> str:
 
 
 def check_tensor(value: object, name: str) -> TypeGuard[torch.Tensor]:
-    """Raises TypeError unless it is a tensor."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(
             f"Invalid function argument. Expected parameter `{name}` of type torch.Tensor "
@@ -195,7 +194,6 @@ def check_same_dtype(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def check_num_tensors(tensors: Sequence[torch.Tensor], size: int, what: str, name: str) -> None:
-    """Raises unless the list has a tensor for each rank of the group."""
     if len(tensors) != size:
         raise ConfigError(
             f"{what}: `{name}` has {len(tensors)} tensors, but the group has {size} ranks; pass one for each rank"
@@ -203,7 +201,6 @@ def check_num_tensors(tensors: Sequence[torch.Tensor], size: int, what: str, nam
 
 
 def check_same_count(tensor: torch.Tensor, count: int, what: str, name: str, other: str) -> None:
-    """Raises unless the tensor has `count` elements."""
     if tensor.numel() != count:
         raise ConfigError(
             f"{what}: `{name}` has {tensor.numel()} elements (shape {tuple(tensor.shape)}), "
@@ -212,7 +209,6 @@ def check_same_count(tensor: torch.Tensor, count: int, what: str, name: str, oth
 
 
 def checked_root(root: int, size: int, what: str) -> int:
-    """Returns the root as an int; raises unless it is a rank of the group."""
     if type(root) is not int:
         root = whole_number(root, "root")
     if not 0 <= root < size:
@@ -233,7 +229,6 @@ def whole_number(value: object, name: str) -> int:
 
 
 def check_timeout(timeout: object) -> timedelta:
-    """Raises TypeError unless it is a timedelta."""
     if not isinstance(timeout, timedelta):
         raise TypeError(f"Expected timeout argument to be of type datetime.timedelta, got {timeout}")
     return timeout

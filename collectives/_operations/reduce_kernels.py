@@ -20,12 +20,13 @@ import torch
 from rpcdist.collectives._operations.operation import Operation, ReduceOp
 from rpcdist.errors import ConfigError
 
-Combine = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
+Combine = Callable[..., object]
+"""`combine(a, b, out=out)` writes the reduction of two tensors to `out`, which may be one of them."""
 
 _FLOAT8: Final = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
-_REAL_OF: Final = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
+REAL_OF: Final = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 _SIGNED_OF: Final = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-_SUMS: Final = frozenset({ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM})
+SUMS: Final = frozenset({ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM})
 _BITWISE: Final = frozenset({ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})
 _ORDERED: Final = frozenset({ReduceOp.MIN, ReduceOp.MAX})
 
@@ -36,7 +37,7 @@ class ReduceKernel:
 
     Attributes:
         dtype: the dtype as which tensors are viewed for `combine`; its size divides that of their dtype.
-        combine: `combine(a, b, out)` writes the reduction of a and b to out, which may be a or b.
+        combine: see `Combine`.
         finish: `finish(tensor, size)` finishes the reduction of `size` ranks, in place; None if not needed.
     """
 
@@ -72,9 +73,9 @@ def reducer(op: ReduceOp, dtype: torch.dtype) -> ReduceKernel:
     if reason is not None:
         raise ValueError(reason)
     if dtype is torch.bool:
-        return ReduceKernel(torch.uint8, _BOOL_COMBINE[op], None)
-    if op in _SUMS and dtype.is_complex:
-        dtype = _REAL_OF[dtype]
+        return ReduceKernel(torch.uint8, _COMBINE[BOOL_OPS[op]], None)
+    if op in SUMS and dtype.is_complex:
+        dtype = REAL_OF[dtype]
     view = _SIGNED_OF.get(dtype, dtype)
     combine = _COMBINE[op] if view is dtype or op not in _ORDERED else _unsigned_order(op, view)
     return ReduceKernel(view, combine, _divider(dtype) if op is ReduceOp.AVG else None)
@@ -84,7 +85,7 @@ def reduce_into(op: ReduceOp, accumulator: torch.Tensor, other: torch.Tensor) ->
     """Reduces `other` into `accumulator`, in place; both are dense, of one dtype and number of elements."""
     kernel = reducer(op, accumulator.dtype)
     target = accumulator.view(-1).view(kernel.dtype)
-    kernel.combine(target, other.view(-1).view(kernel.dtype), target)
+    kernel.combine(target, other.view(-1).view(kernel.dtype), out=target)
 
 
 def finish(op: ReduceOp, tensor: torch.Tensor, size: int) -> None:
@@ -94,78 +95,41 @@ def finish(op: ReduceOp, tensor: torch.Tensor, size: int) -> None:
         kernel.finish(tensor.view(-1).view(kernel.dtype), size)
 
 
-def premultiply(operation: Operation, tensor: torch.Tensor) -> None:
-    """Multiplies the tensor by this rank's factor, in place, for PREMUL_SUM; does nothing for other operations."""
-    premultiply_to(operation, tensor, tensor)
-
-
 def premultiply_to(operation: Operation, source: torch.Tensor, target: torch.Tensor) -> None:
-    """Writes `source` times this rank's factor to `target`; for operations without a factor, copies if needed."""
+    """Writes `source` times this rank's factor to `target`, which may be the source; without a factor, copies."""
     if operation.reduce_op is ReduceOp.PREMUL_SUM:
-        torch.mul(source, _factor(operation), out=target)
+        factor = operation.factor
+        assert factor is not None, "canonical_op requires a factor"
+        # A factor without dimensions does not change the dtype of the product.
+        torch.mul(source, factor.reshape(()) if isinstance(factor, torch.Tensor) else factor, out=target)
     elif source is not target:
         target.copy_(source)
-
-
-def _factor(operation: Operation) -> float | torch.Tensor:
-    factor = operation.factor
-    assert factor is not None, "canonical_op requires a factor"
-    # A factor without dimensions does not change the dtype of the product.
-    return factor.reshape(()) if isinstance(factor, torch.Tensor) else factor
 
 
 # ------------------------------------------------------------ kernels
 
 
-def _add(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> object:
-    return torch.add(a, b, out=out)
-
-
-def _multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> object:
-    return torch.mul(a, b, out=out)
-
-
-def _minimum(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> object:
-    return torch.minimum(a, b, out=out)
-
-
-def _maximum(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> object:
-    return torch.maximum(a, b, out=out)
-
-
-def _and(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> object:
-    return torch.bitwise_and(a, b, out=out)
-
-
-def _or(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> object:
-    return torch.bitwise_or(a, b, out=out)
-
-
-def _xor(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> object:
-    return torch.bitwise_xor(a, b, out=out)
-
-
 _COMBINE: Final[dict[ReduceOp, Combine]] = {
-    ReduceOp.SUM: _add,
-    ReduceOp.AVG: _add,
-    ReduceOp.PREMUL_SUM: _add,
-    ReduceOp.PRODUCT: _multiply,
-    ReduceOp.MIN: _minimum,
-    ReduceOp.MAX: _maximum,
-    ReduceOp.BAND: _and,
-    ReduceOp.BOR: _or,
-    ReduceOp.BXOR: _xor,
+    ReduceOp.SUM: torch.add,
+    ReduceOp.AVG: torch.add,
+    ReduceOp.PREMUL_SUM: torch.add,
+    ReduceOp.PRODUCT: torch.mul,
+    ReduceOp.MIN: torch.minimum,
+    ReduceOp.MAX: torch.maximum,
+    ReduceOp.BAND: torch.bitwise_and,
+    ReduceOp.BOR: torch.bitwise_or,
+    ReduceOp.BXOR: torch.bitwise_xor,
 }
-# A bool is a byte of 0 or 1.
-_BOOL_COMBINE: Final[dict[ReduceOp, Combine]] = {
-    ReduceOp.SUM: _or,
-    ReduceOp.MAX: _or,
-    ReduceOp.BOR: _or,
-    ReduceOp.PRODUCT: _and,
-    ReduceOp.MIN: _and,
-    ReduceOp.BAND: _and,
-    ReduceOp.BXOR: _xor,
+BOOL_OPS: Final = {
+    ReduceOp.SUM: ReduceOp.BOR,
+    ReduceOp.MAX: ReduceOp.BOR,
+    ReduceOp.BOR: ReduceOp.BOR,
+    ReduceOp.PRODUCT: ReduceOp.BAND,
+    ReduceOp.MIN: ReduceOp.BAND,
+    ReduceOp.BAND: ReduceOp.BAND,
+    ReduceOp.BXOR: ReduceOp.BXOR,
 }
+"""The operation on bytes of 0 or 1 that reduces bools."""
 
 
 def _unsigned_order(op: ReduceOp, signed: torch.dtype) -> Combine:
@@ -175,7 +139,7 @@ def _unsigned_order(op: ReduceOp, signed: torch.dtype) -> Combine:
 
     def flipped(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> object:
         first = a ^ top
-        combine(first, b ^ top, first)
+        combine(first, b ^ top, out=first)
         return torch.bitwise_xor(first, top, out=out)
 
     return flipped
@@ -183,17 +147,10 @@ def _unsigned_order(op: ReduceOp, signed: torch.dtype) -> Combine:
 
 def _divider(dtype: torch.dtype) -> Callable[[torch.Tensor, int], object]:
     """Returns the function that divides sums in place; `dtype` is their own, even if they are viewed as another."""
-    if dtype.is_floating_point:
-        return _divide
-    return _divide_unsigned if dtype in _SIGNED_OF else _divide_towards_zero
-
-
-def _divide(tensor: torch.Tensor, size: int) -> object:
-    return torch.div(tensor, size, out=tensor)
-
-
-def _divide_towards_zero(tensor: torch.Tensor, size: int) -> object:
-    return torch.div(tensor, size, rounding_mode="trunc", out=tensor)
+    if dtype in _SIGNED_OF:
+        return _divide_unsigned
+    rounding = None if dtype.is_floating_point else "trunc"
+    return lambda tensor, size: torch.div(tensor, size, rounding_mode=rounding, out=tensor)
 
 
 def _divide_unsigned(tensor: torch.Tensor, size: int) -> object:
@@ -256,7 +213,6 @@ def canonical_op(op: object) -> tuple[ReduceOp, Factor | None]:
 
 
 def _operation_of(op: object) -> ReduceOp:
-    """Returns our `ReduceOp` for a caller's `op`, without its factor. Raises `TypeError`."""
     if isinstance(op, ReduceOp):
         return op
     if isinstance(op, PremulSum):
@@ -275,14 +231,9 @@ def _torch_ops() -> dict[object, ReduceOp]:
     return {members[op.name]: op for op in ReduceOp}
 
 
-_NOT_FOR_COMPLEX: Final = frozenset(
-    {ReduceOp.MAX, ReduceOp.MIN, ReduceOp.PRODUCT, ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR}
-)
-
-
 def supports_complex(reduceOp: object) -> bool:
     """Whether complex tensors can be reduced by this operation."""
-    return _operation_of(reduceOp) not in _NOT_FOR_COMPLEX
+    return _operation_of(reduceOp) in SUMS
 
 
 class _DeprecatedReduceOp:

@@ -157,7 +157,6 @@ class ChangeLog:
         self._offset = offset + len(record)
 
     def remove(self) -> None:
-        """Deletes the file."""
         os.unlink(self.path)
 
     def _read_rest(self) -> bytes:
@@ -298,7 +297,6 @@ class _FileState:
 
     @contextmanager
     def _open(self, writing: bool, limit_s: float | None = None) -> Iterator[None]:
-        """Locks the file and updates the contents."""
         limit_s = SLOW_ANSWER_LIMIT_S if limit_s is None else limit_s
         deadline = Deadline.after(limit_s)
         if not self._lock.acquire(timeout=deadline.remaining_s()):

@@ -77,7 +77,6 @@ class StoreTable:
         return result, [woken for change in changes if change.code in _ADDING for woken in self._appeared(change.key)]
 
     def park(self, waiter: Waiter, missing: Missing) -> None:
-        """Adds an operation whose result is `missing`."""
         waiter.result, waiter.was_parked, waiter.missing = missing, True, list(missing.keys)
         self.waiters[waiter] = None
         self._watch(waiter)

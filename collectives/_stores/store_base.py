@@ -264,7 +264,6 @@ def seconds(timeout: Timeout) -> float:
 
 
 def timed_out(what: str, timeout_s: float, keys: Iterable[str], address: str) -> StoreTimeout:
-    """Makes the error for keys that were not set in time."""
     return StoreTimeout(
         f"{what} timeout after {round(timeout_s * 1000)}ms, keys: {listed(keys)} (missing in the store at "
         f"{address}). The process that sets them has not started, has failed, or uses another store or prefix."

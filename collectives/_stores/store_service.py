@@ -172,7 +172,6 @@ class ServedTable:
         return self.table.execute(operation, deadline)
 
     def share(self) -> ServedTable:
-        """Takes another share."""
         host, port = split_address(self.address)
         return self._server.share(host, port, may_share=True, timeout_s=STORE_GRACE_S)
 
@@ -205,7 +204,6 @@ class ServedTable:
     # ------------------------------------------------------------ the calls of other processes
 
     def methods(self) -> Mapping[str, Method]:
-        """Returns the handlers by method name, for `Node.add_service`."""
         return {"Execute": self.answer, "ExecuteLarge": self.answer_large}
 
     async def answer(self, peer: Identity, request: store_pb2.StoreRequest) -> tuple[store_pb2.StoreReply, Undo]:
@@ -272,7 +270,6 @@ class TableServer:
 
     @property
     def tables(self) -> list[SharedTable]:
-        """Returns the tables that are served now."""
         return [serving.table for serving in self._serving.values()]
 
     def share(self, host: str, port: int, may_share: bool, timeout_s: float) -> ServedTable:
@@ -316,7 +313,6 @@ class TableServer:
         return serving
 
     def give_up(self, serving: ServedTable) -> None:
-        """See `ServedTable.close`."""
         with self._lock:
             serving.num_shares -= 1
             if serving.num_shares or in_forked_child():

@@ -134,7 +134,7 @@ class HierarchicalTransport(Transport):
     def _reduced(self, operation: Operation, buffer: torch.Tensor) -> ReduceOp:
         """Multiplies `buffer` if needed; returns the reduction for the parts. `_finish` divides later."""
         assert operation.reduce_op is not None
-        reduce_kernels.premultiply(operation, buffer)
+        reduce_kernels.premultiply_to(operation, buffer, buffer)
         return ReduceOp.SUM if operation.reduce_op in (ReduceOp.AVG, ReduceOp.PREMUL_SUM) else operation.reduce_op
 
     def _finish(self, operation: Operation, buffer: torch.Tensor) -> None:

@@ -136,7 +136,7 @@ class SingleRankTransport(Transport):
             if output.data_ptr() != source.data_ptr():
                 output.copy_(source.view_as(output))
             if operation.reduce_op is not None:
-                reduce_kernels.premultiply(operation, output)
+                reduce_kernels.premultiply_to(operation, output, output)
 
     def close(self) -> None:
         """Does nothing."""
@@ -154,7 +154,6 @@ class Waker:
         self._write_end.setblocking(False)
 
     def fileno(self) -> int:
-        """The descriptor that is readable after `wake`."""
         return self._read_end.fileno()
 
     def wake(self) -> None:
@@ -243,5 +242,4 @@ def ranks_here(rank: int, addresses: Sequence[str]) -> int:
 
 
 def num_cores() -> int:
-    """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -14,7 +14,7 @@ import torch
 from point_pairs import BIG, LIMIT_S, Mesh, in_threads, irecv, isend, mesh, number, recv, send, tcp_pair
 
 from rpcdist.collectives._transports.p2p.messenger import Messenger
-from rpcdist.collectives._transports.p2p.requests import HEADER_BYTES, MessageFrame, pack_header
+from rpcdist.collectives._transports.p2p.requests import HEADER_BYTES, MESSAGE, pack_header
 from rpcdist.errors import (
     CollectiveError,
     CollectiveMismatch,
@@ -294,7 +294,7 @@ def test_another_dtype_of_the_same_size() -> None:
     "data",
     [
         b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
-        pack_header(MessageFrame.MESSAGE, 0, 0, 5, 0),
+        pack_header(MESSAGE, 0, 0, 5, 0),
     ],
 )
 def test_a_connection_with_garbage_is_closed_and_named(data: bytes) -> None:
@@ -355,11 +355,7 @@ def test_a_receive_times_out_in_the_middle() -> None:
         mine, theirs = tcp_pair()
         b = made.members[1]
         b.attach(0, theirs)
-        data = (
-            pack_header(MessageFrame.MESSAGE, 0, 4, 0, 200_000)
-            + b"\1" * 200_000
-            + pack_header(MessageFrame.MESSAGE, 0, 5, 1, 1)
-        )
+        data = pack_header(MESSAGE, 0, 4, 0, 200_000) + b"\1" * 200_000 + pack_header(MESSAGE, 0, 5, 1, 1)
         mine.sendall(data[:100_000])
         got = torch.zeros(200_000, dtype=torch.uint8)
         with pytest.raises(CollectiveTimeout, match="its message did not arrive completely from rank 0"):
@@ -533,7 +529,7 @@ def test_a_message_for_which_a_rank_has_no_memory_is_no_loss_of_its_sender(sourc
         send(a, torch.ones(1), 1)
         recv(b, torch.zeros(1), 0)
         waiting = irecv(b, torch.zeros(1), source)
-        made.sockets[0, 1].sendall(pack_header(MessageFrame.MESSAGE, 0, 5, 1, 1 << 47))
+        made.sockets[0, 1].sendall(pack_header(MESSAGE, 0, 5, 1, 1 << 47))
         error = prompt(waiting.wait, CollectiveError, r"rank 0: this rank cannot keep its message \(\d+ bytes")
         assert not isinstance(error, RankLost) and "do not fit into memory, of which" in str(error)
         again = prompt(lambda: recv(b, torch.zeros(1), source), CollectiveError, "this rank cannot keep its message")

@@ -1,4 +1,4 @@
-"""Mailboxes over real socket hubs, within one process and between processes."""
+"""Messenger over real socket hubs, within one process and between processes."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ import torch
 from point_pairs import BIG, LIMIT_S, in_threads, irecv, isend, number, recv, send
 from socket_hubs import hubs, open_hub
 
-from rpcdist.collectives._transports.p2p.messenger import Mailboxes
+from rpcdist.collectives._transports.p2p.messenger import Messenger, open_messenger
 from rpcdist.errors import CollectiveTimeout, ForkedProcess, RankLost
 from rpcdist.testing import Program
 
 
 @contextmanager
-def group(size: int) -> Iterator[list[Mailboxes]]:
-    """Mailboxes of ranks that are 10, 11 ... in the world."""
+def group(size: int) -> Iterator[list[Messenger]]:
+    """Messenger of ranks that are 10, 11 ... in the world."""
     with hubs(size) as opened:
         addresses = [hub.address for hub in opened]
         ranks = range(10, 10 + size)
-        members = [Mailboxes("test", rank, ranks, hub, "uid", addresses) for rank, hub in enumerate(opened)]
+        members = [open_messenger("test", rank, ranks, hub, "uid", addresses) for rank, hub in enumerate(opened)]
         try:
             yield members
         finally:
@@ -52,7 +52,7 @@ def test_groups_on_the_same_hubs_do_not_mix() -> None:
     with hubs(2) as opened:
         addresses = [hub.address for hub in opened]
         groups = [
-            [Mailboxes(uid, rank, range(2), hub, uid, addresses) for rank, hub in enumerate(opened)]
+            [open_messenger(uid, rank, range(2), hub, uid, addresses) for rank, hub in enumerate(opened)]
             for uid in ("one", "two")
         ]
         for value, (sender, _) in enumerate(groups):
@@ -80,14 +80,14 @@ def test_a_peer_whose_hub_is_closed_cannot_be_reached() -> None:
     with open_hub() as mine:
         with open_hub() as theirs:
             addresses = [mine.address, theirs.address]
-        member = Mailboxes("test", 0, range(2), mine, "uid", addresses)
+        member = open_messenger("test", 0, range(2), mine, "uid", addresses)
         with pytest.raises(RankLost, match="rank 1: it cannot be reached"):
             send(member, number(0), 1)
         member.close()
 
 
 def test_a_group_of_one_needs_no_hub() -> None:
-    member = Mailboxes("test", 0, [3])
+    member = open_messenger("test", 0, [3])
     with pytest.raises(CollectiveTimeout, match=r"from any rank within 0\.01 s"):
         member.recv(number(0), None, 0, asynchronous=False, timeout_s=0.01)
     member.close()
@@ -95,14 +95,14 @@ def test_a_group_of_one_needs_no_hub() -> None:
 
 PEER = """
     import os, sys, torch
-    from rpcdist.collectives._transports.p2p.messenger import Mailboxes
+    from rpcdist.collectives._transports.p2p.messenger import Messenger, open_messenger
     from rpcdist.transport import acquire_node
     from rpcdist.transport.sockets import SocketHub
     node = acquire_node()
     hub = SocketHub(node)
     hub.open("127.0.0.1")
     print(hub.address)
-    member = Mailboxes("test", 1, range(2), hub, "uid", [sys.argv[1], hub.address])
+    member = open_messenger("test", 1, range(2), hub, "uid", [sys.argv[1], hub.address])
     options = dict(asynchronous=False, timeout_s=20.0)
     member.send(torch.ones(3), 0, 0, **options)
     got = torch.zeros(3)
@@ -126,7 +126,7 @@ PEER = """
 @pytest.mark.skipif(sys.platform != "linux", reason="SIGKILL and fork as on Linux")
 def test_a_killed_process_is_noticed_at_once_although_its_forked_child_lives() -> None:
     with open_hub() as hub, Program(PEER, hub.address) as peer:
-        with closing(Mailboxes("test", 0, range(2), hub, "uid", [hub.address, peer.line()])) as member:
+        with closing(open_messenger("test", 0, range(2), hub, "uid", [hub.address, peer.line()])) as member:
             got = torch.zeros(3)
             recv(member, got, 1)
             assert got.tolist() == [1, 1, 1]

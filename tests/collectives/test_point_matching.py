@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rpcdist.collectives._transports.p2p.message_state import Matcher, MessageState
-from rpcdist.collectives._transports.p2p.requests import Header, MessageFrame
+from rpcdist.collectives._transports.p2p.requests import MESSAGE, Header
 
 Event = tuple[str, int | None, int]  # "recv" or "msg", source, tag
 
@@ -141,7 +141,7 @@ def test_messages_without_a_payload_count_for_what_they_take() -> None:
     """A rank whose send is stuck read any number of them, since their sizes are 0."""
     state = MessageState(0, (0, 1), 1 << 16)
     for number in range(100):
-        state.begin(1, Header(MessageFrame.MESSAGE, 0, number, number, 0))
+        state.begin(1, Header(MESSAGE, 0, number, number, 0))
     assert state.matcher.num_messages == 100 and not state.matcher.should_read(1, a_send_is_stuck=True)
     for number in range(100):
         assert state.matcher.post(1, number, None) is not None  # type: ignore[arg-type]

@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 
 from rpcdist.collectives._transports.p2p.peer_sockets import InStream, OutStream
 from rpcdist.collectives._transports.p2p.requests import (
+    GOODBYE,
     HEADER_BYTES,
+    MESSAGE,
+    REFUSED,
     Header,
-    MessageFrame,
     MessageTitle,
     PostedReceive,
     Request,
@@ -163,10 +165,10 @@ def test_a_message_that_has_begun_stays() -> None:
 
 def test_goodbye_ends_the_stream() -> None:
     sink = Sink()
-    sink.feed(pack_header(MessageFrame.GOODBYE, 0, 0, 0, 0))
+    sink.feed(pack_header(GOODBYE, 0, 0, 0, 0))
     assert sink.stream.said_goodbye
     with pytest.raises(ProtocolViolation):
-        sink.feed(pack_header(MessageFrame.MESSAGE, 0, 0, 0, 0))
+        sink.feed(pack_header(MESSAGE, 0, 0, 0, 0))
 
 
 @pytest.mark.parametrize(
@@ -175,11 +177,11 @@ def test_goodbye_ends_the_stream() -> None:
         b"GET / HTTP/1.1\r\nHost: localhost\r\n",
         bytes(HEADER_BYTES),
         pack_header(9, 0, 0, 0, 0),
-        pack_header(MessageFrame.MESSAGE, 200, 0, 0, 0),
-        pack_header(MessageFrame.MESSAGE, 0, 0, 0, 1 << 50),
-        pack_header(MessageFrame.MESSAGE, 7, 0, 0, 5),  # not a multiple of a float
-        pack_header(MessageFrame.MESSAGE, 0, 0, 1, 0),  # another number than the next
-        pack_header(MessageFrame.REFUSED, 0, 0, 0, 0),
+        pack_header(MESSAGE, 200, 0, 0, 0),
+        pack_header(MESSAGE, 0, 0, 0, 1 << 50),
+        pack_header(MESSAGE, 7, 0, 0, 5),  # not a multiple of a float
+        pack_header(MESSAGE, 0, 0, 1, 0),  # another number than the next
+        pack_header(REFUSED, 0, 0, 0, 0),
     ],
 )
 def test_garbage_is_found(data: bytes) -> None:
@@ -195,22 +197,22 @@ def test_random_bytes_never_do_anything_else(data: bytes) -> None:
 
 @given(st.integers(-(1 << 63), (1 << 63) - 1), st.integers(0, 1 << 63), st.integers(0, 1 << 40))
 def test_headers_come_back(tag: int, sequence: int, size: int) -> None:
-    header = Header(MessageFrame.MESSAGE, 0, tag, sequence, size)
+    header = Header(MESSAGE, 0, tag, sequence, size)
     assert unpack_header(pack_header(*header)) == header
 
 
 def test_tags_have_64_bits() -> None:
     with pytest.raises(struct.error):
-        pack_header(MessageFrame.MESSAGE, 0, 1 << 63, 0, 0)
+        pack_header(MESSAGE, 0, 1 << 63, 0, 0)
 
 
 def test_refusals_come_back_in_pieces() -> None:
-    refused = Header(MessageFrame.MESSAGE, 7, 5, 3, 16)
-    data = refusal(Header(MessageFrame.MESSAGE, 0, 0, 0, 9), refused) * 2
+    refused = Header(MESSAGE, 7, 5, 3, 16)
+    data = refusal(Header(MESSAGE, 0, 0, 0, 9), refused) * 2
     come, got = bytearray(), []
     for byte in data:
         come.append(byte)
         got += take_refusals(come)
-    assert got == [(Header(MessageFrame.REFUSED, 0, 5, 3, 9), refused)] * 2
+    assert got == [(Header(REFUSED, 0, 5, 3, 9), refused)] * 2
     with pytest.raises(ProtocolViolation):
         take_refusals(bytearray(b"x" * 64))

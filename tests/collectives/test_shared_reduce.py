@@ -115,9 +115,9 @@ def test_bools_are_any_and_all(op: ReduceOp) -> None:
 def test_premultiplication(dtype: torch.dtype, factor: float | torch.Tensor) -> None:
     tensor = torch.tensor([1.0, 2.0], dtype=dtype)
     operation = Operation(Kind.ALL_REDUCE, (tensor,), (tensor,), ReduceOp.PREMUL_SUM, factor=factor)
-    reduce_kernels.premultiply(operation, tensor)
+    reduce_kernels.premultiply_to(operation, tensor, tensor)
     assert tensor.tolist() == [2.0, 4.0]
-    reduce_kernels.premultiply(Operation(Kind.ALL_REDUCE, (tensor,), (tensor,), ReduceOp.SUM), tensor)
+    reduce_kernels.premultiply_to(Operation(Kind.ALL_REDUCE, (tensor,), (tensor,), ReduceOp.SUM), tensor, tensor)
     assert tensor.tolist() == [2.0, 4.0]
 
 

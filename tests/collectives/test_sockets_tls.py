@@ -20,7 +20,7 @@ from transport_in_memory import reference
 
 from rpcdist.collectives._operations.dense import memory_of
 from rpcdist.collectives._operations.operation import Kind, Operation
-from rpcdist.collectives._transports.p2p.messenger import Mailboxes
+from rpcdist.collectives._transports.p2p.messenger import Messenger, open_messenger
 from rpcdist.collectives._transports.sockets.pair_connections import OperationFrame
 from rpcdist.collectives._transports.sockets.socket_transport import SocketTransport
 from rpcdist.collectives._transports.transport_base import TransportPeerLost, TransportTimeout
@@ -42,10 +42,10 @@ def tls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def mailboxes() -> Iterator[tuple[Mailboxes, Mailboxes]]:
+def mailboxes() -> Iterator[tuple[Messenger, Messenger]]:
     with hubs(2) as opened:
         addresses = [hub.address.partition(",")[0] for hub in opened]  # without the Unix socket
-        members = [Mailboxes("test", rank, range(2), hub, "uid", addresses) for rank, hub in enumerate(opened)]
+        members = [open_messenger("test", rank, range(2), hub, "uid", addresses) for rank, hub in enumerate(opened)]
         try:
             yield members[0], members[1]
         finally:
@@ -130,7 +130,7 @@ def test_half_a_record_is_waited_for_until_the_deadline(count: int) -> None:
         assert not connection.has_buffered  # it slept, and did not look again and again
 
 
-def test_messages_of_all_sizes_both_ways_at_once(mailboxes: tuple[Mailboxes, Mailboxes]) -> None:
+def test_messages_of_all_sizes_both_ways_at_once(mailboxes: tuple[Messenger, Messenger]) -> None:
     sizes = [1, 10, 1_000, 4_096, 16_384, 50_000, 300_000, 3, 1_000_000, 2]
 
     def run(me: int) -> None:
@@ -145,7 +145,7 @@ def test_messages_of_all_sizes_both_ways_at_once(mailboxes: tuple[Mailboxes, Mai
     assert isinstance(mailboxes[0]._state.outgoing[1].sock, TlsSocket)
 
 
-def test_a_message_that_is_encrypted_in_part_is_not_left_out(mailboxes: tuple[Mailboxes, Mailboxes]) -> None:
+def test_a_message_that_is_encrypted_in_part_is_not_left_out(mailboxes: tuple[Messenger, Messenger]) -> None:
     """The socket is full: what comes next would else stand where the rest of a record belongs."""
     send(mailboxes[0], number(1), 1)
     connection = mailboxes[0]._state.outgoing[1]
@@ -162,7 +162,7 @@ def test_a_message_that_is_encrypted_in_part_is_not_left_out(mailboxes: tuple[Ma
             recv(mailboxes[1], torch.zeros(4_000), 0)
 
 
-def test_what_a_record_holds_is_read_before_a_thread_sleeps(mailboxes: tuple[Mailboxes, Mailboxes]) -> None:
+def test_what_a_record_holds_is_read_before_a_thread_sleeps(mailboxes: tuple[Messenger, Messenger]) -> None:
     """Many messages in one record: no poll tells of the second."""
     count = 200
     got = [torch.zeros(1) for _ in range(count)]

@@ -18,7 +18,6 @@ from typing import Final, Generic, TypeVar
 import torch
 
 from rpcdist.collectives._transports.p2p.peer_sockets import (
-    NO_ROOM,
     IncomingConnection,
     InStream,
     OutgoingConnection,
@@ -121,15 +120,12 @@ class Matcher(Generic[R, M]):
         return self._receives.take(source, tag)
 
     def keep(self, source: int, tag: int, size_bytes: int, message: M) -> None:
-        """Keeps the message for which `arrive` had no receive."""
         self._messages.add(source, tag, message, size_bytes)
 
     def withdraw(self, tag: int, receive: R) -> bool:
-        """Forgets a receive. Returns False if it has its message already."""
         return self._receives.take(None, tag, receive) is not None
 
     def discard(self, tag: int, message: M) -> None:
-        """Forgets a message that will never be complete, if it is kept."""
         self._messages.take(None, tag, message)
 
     def should_read(self, source: int, a_send_is_stuck: bool) -> bool:
@@ -142,7 +138,6 @@ class Matcher(Generic[R, M]):
         return self._messages.weights[source]
 
     def receives(self, source: int | None) -> list[R]:
-        """Returns the kept receives that name this source, by tag and in the order of posting."""
         return [receive for named, receive in self._receives.items() if named == source]
 
 
@@ -197,7 +192,6 @@ class MessageState:
             self.settled.append(request)
 
     def post(self, receive: PostedReceive) -> None:
-        """Takes a new receive."""
         error = None if receive.peer is None else self._refused_before(receive, receive.peer)
         if error is not None:
             error.add_note(
@@ -252,7 +246,7 @@ class MessageState:
         if 0 < len(sources) == len(reasons):
             text = "; ".join(f"rank {self.ranks[rank]}: {reason}" for rank, reason in reasons.items())
             prefix = "all other ranks are gone: " if receive.peer is None else ""
-            is_lost = not any([reason.startswith(NO_ROOM) for reason in reasons.values()])
+            is_lost = not any([rank in self.incoming and self.incoming[rank].lacked_memory for rank in reasons])
             error = RankLost(receive.title, prefix + text, sources) if is_lost else CollectiveError(receive.title, text)
             self._give_up(receive, error)
 
@@ -280,7 +274,6 @@ class MessageState:
         return arrived
 
     def end(self, target: Target) -> None:
-        """Notes that the payload of a message is complete."""
         if isinstance(target, PostedReceive):
             self.complete(target)
 
@@ -297,7 +290,6 @@ class MessageState:
     # ------------------------------------------------------------ connections
 
     def new_connection(self, peer: int) -> OutgoingConnection:
-        """Adds a connection on which this rank sends to `peer`; it is not open yet."""
         connection = OutgoingConnection(peer, OutStream(partial(self._sent, peer)), partial(self._end_outgoing, peer))
         self.outgoing[peer] = connection
         return connection
@@ -323,16 +315,17 @@ class MessageState:
         )
 
     def _end_incoming(self, source: int, reason: str) -> None:
-        """Notes the end of a connection from `source`."""
         target = self.incoming[source].stream.target
         if isinstance(target, UnexpectedMessage):
             self.matcher.discard(target.header.tag, target)
         elif target is not None:
-            self.complete(target, self._lost_error(target, source, reason))
+            error = self._lost_error(target, source, reason)
+            if self.incoming[source].lacked_memory:
+                error = CollectiveError(target.title, error.reason)
+            self.complete(target, error)
         self._fail_receives(source)
 
     def _end_outgoing(self, peer: int, reason: str) -> None:
-        """Notes the end of a connection to `peer`."""
         for request in self.outgoing[peer].stream.clear():
             self.complete(request, self._lost_error(request, peer, reason))
 
@@ -346,7 +339,6 @@ class MessageState:
         return CollectiveError(request.title, f"no connection to rank {self.ranks[request.peer]}: {shortage}")
 
     def read_refusals(self, connection: OutgoingConnection, now: float) -> None:
-        """Handles the refusals that the peer has sent since the last call."""
         if connection.is_open and now - connection.refusals_read_at > POLL_S:
             connection.refusals_read_at = now
             for refused in connection.read_refusals() or ():
@@ -379,7 +371,6 @@ class MessageState:
     # ------------------------------------------------------------ ends
 
     def fail(self, error: BaseException) -> None:
-        """Fails all pending and all later requests."""
         self.error = self.error or error
         for request in list(self.pending):
             self._give_up(request, self.error)
@@ -387,7 +378,6 @@ class MessageState:
             connection.stream.clear()
 
     def expire(self, now: float) -> None:
-        """Fails the requests that are overdue."""
         for request in list(self.pending):
             if request.deadline_at <= now:
                 self.withdraw(request)
@@ -427,12 +417,7 @@ class MessageState:
         self.complete(request, error)
 
     def _lost_error(self, request: Request, rank: int, reason: str) -> CollectiveError:
-        text = f"rank {self.ranks[rank]}: {reason}"
-        return (
-            CollectiveError(request.title, text)
-            if reason.startswith(NO_ROOM)
-            else RankLost(request.title, text, (rank,))
-        )
+        return RankLost(request.title, f"rank {self.ranks[rank]}: {reason}", (rank,))
 
     def _mismatch(self, request: Request, source: int, to: int, expected: Header, header: Header) -> CollectiveMismatch:
         sent = f"rank {self.ranks[source]} sent {header} with tag {header.tag} (message {header.sequence} of this pair)"

@@ -23,6 +23,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Final
 
 import torch
@@ -32,7 +33,7 @@ from rpcdist.collectives._operations.operation import dtype_code
 from rpcdist.collectives._transports.p2p.message_state import MessageState
 from rpcdist.collectives._transports.p2p.peer_sockets import OutgoingConnection
 from rpcdist.collectives._transports.p2p.progress_engine import ProgressEngine
-from rpcdist.collectives._transports.p2p.requests import MessageFrame, MessageTitle, PostedReceive, Request, pack_header
+from rpcdist.collectives._transports.p2p.requests import MESSAGE, MessageTitle, PostedReceive, Request, pack_header
 from rpcdist.collectives._transports.transport_base import SpinPolicy, ranks_here
 from rpcdist.collectives.work import Work
 from rpcdist.errors import CollectiveError, GroupAborted, ProtocolViolation, RpcdistError, TransportError
@@ -58,6 +59,7 @@ class Messenger:
         connect: opens a connection; called once for each peer, on the thread of the first send to it.
         buffer_limit_bytes: the limit, per peer, of the messages that are kept until their receive is called.
         num_ranks_here: ranks of the group on this host, for the `SpinPolicy`.
+        on_close: called before the messenger closes its connections.
     """
 
     def __init__(
@@ -69,10 +71,11 @@ class Messenger:
         *,
         buffer_limit_bytes: int = BUFFER_LIMIT_BYTES,
         num_ranks_here: int = 0,
+        on_close: Callable[[], object] | None = None,
     ) -> None:
         self._group_name = group_name
-        self._rank = rank
         self._connect = connect
+        self._on_close = on_close
         self._state = MessageState(rank, ranks, buffer_limit_bytes)
         self._progress = ProgressEngine(self._state, SpinPolicy(num_ranks_here), group_name)
         self._lock = self._progress.lock
@@ -151,7 +154,6 @@ class Messenger:
             raise
 
     def _title(self, verb: str, peer: int | None, tag: int) -> MessageTitle:
-        """Counts and names a new call."""
         fork.check_not_forked()
         self._num_calls[verb] += 1
         rank = None if peer is None else self._state.ranks[peer]
@@ -162,7 +164,6 @@ class Messenger:
             raise self._state.error
 
     def _finish(self, work: Work, asynchronous: bool) -> Work:
-        """Ends a call: at once if it is asynchronous, otherwise when its request is settled."""
         self._progress.settle()
         if not asynchronous:
             work.wait()
@@ -190,7 +191,7 @@ class Messenger:
         if connection.refusals or not connection.is_open:  # only a request can report a refusal
             return b""
         number = connection.stream.num_sent
-        header = pack_header(MessageFrame.MESSAGE, dtype_code(tensor.dtype), tag, number, tensor.nbytes)
+        header = pack_header(MESSAGE, dtype_code(tensor.dtype), tag, number, tensor.nbytes)
         return header + memory_of(tensor)
 
     def _open(self, connection: OutgoingConnection, timeout_s: float) -> None:
@@ -255,6 +256,8 @@ class Messenger:
 
     def close(self) -> None:
         """Fails pending requests, sends goodbyes and closes the sockets. Idempotent; waits for no peer."""
+        if self._on_close is not None:
+            self._on_close()
         if not self._progress.stopped:
             self.fail(GroupAborted(f"sends and receives of group {self._group_name!r}", "the group was destroyed here"))
             self._progress.stop()
@@ -263,49 +266,40 @@ class Messenger:
 logger = logging.getLogger(__name__)
 
 
-class Mailboxes(Messenger):
-    """A `Messenger` that connects through socket hubs.
+def open_messenger(
+    group_name: str,
+    rank: int,
+    ranks: Sequence[int],
+    hub: SocketHub | None = None,
+    uid: str = "",
+    addresses: Sequence[str] = (),
+) -> Messenger:
+    """Makes a `Messenger` that connects through socket hubs.
 
     Args:
         hub: the hub of this process; None for a group of one.
         uid: a unique identifier of the group, the same on all its ranks.
     """
+    prefix = f"{uid}/messages to {rank} from "
 
-    def __init__(
-        self,
-        group_name: str,
-        rank: int,
-        ranks: Sequence[int],
-        hub: SocketHub | None = None,
-        uid: str = "",
-        addresses: Sequence[str] = (),
-    ) -> None:
-        super().__init__(group_name, rank, ranks, self._dial, num_ranks_here=ranks_here(rank, addresses))
-        self._hub, self._uid = hub, uid
-        self._addresses = tuple(addresses)
-        self._prefix = f"{uid}/messages to {rank} from "
-        if hub is not None:
-            hub.announce(self._prefix, self._answer)
-
-    def _dial(self, peer: int, timeout_s: float, check: Callable[[], None]) -> StreamSocket:
-        if self._hub is None:
+    def connect(peer: int, timeout_s: float, check: Callable[[], None]) -> StreamSocket:
+        if hub is None:
             raise TransportError("this group has no socket hub")
-        purpose = f"{self._uid}/messages to {peer} from {self._rank}"
-        return self._hub.connect(self._addresses[peer], purpose, timeout_s, check=check)
+        return hub.connect(addresses[peer], f"{uid}/messages to {peer} from {rank}", timeout_s, check=check)
 
-    def _answer(self, purpose: str, sock: StreamSocket) -> None:
-        """Accepts a connection for this group, on the I/O loop."""
-        source = purpose.removeprefix(self._prefix)
+    def answer(purpose: str, sock: StreamSocket) -> None:  # on the I/O loop
+        source = purpose.removeprefix(prefix)
         try:
-            if not source.isascii() or not source.isdigit() or int(source) >= len(self._state.ranks):
+            if not source.isascii() or not source.isdigit() or int(source) >= len(ranks):
                 raise ProtocolViolation(f"it has no rank {source!r}")
-            self.attach(int(source), sock)
+            messenger.attach(int(source), sock)
         except ProtocolViolation as exc:
             sock.close()
-            logger.warning("a connection of group %r was closed: %s", self._group_name, exc)
+            logger.warning("a connection of group %r was closed: %s", group_name, exc)
 
-    def close(self) -> None:
-        """Closes like `Messenger.close`, and accepts no more connections."""
-        if self._hub is not None:
-            self._hub.withdraw(self._prefix)
-        super().close()
+    on_close = None if hub is None else partial(hub.withdraw, prefix)
+    num_ranks_here = ranks_here(rank, addresses)
+    messenger = Messenger(group_name, rank, ranks, connect, num_ranks_here=num_ranks_here, on_close=on_close)
+    if hub is not None:
+        hub.announce(prefix, answer)
+    return messenger

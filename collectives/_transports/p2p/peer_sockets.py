@@ -15,9 +15,10 @@ from itertools import islice
 from typing import Any, Concatenate, Final, Generic, ParamSpec, TypeVar
 
 from rpcdist.collectives._transports.p2p.requests import (
+    GOODBYE,
     HEADER_BYTES,
+    REFUSED,
     Header,
-    MessageFrame,
     Request,
     Target,
     pack_header,
@@ -102,9 +103,9 @@ class InStream:
         if len(staged) < HEADER_BYTES:
             return 0
         header = unpack_header(staged)
-        if self.said_goodbye or header.kind == MessageFrame.REFUSED or header.sequence != self.num_messages:
+        if self.said_goodbye or header.kind == REFUSED or header.sequence != self.num_messages:
             raise ProtocolViolation(f"expected message {self.num_messages}, got {header!r}")
-        if header.kind == MessageFrame.GOODBYE:
+        if header.kind == GOODBYE:
             self.said_goodbye = True
             return HEADER_BYTES
         self.num_messages += 1
@@ -167,7 +168,6 @@ class OutStream:
         return parts
 
     def advance(self, num_bytes: int) -> None:
-        """Removes the bytes that were sent."""
         self._offset += num_bytes
         while self.queue and self._offset >= HEADER_BYTES + len(self.queue[0][1]):
             request, payload = self.queue.popleft()
@@ -186,12 +186,10 @@ class OutStream:
         return False
 
     def find(self, sequence: int) -> Request | None:
-        """Returns the request of a message that is not completely sent."""
         index = sequence - self.num_sent
         return self.queue[index][0] if 0 <= index < len(self.queue) else None
 
     def clear(self) -> list[Request]:
-        """Forgets all messages and returns them."""
         requests = [request for request, _ in self.queue]
         self.queue.clear()
         return requests
@@ -203,10 +201,6 @@ C = TypeVar("C", bound="_MessageConnection[Any]")
 P = ParamSpec("P")
 S = TypeVar("S", bound=InStream | OutStream)
 T = TypeVar("T")
-
-
-NO_ROOM: Final = "this rank cannot keep its message"
-"""The beginning of the reason where this rank lacks memory, so that the other one is not lost."""
 
 
 def _step(function: Callable[Concatenate[C, P], T]) -> Callable[Concatenate[C, P], T | None]:
@@ -222,7 +216,8 @@ def _step(function: Callable[Concatenate[C, P], T]) -> Callable[Concatenate[C, P
         except OSError as exc:
             reason = f"the connection with it failed: {exc.strerror or exc}"
         except MemoryError as exc:
-            reason = f"{NO_ROOM} ({exc}); the connection was closed here"
+            self.lacked_memory = True
+            reason = f"this rank cannot keep its message ({exc}); the connection was closed here"
         except BaseException:  # from a signal handler: the position in the stream is unknown
             self.end(f"a {function.__name__.partition('_')[0]} was interrupted")
             raise
@@ -241,6 +236,7 @@ class _MessageConnection(Generic[S]):
     Attributes:
         sock: the socket, from `open` on.
         ended: the reason why the connection cannot be used any more; None while it can.
+        lacked_memory: whether it ended because this rank lacks memory, so that the other one is not lost.
     """
 
     sock: StreamSocket
@@ -251,6 +247,7 @@ class _MessageConnection(Generic[S]):
         self._on_end = on_end
         self.is_open = False
         self.ended: str | None = None
+        self.lacked_memory = False
 
     def open(self, sock: StreamSocket) -> None:
         """Takes a connected socket; closes it if this connection has ended meanwhile."""
@@ -316,7 +313,6 @@ class OutgoingConnection(_MessageConnection[OutStream]):
 
     @_step
     def send_at_once(self, message: bytes) -> int:
-        """Sends a message that is first in the queue; returns the number of bytes that the socket took."""
         try:
             return self.sock.send(message, NO_SIGPIPE)
         finally:
@@ -335,7 +331,6 @@ class OutgoingConnection(_MessageConnection[OutStream]):
 
     @_step
     def read_refusals(self) -> list[tuple[Header, Header]]:
-        """Returns the refusals that have come since the last call."""
         data = self.sock.recv(_REFUSALS_READ)
         if not data:
             self.end("it closed the connection")
@@ -346,4 +341,4 @@ class OutgoingConnection(_MessageConnection[OutStream]):
         """Tells the receiver that no message follows, if the last one was completely sent."""
         if self.is_open and not self.stream.queue and not self.stream.inside_message:
             with suppress(OSError):  # the peer sees the end of the connection all the same
-                self.sock.send(pack_header(MessageFrame.GOODBYE, 0, 0, self.stream.num_sent, 0), NO_SIGPIPE)
+                self.sock.send(pack_header(GOODBYE, 0, 0, self.stream.num_sent, 0), NO_SIGPIPE)

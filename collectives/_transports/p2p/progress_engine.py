@@ -214,7 +214,6 @@ class ProgressEngine:
                 pass
 
     def _step(self, now: float) -> bool:
-        """Reads and writes the sockets without waiting; returns whether any bytes were moved."""
         state, moved = self._state, False
         try:
             if now >= state.next_deadline:
@@ -243,7 +242,6 @@ class ProgressEngine:
         return any(one.has_buffered and state.is_wanted(one, stuck) for one in state.incoming.values())
 
     def _masks(self) -> dict[int, int]:
-        """The events that the leader waits for, by descriptor."""
         state = self._state
         stuck = state.a_send_is_stuck
         masks = {one.sock.fileno(): select.POLLIN for one in state.incoming.values() if state.is_wanted(one, stuck)}

@@ -15,7 +15,6 @@ import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import IntEnum
 from functools import partial
 from typing import Final, NamedTuple, Protocol
 
@@ -32,12 +31,10 @@ _MOST_BYTES: Final = 1 << 48
 HEADER_BYTES: Final = _HEADER.size
 
 
-class MessageFrame(IntEnum):
-    """The kinds of header."""
-
-    MESSAGE = 1
-    GOODBYE = 2  # the sender destroyed its group on purpose
-    REFUSED = 3
+# The kinds of header.
+MESSAGE: Final = 1
+GOODBYE: Final = 2  # the sender destroyed its group on purpose
+REFUSED: Final = 3
 
 
 class Header(NamedTuple):
@@ -54,7 +51,7 @@ class Header(NamedTuple):
         return f"{self.size_bytes} bytes of {str(DTYPES[self.code]).removeprefix('torch.')}"
 
 
-_KINDS: Final = frozenset(MessageFrame)
+_KINDS: Final = frozenset({MESSAGE, GOODBYE, REFUSED})
 _ITEM_BYTES: Final = tuple(dtype.itemsize for dtype in DTYPES)
 
 
@@ -72,8 +69,7 @@ def unpack_header(data: bytes | bytearray | memoryview, offset: int = 0) -> Head
 
 
 def refusal(expected: Header, refused: Header) -> bytes:
-    """Returns the bytes of a refusal by a receiver that expected such a payload."""
-    expected = Header(MessageFrame.REFUSED, expected.code, refused.tag, refused.sequence, expected.size_bytes)
+    expected = Header(REFUSED, expected.code, refused.tag, refused.sequence, expected.size_bytes)
     return pack_header(*expected) + pack_header(*refused)
 
 
@@ -89,7 +85,7 @@ def take_refusals(data: bytearray) -> list[tuple[Header, Header]]:
     refusals = []
     while len(data) >= 2 * HEADER_BYTES:
         expected, refused = unpack_header(data), unpack_header(data, HEADER_BYTES)
-        if expected.kind != MessageFrame.REFUSED or refused.kind != MessageFrame.MESSAGE:
+        if expected.kind != REFUSED or refused.kind != MESSAGE:
             raise ProtocolViolation(f"not a refusal: {bytes(data[: 2 * HEADER_BYTES]).hex()}")
         refusals.append((expected, refused))
         del data[: 2 * HEADER_BYTES]
@@ -158,8 +154,7 @@ class Request(Work):
         self.done = False
 
     def header(self, sequence: int = 0) -> Header:
-        """Returns the header of its message."""
-        return Header(MessageFrame.MESSAGE, self.code, self.tag, sequence, len(self.memory))
+        return Header(MESSAGE, self.code, self.tag, sequence, len(self.memory))
 
     def settle(self) -> None:
         """Notifies all waiters. Call it once, when `done`, without the lock, as it runs callbacks of the user."""
@@ -218,7 +213,6 @@ class UnexpectedMessage:
 
     @property
     def memory(self) -> memoryview:
-        """The bytes of the tensor."""
         return memory_of(self.tensor)
 
 

@@ -45,7 +45,6 @@ _syscall = _load()
 
 
 def unavailable() -> str | None:
-    """Returns why futexes cannot be used on this machine, or None if they can."""
     if _syscall is None:
         return "the C library has no function `syscall`"
     word = ctypes.c_uint32(1)
@@ -68,7 +67,6 @@ def wait(address: int, value: int, limit_s: float) -> None:
 
 
 def wake(address: int) -> None:
-    """Wakes all threads that sleep on the word at `address`."""
     assert _syscall is not None
     _syscall(_SYS_FUTEX, address, _WAKE, _EVERYBODY, None, None, 0)
 

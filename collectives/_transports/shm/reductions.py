@@ -76,7 +76,6 @@ class Reductions:
         self._prepared: dict[tuple[int, torch.dtype, int], _PreparedReduction] = {}
 
     def close(self) -> None:
-        """Releases the memory."""
         self._prepared.clear()
 
     def run(self, operation: Operation, control: Control, root: int | None) -> None:
@@ -164,9 +163,9 @@ class Reductions:
     def _reduce(self, kernel: ReduceKernel, slices: list[torch.Tensor], out: torch.Tensor) -> None:
         """Reduces the slices in order into `out`, which may be one of the first two slices, but none of the others."""
         combine = kernel.combine
-        combine(slices[0], slices[1], out)
+        combine(slices[0], slices[1], out=out)
         for operand in slices[2:]:
-            combine(out, operand, out)
+            combine(out, operand, out=out)
         if kernel.finish is not None:
             kernel.finish(out, self._size)
 
@@ -265,7 +264,6 @@ class Reductions:
                 copy_bytes(buffer + publish.offset, tensor.data_ptr() + start, stop - start)
 
     def _reduce_own(self, operation: Operation, path: Route, step: int, half: int) -> None:
-        """Reduces a slice of this rank's chunk, which is at the same place in every rank's buffer."""
         output = operation.outputs[0]
         start, stop = span(step, path.slice_bytes, output.nbytes)
         if start == stop:
@@ -284,7 +282,6 @@ def _kernel(operation: Operation, tensor: torch.Tensor) -> ReduceKernel:
 
 
 def _flat(tensor: torch.Tensor, kernel: ReduceKernel, plain: bool = False) -> torch.Tensor:
-    """Returns the tensor as one dimension of elements of the dtype in which it is reduced."""
     if plain and tensor.dim() == 1:
         return tensor
     return tensor.view(-1).view(kernel.dtype)

@@ -98,7 +98,6 @@ class RankBuffers:
         self.address: Final = [[start + layout.buffer(half, rank) for rank in range(layout.size)] for half in (0, 1)]
 
     def close(self) -> None:
-        """Releases the memory."""
         self._views.clear()
         self._memory = torch.empty(0)
 
@@ -226,7 +225,6 @@ def route(kind: Kind, rank: int, size: int, root: int, buffer_bytes: int) -> Rou
 
 
 def _slot_bytes(size: int, buffer_bytes: int) -> int:
-    """Returns the size of a slot in a buffer that has one for each rank."""
     return buffer_bytes // size // ALIGNMENT * ALIGNMENT
 
 
@@ -251,7 +249,6 @@ class Piece:
     offset: int
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the piece's elements of its flat tensor."""
         return tensor if self.stop - self.start == tensor.numel() else tensor[self.start : self.stop]
 
     def __repr__(self) -> str:

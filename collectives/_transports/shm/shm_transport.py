@@ -93,7 +93,6 @@ class ShmTransport(Transport):
         return found
 
     def _move(self, operation: Operation, control: Control, path: Route) -> None:
-        """Runs an operation that does not reduce."""
         uneven = operation.kind is _ALL_TO_ALL
         sources = [(tensor.data_ptr(), tensor.nbytes) for tensor in operation.inputs]
         targets = [(tensor.data_ptr(), tensor.nbytes) for tensor in operation.outputs]

@@ -86,12 +86,10 @@ class Signals:
         return [(peer, self._layout.header(half, peer) // _WORD) for peer in peers]
 
     def close(self) -> None:
-        """Releases the memory."""
         for view in (*self._header, self._words, self._bytes):
             view.release()
 
     def words(self, offset: int, count: int) -> memoryview:
-        """Returns `count` words of 8 bytes at `offset`."""
         return self._words[offset // _WORD : offset // _WORD + count]
 
     # ------------------------------------------------------------ steps
@@ -152,7 +150,6 @@ class Signals:
     # ------------------------------------------------------------ waiting
 
     def _wake_sleepers(self, half: int) -> None:
-        """Wakes the ranks that sleep in this step."""
         wakeup = self._wakeup[half]
         self._words[wakeup] = self.step
         with self._fence:
@@ -176,7 +173,6 @@ class Signals:
             now = time.monotonic()
 
     def _sleep(self, control: Control) -> None:
-        """Sleeps until the flags of all ranks are raised."""
         words, step = self._words, self.step
         flags = [flag for _, flag in self._peers[step & 1]]
         wakeup = self._wakeup[step & 1]
@@ -194,7 +190,6 @@ class Signals:
             self._spin_policy.slept(time.monotonic() - began)
 
     def _check(self, control: Control) -> None:
-        """Raises if the wait must end."""
         control.check()
         step = self.step
         late = [peer for peer, flag in self._peers[step & 1] if self._words[flag] != step]
@@ -210,7 +205,6 @@ Row = Sequence[int]
 
 
 def longest(rows: Sequence[Row]) -> int:
-    """Returns the size of the longest chunk of all ranks."""
     return max(map(max, rows))
 
 
@@ -257,7 +251,6 @@ class SizeTables:
         self._rows = [[signals.words(layout.table(half, peer), self._width) for peer in ranks] for half in (0, 1)]
 
     def close(self) -> None:
-        """Releases the memory."""
         for rows in self._rows:
             for row in rows:
                 row.release()

@@ -105,7 +105,6 @@ class PairConnections:
         return connection
 
     def established(self, peer: int) -> StreamSocket | None:
-        """Returns the first connection with a rank, if it is open."""
         return self._open.get((peer, 0))
 
     def _connect(self, peer: int, channel: int, control: Control) -> StreamSocket:
@@ -153,7 +152,6 @@ class PairConnections:
 
 
 def _usual_number(mine: str, theirs: str) -> int:
-    """Returns the default number of connections between two ranks; the same on both."""
     hosts = {HubAddress.parse(mine).host, HubAddress.parse(theirs).host}
     return 1 if len(hosts) == 1 or all(map(is_loopback, hosts)) else _SOCKETS_BETWEEN_HOSTS
 
@@ -185,7 +183,6 @@ class OperationFrame:
         return _HEADER.pack(_MAGIC, round_number, self._detail, self._sequence, size_bytes, self._fingerprint)
 
     def mismatch(self, peer: int, expected: bytes, got: bytes) -> TransportMismatch:
-        """Makes the error for a header that differs."""
         mine, theirs = describe_fingerprint(self._fingerprint), self._describe(got)
         if mine == theirs:
             difference = _differences(_HEADER.unpack(expected), _HEADER.unpack(got))

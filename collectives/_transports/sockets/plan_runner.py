@@ -63,7 +63,6 @@ class Scratch:
         return kept[:size_bytes].view(dtype)
 
     def clear(self) -> None:
-        """Releases the memory."""
         self._kept.clear()
 
 
@@ -92,7 +91,6 @@ class PlanRunner:
     spin_policy: SpinPolicy
 
     def run(self, plan: Plan) -> None:
-        """Runs all rounds; raises like `Transport.run`."""
         for number, round_ in enumerate(plan):
             pending: list[Transfer] = []
             for send in round_.sends:
@@ -122,7 +120,6 @@ class PlanRunner:
             yield Receiving(step.peer, channel, self.frame, expected, part, stop - start, reduction)
 
     def _reduction(self, step: ReceiveStep, channel: int, start: int, stop: int, final: bool) -> Reduction:
-        """Makes the reduction of bytes `start` to `stop` of a message."""
         assert self.reducer is not None and step.operand is not None
         operand = self.buffers[step.operand.buffer].numbers(step.operand, start, stop)
         buffer = self.buffers[step.region.buffer]
@@ -170,7 +167,6 @@ class PlanRunner:
         return transfer.advance()
 
     def _wait(self, pending: list[Transfer]) -> None:
-        """Waits until one of the transfers can continue."""
         if any(transfer.has_buffered for transfer in pending):
             return
         arrivals = self.connections.waker.fileno()

@@ -83,7 +83,6 @@ class PairExchange:
         )
 
     def run(self, operation: Operation, control: Control) -> None:
-        """Raises like `Transport.run`."""
         tensor, connection = operation.outputs[0], self._connections.established(self._peer)
         assert connection is not None
         message = self._message(operation, tensor)
@@ -96,9 +95,9 @@ class PairExchange:
         kernel, received = message.kernel, message.received
         flat = tensor.view(-1).view(kernel.dtype)
         if self._peer < self._rank:
-            kernel.combine(received, flat, flat)
+            kernel.combine(received, flat, out=flat)
         else:
-            kernel.combine(flat, received, flat)
+            kernel.combine(flat, received, out=flat)
         if kernel.finish is not None:
             kernel.finish(flat, 2)
 
@@ -114,7 +113,6 @@ class PairExchange:
         return message
 
     def clear(self) -> None:
-        """Releases the memory."""
         self._messages.clear()
 
     # ------------------------------------------------------------ messages
@@ -140,7 +138,6 @@ class PairExchange:
                 raise frame.mismatch(self._peer, expected, bytes(room[:HEADER_BYTES]))
 
     def _receive_some(self, connection: StreamSocket, room: memoryview, control: Control) -> int:
-        """Receives at least one byte; returns the number of bytes."""
         spin_policy = self._spin_policy
         try:
             began = now = time.monotonic()
@@ -169,7 +166,6 @@ class PairExchange:
         return number
 
     def _wait(self, connection: StreamSocket, mask: int, control: Control) -> None:
-        """Waits until the socket is ready."""
         if mask == select.POLLIN and has_buffered(connection):
             return
         wakeup_fd = control.wakeup_fd
@@ -267,7 +263,6 @@ class SocketTransport(Transport):
         self._pair_exchange.clear()
 
     def _counts(self, operation: Operation) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Returns the arguments `counts` and `received` of `plan_for`."""
         inputs, outputs = operation.inputs, operation.outputs
         match operation.kind:
             case Kind.ALL_REDUCE | Kind.REDUCE | Kind.BROADCAST:
@@ -285,13 +280,13 @@ class SocketTransport(Transport):
     # ------------------------------------------------------------ buffers, in the order that the plans name them
 
     def _for_all_reduce(self, operation: Operation) -> list[torch.Tensor]:
-        reduce_kernels.premultiply(operation, operation.outputs[0])
+        reduce_kernels.premultiply_to(operation, operation.outputs[0], operation.outputs[0])
         return [operation.outputs[0]]
 
     def _for_reduce(self, operation: Operation) -> list[torch.Tensor]:
         tensor = operation.outputs[0]
         if self.rank == operation.root:
-            reduce_kernels.premultiply(operation, tensor)
+            reduce_kernels.premultiply_to(operation, tensor, tensor)
             return [tensor, tensor]
         result = self._scratch.get(_RESULT_SLOT, tensor.numel(), tensor.dtype)
         return [self._multiplied(operation, tensor), result]

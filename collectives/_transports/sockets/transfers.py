@@ -29,7 +29,6 @@ all_reduce of 16 MiB took 1.1x to 1.4x as long, as each change of turns empties 
 
 
 def slice_bytes(unit: int) -> int:
-    """Returns the size of the slices in which numbers of `unit` bytes are reduced."""
     if torch.get_num_threads() == 1:
         return _SLICE_BYTES_OF_ONE_THREAD
     return min(_SLICE_BYTES, SLICE_ELEMENTS * unit)
@@ -64,7 +63,6 @@ class Transfer:
         return not self.is_send and self.connection is not None and has_buffered(self.connection)
 
     def lost(self, exc: OSError | None = None) -> TransportPeerLost:
-        """Makes the error for a connection that ended."""
         return TransportPeerLost(self.peer, (exc.strerror or str(exc)) if exc else "it closed the connection")
 
 
@@ -144,7 +142,6 @@ class Reduction:
         self._finish = finish
 
     def reduce_all(self) -> None:
-        """Reduces a message that has arrived completely."""
         for index in range(len(self._slices)):
             self.reduce(index)
 
@@ -152,9 +149,9 @@ class Reduction:
         """Reduces the slice of this index, which has arrived in the staging tensor."""
         target, operand, received = self._slices[index]
         if self._received_first:
-            self._combine(received, operand, target)
+            self._combine(received, operand, out=target)
         else:
-            self._combine(operand, received, target)
+            self._combine(operand, received, out=target)
         if self._finish is not None:
             self._finish(target)
 
