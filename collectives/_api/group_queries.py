@@ -38,14 +38,14 @@ class _WorldProperty(type):
         return current_world().default
 
 
-class group(metaclass=_WorldProperty):
-    """`group.WORLD` is the default group."""
-
-
 class GroupMember(metaclass=_WorldProperty):
     """`GroupMember.WORLD` is the default group; `NON_GROUP_MEMBER` replaces a group in which this rank is not."""
 
     NON_GROUP_MEMBER: Final = NON_GROUP_MEMBER
+
+
+group = GroupMember
+"""torch's other name, for `group.WORLD`."""
 
 
 def is_initialized() -> bool:

@@ -22,7 +22,13 @@ import torch
 from rpcdist.collectives._operations import reduce_kernels
 from rpcdist.collectives._operations.dense import joined
 from rpcdist.collectives._operations.operation import FINGERPRINT_BYTES, Kind, Operation, ReduceOp, describe_fingerprint
-from rpcdist.collectives._transports.transport_base import Control, Transport, TransportMismatch, TransportTimeout
+from rpcdist.collectives._transports.transport_base import (
+    Control,
+    Transport,
+    TransportMismatch,
+    TransportTimeout,
+    mismatched_sizes,
+)
 from rpcdist.errors import ConfigError
 from rpcdist.time_limits import MPI_SHORT_PAUSE_S, POLL_S
 
@@ -187,24 +193,14 @@ class MpiTransport(Transport):
             fingerprints = [each[:FINGERPRINT_BYTES] for each in views_by_rank]
             raise TransportMismatch({rank: describe_fingerprint(view) for rank, view in enumerate(fingerprints)})
         if operation.kind is Kind.ALL_TO_ALL:
-            self._compare_sizes([self._splits.unpack_from(each, FINGERPRINT_BYTES) for each in views_by_rank])
+            rows = [self._splits.unpack_from(each, FINGERPRINT_BYTES) for each in views_by_rank]
+            if problems := mismatched_sizes(operation.kind, rows):
+                raise TransportMismatch({rank: f"all_to_all that {text}" for rank, text in problems.items()})
 
     def _sizes(self, operation: Operation) -> bytes:
         if operation.kind is not Kind.ALL_TO_ALL:
             return bytes(self._splits.size)
         return self._splits.pack(*(tensor.nbytes for tensor in (*operation.inputs, *operation.outputs)))
-
-    def _compare_sizes(self, sizes: list[tuple[int, ...]]) -> None:
-        """Compares the sizes of every pair on every rank, so that all ranks find the same mismatch."""
-        for sender in range(self.size):
-            for receiver in range(self.size):
-                sent, expected = sizes[sender][receiver], sizes[receiver][self.size + sender]
-                if sent != expected:
-                    views = {
-                        sender: f"all_to_all that sends {sent} bytes to rank {receiver}",
-                        receiver: f"all_to_all that expects {expected} bytes from rank {sender}",
-                    }
-                    raise TransportMismatch(views)
 
     def _wait(self, request: MPI.Request, *memory: object) -> None:
         """Waits for one call of MPI, which reads and writes `memory`."""

@@ -45,16 +45,51 @@ _RECORD = struct.Struct("<II")
 _CHANGE = struct.Struct("<BII")
 
 
-class ChangeLog:
-    """The file, and how much of it was read. Not thread-safe: its owner serialises the calls."""
+class FileTable:
+    """The file, how much of it was read, and its contents so far; separate from `FileStore`, so that it can outlive it.
 
-    def __init__(self, path: str) -> None:
+    Any thread may use it.
+    """
+
+    def __init__(self, path: str, world_size: int = -1) -> None:
         self.path = path
+        self.contents = Contents()
+        self._world_size = world_size
+        self._lock = threading.Lock()
+        self._num_opened = 0
+        self._num_closed = 0
+        self._closed = False
+        self._pid = os.getpid()
         self._offset = HEADER_BYTES
         self._header = b""
         self._descriptor = -1  # of the file, while it is locked
+        self._create(Deadline.after(SLOW_ANSWER_LIMIT_S))
+        if world_size > 0:
+            with self.locked(writing=True):
+                self.change([Change(Code.OPENED)])
 
-    def create(self, deadline: Deadline) -> None:
+    def execute(self, operation: StoreOperation[object]) -> object:
+        """Runs an operation with the file locked; returns `Missing` if the operation must wait."""
+        with self.locked(writing=not operation.read_only):
+            result, changes = operation.decide(self.contents)
+            if changes:
+                self.change(changes)
+            return result
+
+    def close(self, limit_s: float | None = None) -> None:
+        # A forked child did not open the file, and does not count.
+        if self._world_size <= 0 or self._pid != os.getpid() or not os.path.exists(self.path):
+            self._closed = True
+            return
+        with self.locked(writing=True, limit_s=limit_s):
+            self.change([Change(Code.CLOSED)])
+            self._closed = True
+            if self._num_closed >= self._world_size and self._num_closed == self._num_opened:
+                os.unlink(self.path)
+
+    # ------------------------------------------------------------ the file
+
+    def _create(self, deadline: Deadline) -> None:
         """Makes the file if it is missing or empty; raises `DistStoreError` if other users can write to it."""
         with _system_errors(self.path), self._opened(os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX, deadline) as descriptor:
             self._check_ours(descriptor)
@@ -80,19 +115,28 @@ class ChangeLog:
             )
 
     @contextmanager
-    def locked(self, writing: bool, deadline: Deadline) -> Iterator[None]:
-        """Opens the file and locks it for the `with` block, in which the log can be read, written and removed.
+    def locked(self, writing: bool, limit_s: float | None = None) -> Iterator[None]:
+        """Opens the file, locks it for the `with` block, and updates the contents.
 
         Raises:
             DistStoreError: the file is missing, was replaced or is damaged, or the lock was not free in time.
         """
-        mode = fcntl.LOCK_EX if writing else fcntl.LOCK_SH
-        with _system_errors(self.path), self._opened(os.O_RDWR, mode, deadline) as descriptor:
-            header, size = os.pread(descriptor, HEADER_BYTES, 0), os.fstat(descriptor).st_size
-            if header != self._header or size < self._offset:
-                raise DistStoreError(f"{self.path} was replaced or cut short while a store used it")
-            self._descriptor = descriptor
-            yield
+        limit_s = SLOW_ANSWER_LIMIT_S if limit_s is None else limit_s
+        deadline = Deadline.after(limit_s)
+        if not self._lock.acquire(timeout=deadline.remaining_s()):
+            raise DistStoreError(f"another thread has used {self.path} for {limit_s} s")
+        try:
+            if self._closed:
+                raise DistStoreError(f"the store in {self.path} was closed by this process")
+            mode = fcntl.LOCK_EX if writing else fcntl.LOCK_SH
+            with _system_errors(self.path), self._opened(os.O_RDWR, mode, deadline) as self._descriptor:
+                header, size = os.pread(self._descriptor, HEADER_BYTES, 0), os.fstat(self._descriptor).st_size
+                if header != self._header or size < self._offset:
+                    raise DistStoreError(f"{self.path} was replaced or cut short while a store used it")
+                self._apply(self._read())
+                yield
+        finally:
+            self._lock.release()
 
     def maybe_grown(self) -> bool:
         """Whether the file may have new records; costs one `stat`."""
@@ -103,12 +147,12 @@ class ChangeLog:
     def _opened(self, flags: int, mode: int, deadline: Deadline) -> Iterator[int]:
         descriptor = os.open(self.path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
         try:
-            self._lock(descriptor, mode, deadline)
+            self._wait_for_lock(descriptor, mode, deadline)
             yield descriptor
         finally:
             os.close(descriptor)  # this frees the lock
 
-    def _lock(self, descriptor: int, mode: int, deadline: Deadline) -> None:
+    def _wait_for_lock(self, descriptor: int, mode: int, deadline: Deadline) -> None:
         # flock() has no time limit, so this tries repeatedly; a lock is held for some microseconds.
         pauses = backoff(LOCK_FIRST_PAUSE_S, LOCK_LONGEST_PAUSE_S, deadline)
         while True:
@@ -126,7 +170,18 @@ class ChangeLog:
 
     # ------------------------------------------------------------ within `locked`
 
-    def read(self) -> list[Change]:
+    def change(self, changes: Sequence[Change]) -> None:
+        """Writes the changes before it applies them, so that a full disk leaves file and contents unchanged."""
+        self._write(changes)
+        self._apply(changes)
+
+    def _apply(self, changes: Iterable[Change]) -> None:
+        for change in changes:
+            self.contents.apply(change)
+            self._num_opened += change.code is Code.OPENED
+            self._num_closed += change.code is Code.CLOSED
+
+    def _read(self) -> list[Change]:
         """Returns the changes that were not read before, in order."""
         data = self._read_rest()
         changes: list[Change] = []
@@ -137,7 +192,7 @@ class ChangeLog:
         self._offset += position
         return changes
 
-    def write(self, changes: Iterable[Change]) -> None:
+    def _write(self, changes: Iterable[Change]) -> None:
         """Appends one record, after all others were read. If that fails (a full disk), the file is as before."""
         body = b"".join(
             _CHANGE.pack(change.code, len(key), len(change.value)) + key + change.value
@@ -155,9 +210,6 @@ class ChangeLog:
             os.ftruncate(self._descriptor, offset)
             raise
         self._offset = offset + len(record)
-
-    def remove(self) -> None:
-        os.unlink(self.path)
 
     def _read_rest(self) -> bytes:
         offset, parts = self._offset, []
@@ -231,13 +283,13 @@ class FileStore(Store):
     ) -> None:
         super().__init__(timeout)
         DROPPED_STORES.close_all()
-        self._state = _FileState(os.path.abspath(os.fspath(file_name)), world_size)
-        self._closer = weakref.finalize(self, _drop, os.getpid(), self._state)
+        self._table = FileTable(os.path.abspath(os.fspath(file_name)), world_size)
+        self._closer = weakref.finalize(self, _drop, os.getpid(), self._table)
 
     @property
     def path(self) -> str:
         """The file that holds the store."""
-        return self._state.log.path
+        return self._table.path
 
     @property
     def address(self) -> str:
@@ -250,84 +302,21 @@ class FileStore(Store):
     def close(self) -> None:
         """Ends the use of the store; the last of `world_size` users removes the file. Idempotent, bounded."""
         if self._closer.detach() is not None:
-            self._state.close()
+            self._table.close()
 
     def execute(self, operation: StoreOperation[object], deadline: Deadline) -> object:
         pauses = backoff(POLL_S, TICK_S, deadline)
-        while isinstance(result := self._state.execute(operation), Missing) and not deadline.expired():
+        while isinstance(result := self._table.execute(operation), Missing) and not deadline.expired():
             while not deadline.expired():
                 time.sleep(next(pauses))
-                if self._state.log.maybe_grown():
+                if self._table.maybe_grown():
                     break
         return result
 
 
-def _drop(pid: int, state: _FileState) -> None:
+def _drop(pid: int, table: FileTable) -> None:
     """Closes a dropped store. Does not wait, as a finalizer may run in the middle of an operation on this file."""
     try:
-        state.close(limit_s=0.0)
+        table.close(limit_s=0.0)
     except DistStoreError:
-        DROPPED_STORES.add(pid, state.close)
-
-
-class _FileState:
-    """The file's log and its contents so far; separate from `FileStore`, so that it can outlive it."""
-
-    def __init__(self, path: str, world_size: int) -> None:
-        self.log = ChangeLog(path)
-        self._world_size = world_size
-        self._contents = Contents()
-        self._lock = threading.Lock()
-        self._num_opened = 0
-        self._num_closed = 0
-        self._closed = False
-        self._pid = os.getpid()
-        self.log.create(Deadline.after(SLOW_ANSWER_LIMIT_S))
-        if world_size > 0:
-            with self._open(writing=True):
-                self._change([Change(Code.OPENED)])
-
-    def execute(self, operation: StoreOperation[object]) -> object:
-        """Runs an operation with the file locked; returns `Missing` if the operation must wait."""
-        with self._open(writing=not operation.read_only):
-            result, changes = operation.decide(self._contents)
-            if changes:
-                self._change(changes)
-            return result
-
-    @contextmanager
-    def _open(self, writing: bool, limit_s: float | None = None) -> Iterator[None]:
-        limit_s = SLOW_ANSWER_LIMIT_S if limit_s is None else limit_s
-        deadline = Deadline.after(limit_s)
-        if not self._lock.acquire(timeout=deadline.remaining_s()):
-            raise DistStoreError(f"another thread has used {self.log.path} for {limit_s} s")
-        try:
-            if self._closed:
-                raise DistStoreError(f"the store in {self.log.path} was closed by this process")
-            with self.log.locked(writing, deadline):
-                self._apply(self.log.read())
-                yield
-        finally:
-            self._lock.release()
-
-    def _change(self, changes: Sequence[Change]) -> None:
-        """Writes the changes before it applies them, so that a full disk leaves file and contents unchanged."""
-        self.log.write(changes)
-        self._apply(changes)
-
-    def _apply(self, changes: Iterable[Change]) -> None:
-        for change in changes:
-            self._contents.apply(change)
-            self._num_opened += change.code is Code.OPENED
-            self._num_closed += change.code is Code.CLOSED
-
-    def close(self, limit_s: float | None = None) -> None:
-        # A forked child did not open the file, and does not count.
-        if self._world_size <= 0 or self._pid != os.getpid() or not os.path.exists(self.log.path):
-            self._closed = True
-            return
-        with self._open(writing=True, limit_s=limit_s):
-            self._change([Change(Code.CLOSED)])
-            self._closed = True
-            if self._num_closed >= self._world_size and self._num_closed == self._num_opened:
-                self.log.remove()
+        DROPPED_STORES.add(pid, table.close)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from rpcdist.collectives._operations import reduce_kernels
-from rpcdist.collectives._operations.operation import Operation
+from rpcdist.collectives._operations.operation import Kind, Operation
 from rpcdist.deadline import Deadline
 from rpcdist.time_limits import SPIN_LIMIT_S
 from rpcdist.transport._tls.tls_socket import NO_SIGPIPE
@@ -140,6 +140,38 @@ class SingleRankTransport(Transport):
 
     def close(self) -> None:
         """Does nothing."""
+
+
+def mismatched_sizes(kind: Kind, rows: Sequence[Sequence[int]]) -> dict[int, str]:
+    """Compares the sizes of chunks: a row for each rank has those of its inputs, then those of its outputs, in bytes.
+
+    Returns:
+        For each rank concerned, the sizes that differ; empty if all agree. The same on all ranks.
+    """
+    return _all_to_all(rows) if kind is Kind.ALL_TO_ALL else _reduce_scatter(rows)
+
+
+def _all_to_all(rows: Sequence[Sequence[int]]) -> dict[int, str]:
+    size = len(rows)
+    for sender in range(size):
+        for receiver in range(size):
+            sent, taken = rows[sender][receiver], rows[receiver][size + sender]
+            if sent != taken and sender == receiver:
+                return {sender: f"sends {sent} bytes to itself and takes {taken}"}
+            if sent != taken:
+                return {
+                    sender: f"sends {sent} bytes to rank {receiver}",
+                    receiver: f"takes {taken} bytes from rank {sender}",
+                }
+    return {}
+
+
+def _reduce_scatter(rows: Sequence[Sequence[int]]) -> dict[int, str]:
+    size = len(rows)
+    chunks = [list(row[:size]) for row in rows]
+    if all(sizes == chunks[0] for sizes in chunks):
+        return {}
+    return {rank: f"has chunks of {', '.join(map(str, sizes))} bytes" for rank, sizes in enumerate(chunks)}
 
 
 _MAX_POLLERS: Final = 64

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rpcdist.collectives._operations.operation import Kind
-from rpcdist.collectives._transports.shm import signals
 from rpcdist.collectives._transports.shm.routes import (
     ALIGNMENT,
     LINE,
@@ -24,6 +23,7 @@ from rpcdist.collectives._transports.shm.routes import (
     span,
     two_phase_slice_bytes,
 )
+from rpcdist.collectives._transports.transport_base import mismatched_sizes
 
 BUFFER = 1024
 SIZES = range(1, 10)
@@ -173,20 +173,17 @@ def test_kinds_that_need_no_route_have_none() -> None:
 
 
 def test_sizes_that_fit() -> None:
-    assert signals.mismatched_sizes(Kind.ALL_TO_ALL, [[1, 2, 1, 3], [3, 4, 2, 4]]) == {}
-    assert signals.mismatched_sizes(Kind.REDUCE_SCATTER, [[8, 4, 8, 0], [8, 4, 4, 0]]) == {}
-    assert signals.longest([[1, 2, 1, 3], [3, 4, 2, 4]]) == 4
+    assert mismatched_sizes(Kind.ALL_TO_ALL, [[1, 2, 1, 3], [3, 4, 2, 4]]) == {}
+    assert mismatched_sizes(Kind.REDUCE_SCATTER, [[8, 4, 8, 0], [8, 4, 4, 0]]) == {}
 
 
 def test_sizes_that_do_not_fit_name_the_ranks() -> None:
-    assert signals.mismatched_sizes(Kind.ALL_TO_ALL, [[1, 2, 1, 3], [3, 4, 9, 4]]) == {
+    assert mismatched_sizes(Kind.ALL_TO_ALL, [[1, 2, 1, 3], [3, 4, 9, 4]]) == {
         0: "sends 2 bytes to rank 1",
         1: "takes 9 bytes from rank 0",
     }
-    assert signals.mismatched_sizes(Kind.ALL_TO_ALL, [[1, 2, 7, 3], [3, 4, 2, 4]]) == {
-        0: "sends 1 bytes to itself and takes 7"
-    }
-    problems = signals.mismatched_sizes(Kind.REDUCE_SCATTER, [[8, 4, 8, 0], [4, 8, 8, 0]])
+    assert mismatched_sizes(Kind.ALL_TO_ALL, [[1, 2, 7, 3], [3, 4, 2, 4]]) == {0: "sends 1 bytes to itself and takes 7"}
+    problems = mismatched_sizes(Kind.REDUCE_SCATTER, [[8, 4, 8, 0], [4, 8, 8, 0]])
     assert problems == {0: "has chunks of 8, 4 bytes", 1: "has chunks of 4, 8 bytes"}
 
 

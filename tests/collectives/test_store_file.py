@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,9 @@ from forked_program import ForkedProgram
 
 from rpcdist.collectives import DistStoreError, FileStore, PrefixStore, StoreTimeout
 from rpcdist.collectives._stores import file_store
-from rpcdist.collectives._stores.file_store import ChangeLog
+from rpcdist.collectives._stores.file_store import FileTable
 from rpcdist.collectives._stores.store_operations import Change, Code
-from rpcdist.deadline import Deadline
 from rpcdist.testing import Program, WorkerPool
-
-SOON = Deadline.after(60)
 
 
 def test_a_tail_that_was_cut_off_at_any_byte_is_ignored_and_then_overwritten(tmp_path: Path) -> None:
@@ -133,26 +131,22 @@ def test_a_lock_that_is_never_free(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     path = tmp_path / "store"
     with FileStore(path) as store:
         monkeypatch.setattr(file_store, "SLOW_ANSWER_LIMIT_S", 0.1)
-        log = ChangeLog(str(path))
-        log.create(SOON)
-        with log.locked(writing=True, deadline=SOON), pytest.raises(DistStoreError, match=r"lock of .* was not free"):
+        with FileTable(str(path)).locked(writing=True), pytest.raises(DistStoreError, match=r"lock of .* was not free"):
             store.get("a")
         store.set("a", "1")
         assert store.get("a") == b"1"
 
 
 def test_a_record_is_all_or_nothing_for_readers(tmp_path: Path) -> None:
-    log = ChangeLog(str(tmp_path / "log"))
-    log.create(SOON)
+    table = FileTable(str(tmp_path / "log"))
     changes = [Change(Code.SET, "a", b"1"), Change(Code.DELETE, "a"), Change(Code.PUSH, "q", b"")]
-    with log.locked(writing=True, deadline=SOON):
-        log.write(changes)
-        log.write([])
-    reader = ChangeLog(str(tmp_path / "log"))
-    reader.create(SOON)
-    with reader.locked(writing=False, deadline=SOON):
-        assert reader.read() == changes
-        assert reader.read() == []
+    with table.locked(writing=True):
+        table.change(changes)
+        table.change([])
+    reader = FileTable(str(tmp_path / "log"))
+    for _ in range(2):
+        with reader.locked(writing=False):
+            assert (reader.contents.values, reader.contents.queues) == ({}, {"q": deque([b""])})
 
 
 def test_a_record_that_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,7 +207,7 @@ def test_a_store_that_is_dropped_while_its_file_is_locked_is_closed_later(
     """A collection may run in the middle of an operation of another store on the same file."""
     path = tmp_path / "store"
     store, other = FileStore(path, 1), FileStore(path)
-    with other._state._open(writing=True):
+    with other._table.locked(writing=True):
         del store
         assert path.exists()
     with FileStore(tmp_path / "another"):

@@ -38,7 +38,7 @@ from rpcdist.collectives._transports.shm.routes import (
     span,
     two_phase_slice_bytes,
 )
-from rpcdist.collectives._transports.shm.signals import Signals, SizeTables
+from rpcdist.collectives._transports.shm.signals import Signals
 from rpcdist.collectives._transports.transport_base import Control
 
 DIRECT_BYTES: Final = 32 << 10
@@ -219,12 +219,12 @@ class Reductions:
 
     # ------------------------------------------------------------ REDUCE_SCATTER
 
-    def reduce_scatter(self, operation: Operation, control: Control, path: Route, tables: SizeTables) -> None:
+    def reduce_scatter(self, operation: Operation, control: Control, path: Route) -> None:
         """Reduces directly, since every rank reduces only its own chunk."""
         with torch.inference_mode(), one_thread():
-            self._reduce_scatter(operation, control, path, tables)
+            self._reduce_scatter(operation, control, path)
 
-    def _reduce_scatter(self, operation: Operation, control: Control, path: Route, tables: SizeTables) -> None:
+    def _reduce_scatter(self, operation: Operation, control: Control, path: Route) -> None:
         publishes = path.publishes
         if self._stages_own(operation):
             publishes = (*publishes, Publish(self._rank, self._own_offset(path)))
@@ -233,10 +233,10 @@ class Reductions:
             half = self._signals.begin_step()
             self._publish_slices(operation, publishes, step, path.slice_bytes, half)
             if step == 0:
-                tables.publish(half, operation)
+                self._signals.publish_sizes(half, operation)
             self._signals.synchronise(control)
             if step == 0:
-                steps = num_steps(tables.compare(half, operation), path.slice_bytes)
+                steps = num_steps(self._signals.compare_sizes(half, operation), path.slice_bytes)
             self._reduce_own(operation, path, step, half)
             step += 1
 

@@ -15,7 +15,7 @@ from rpcdist.collectives._operations.dense import copy_bytes
 from rpcdist.collectives._operations.operation import Kind, Operation
 from rpcdist.collectives._transports.shm.reductions import Reductions
 from rpcdist.collectives._transports.shm.routes import Layout, RankBuffers, Route, num_steps, route, span
-from rpcdist.collectives._transports.shm.signals import Signals, SizeTables
+from rpcdist.collectives._transports.shm.signals import Signals
 from rpcdist.collectives._transports.transport_base import Control, SingleRankTransport, Transport
 from rpcdist.transport.shared_memory import Segment, SegmentError
 
@@ -52,7 +52,6 @@ class ShmTransport(Transport):
         whole = torch.frombuffer(memory, dtype=torch.uint8)
         self._signals = Signals(rank, self._layout, memory, whole.data_ptr())
         self._buffers = RankBuffers(self._layout, whole)
-        self._tables = SizeTables(rank, self._layout, self._signals)
         self._reductions = Reductions(rank, self._layout, self._buffers, self._signals)
         self._routes: dict[tuple[int, int], Route] = {}
         self._closed = False
@@ -69,7 +68,7 @@ class ShmTransport(Transport):
             self._signals.begin_step()
             self._signals.synchronise(control)
         elif kind is _REDUCE_SCATTER:
-            self._reductions.reduce_scatter(operation, control, self._route(operation), self._tables)
+            self._reductions.reduce_scatter(operation, control, self._route(operation))
         else:
             self._move(operation, control, self._route(operation))
 
@@ -78,7 +77,6 @@ class ShmTransport(Transport):
             return
         self._closed = True
         self._reductions.close()
-        self._tables.close()
         self._buffers.close()
         self._signals.close()
         self._segment.close()
@@ -101,10 +99,10 @@ class ShmTransport(Transport):
             half = self._signals.begin_step()
             self._publish(path, step, sources, self._buffers.address[half][self.rank])
             if uneven and step == 0:
-                self._tables.publish(half, operation)
+                self._signals.publish_sizes(half, operation)
             self._signals.synchronise(control)
             if uneven and step == 0:
-                steps = num_steps(self._tables.compare(half, operation), path.slice_bytes)
+                steps = num_steps(self._signals.compare_sizes(half, operation), path.slice_bytes)
             self._take(path, step, targets, self._buffers.address[half])
             step += 1
         if path.own is not None:

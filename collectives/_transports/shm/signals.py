@@ -43,13 +43,18 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Sequence
 from typing import Final
 
-from rpcdist.collectives._operations.operation import FINGERPRINT_BYTES, Kind, Operation, describe_fingerprint
+from rpcdist.collectives._operations.operation import FINGERPRINT_BYTES, Operation, describe_fingerprint
 from rpcdist.collectives._transports.shm import futex
 from rpcdist.collectives._transports.shm.routes import LINE, Layout
-from rpcdist.collectives._transports.transport_base import Control, SpinPolicy, TransportMismatch, TransportTimeout
+from rpcdist.collectives._transports.transport_base import (
+    Control,
+    SpinPolicy,
+    TransportMismatch,
+    TransportTimeout,
+    mismatched_sizes,
+)
 from rpcdist.time_limits import FUTEX_WAIT_S
 
 _WORD: Final = 8
@@ -72,6 +77,9 @@ class Signals:
         self._wakeup = [layout.wakeup(half) // _WORD for half in (0, 1)]
         self._mark = layout.sleepers + rank
         self._sleepers = range(layout.sleepers // _WORD, (layout.sleepers + layout.size + _WORD - 1) // _WORD)
+        width: Final = 2 * layout.size  # of a row: the bytes of the inputs, then those of the outputs, then zeros
+        ranks = range(layout.size)
+        self._rows = [[self._row(layout.table(half, peer), width) for peer in ranks] for half in (0, 1)]
         self._fence = threading.Lock()
         self._is_first_step = False
         self._spin_policy = SpinPolicy(layout.size)
@@ -86,11 +94,11 @@ class Signals:
         return [(peer, self._layout.header(half, peer) // _WORD) for peer in peers]
 
     def close(self) -> None:
-        for view in (*self._header, self._words, self._bytes):
+        for view in (*self._header, *self._rows[0], *self._rows[1], self._words, self._bytes):
             view.release()
 
-    def words(self, offset: int, count: int) -> memoryview:
-        return self._words[offset // _WORD : offset // _WORD + count]
+    def _row(self, offset: int, width: int) -> memoryview:
+        return self._words[offset // _WORD : offset // _WORD + width]
 
     # ------------------------------------------------------------ steps
 
@@ -136,9 +144,9 @@ class Signals:
     def _compare(self, fingerprint: bytes) -> None:
         line = self.step.to_bytes(_WORD, "little") + fingerprint
         if self._header[self.step & 1].tobytes() != line.ljust(LINE, b"\0") * self._size:
-            raise TransportMismatch(self.views(range(self._size)))
+            raise TransportMismatch(self._views(range(self._size)))
 
-    def views(self, ranks: range | list[int]) -> dict[int, str]:
+    def _views(self, ranks: range | list[int]) -> dict[int, str]:
         """Describes the operations of these ranks, which have raised their flags in an operation's first step."""
         headers = self._header[self.step & 1]
         starts = {rank: rank * LINE + _WORD for rank in ranks}
@@ -146,6 +154,27 @@ class Signals:
             rank: describe_fingerprint(bytes(headers[start : start + FINGERPRINT_BYTES]))
             for rank, start in starts.items()
         }
+
+    # ------------------------------------------------------------ sizes of chunks, of operations where they may differ
+
+    def publish_sizes(self, half: int, operation: Operation) -> None:
+        """Writes this rank's chunk sizes, before the ranks synchronise in the first step of an operation."""
+        row = self._rows[half][self._rank]
+        sizes = [tensor.nbytes for tensor in (*operation.inputs, *operation.outputs)]
+        for index in range(len(row)):
+            row[index] = sizes[index] if index < len(sizes) else 0
+
+    def compare_sizes(self, half: int, operation: Operation) -> int:
+        """Returns the bytes of the longest chunk of all ranks, after they have synchronised in that step.
+
+        Raises:
+            TransportMismatch: sizes differ; all ranks raise it.
+        """
+        rows = [row.tolist() for row in self._rows[half]]
+        if problems := mismatched_sizes(operation.kind, rows):
+            views = self._views(list(problems))
+            raise TransportMismatch({rank: f"{views[rank]}, which {text}" for rank, text in problems.items()})
+        return max(map(max, rows))
 
     # ------------------------------------------------------------ waiting
 
@@ -194,83 +223,8 @@ class Signals:
         step = self.step
         late = [peer for peer, flag in self._peers[step & 1] if self._words[flag] != step]
         if self._is_first_step:
-            views = self.views([rank for rank in range(self._size) if rank not in late])
+            views = self._views([rank for rank in range(self._size) if rank not in late])
             if any(view != views[self._rank] for view in views.values()):
                 raise TransportMismatch(views)
         if control.deadline.expired() and late:
             raise TransportTimeout(frozenset(late))
-
-
-Row = Sequence[int]
-
-
-def longest(rows: Sequence[Row]) -> int:
-    return max(map(max, rows))
-
-
-def mismatched_sizes(kind: Kind, rows: Sequence[Row]) -> dict[int, str]:
-    """Describes, for each rank concerned, the sizes that differ; empty if all agree. The same on all ranks."""
-    return _all_to_all(rows) if kind is Kind.ALL_TO_ALL else _reduce_scatter(rows)
-
-
-def _all_to_all(rows: Sequence[Row]) -> dict[int, str]:
-    size = len(rows)
-    for sender in range(size):
-        for receiver in range(size):
-            sent, taken = rows[sender][receiver], rows[receiver][size + sender]
-            if sent != taken and sender == receiver:
-                return {sender: f"sends {sent} bytes to itself and takes {taken}"}
-            if sent != taken:
-                return {
-                    sender: f"sends {sent} bytes to rank {receiver}",
-                    receiver: f"takes {taken} bytes from rank {sender}",
-                }
-    return {}
-
-
-def _reduce_scatter(rows: Sequence[Row]) -> dict[int, str]:
-    size = len(rows)
-    chunks = [list(row[:size]) for row in rows]
-    if all(sizes == chunks[0] for sizes in chunks):
-        return {}
-    return {rank: f"has chunks of {', '.join(map(str, sizes))} bytes" for rank, sizes in enumerate(chunks)}
-
-
-class SizeTables:
-    """One rank's view of the tables in which ranks compare chunk sizes; [Note: steps] applies.
-
-    Operations whose chunks may differ in size publish a row for each rank: the bytes of its `size` inputs, then those
-    of its outputs, then zeros.
-    """
-
-    def __init__(self, rank: int, layout: Layout, signals: Signals) -> None:
-        self._rank = rank
-        self._signals = signals
-        self._width: Final = 2 * layout.size
-        ranks = range(layout.size)
-        self._rows = [[signals.words(layout.table(half, peer), self._width) for peer in ranks] for half in (0, 1)]
-
-    def close(self) -> None:
-        for rows in self._rows:
-            for row in rows:
-                row.release()
-
-    def publish(self, half: int, operation: Operation) -> None:
-        """Writes this rank's chunk sizes, before the ranks synchronise in the first step of an operation."""
-        row = self._rows[half][self._rank]
-        sizes = [tensor.nbytes for tensor in (*operation.inputs, *operation.outputs)]
-        for index in range(self._width):
-            row[index] = sizes[index] if index < len(sizes) else 0
-
-    def compare(self, half: int, operation: Operation) -> int:
-        """Returns the bytes of the longest chunk of all ranks, after they have synchronised in that step.
-
-        Raises:
-            TransportMismatch: sizes differ; all ranks raise it.
-        """
-        rows = [row.tolist() for row in self._rows[half]]
-        problems = mismatched_sizes(operation.kind, rows)
-        if problems:
-            views = self._signals.views(list(problems))
-            raise TransportMismatch({rank: f"{views[rank]}, which {text}" for rank, text in problems.items()})
-        return longest(rows)
