@@ -252,8 +252,7 @@ class NcclBackend(GroupBackend):
     def send(
         self, tensor: torch.Tensor, peer: int, tag: int, *, asynchronous: bool = False, timeout_s: float | None = None
     ) -> Work:
-        title = f"send of group {self.context.name!r} to rank {self.context.ranks[peer]}"
-        return self._message(title, self._calls.send, tensor, peer, tag, asynchronous, timeout_s, None)
+        return self._message("send", self._calls.send, tensor, peer, tag, asynchronous, timeout_s, None)
 
     def recv(
         self,
@@ -267,12 +266,11 @@ class NcclBackend(GroupBackend):
     ) -> Work:
         if peer is None:
             raise ConfigError('the backend "nccl" cannot receive from any source: name the source (src=)')
-        title = f"recv of group {self.context.name!r} from rank {self.context.ranks[peer]}"
-        return self._message(title, self._calls.recv, tensor, peer, tag, asynchronous, timeout_s, finish)
+        return self._message("recv", self._calls.recv, tensor, peer, tag, asynchronous, timeout_s, finish)
 
     def _message(
         self,
-        title: str,
+        operation: str,
         call: Callable[[torch.Tensor, int, torch.cuda.Stream], None],
         tensor: torch.Tensor,
         peer: int,
@@ -283,9 +281,9 @@ class NcclBackend(GroupBackend):
     ) -> Work:
         self._check_tensors((tensor,))
         context, number = self.context, next(self._message_numbers)
-        record = record_of_message(context.name, number, title.split()[0], tensor, context.ranks[peer], tag)
+        record = record_of_message(context.name, number, operation, tensor, context.ranks[peer], tag)
         deadline, blocking = self._deadline(timeout_s), self._blocking_wait
-        work = NcclWork(title, 0, self._runtime, deadline, [tensor], record, blocking=blocking, result=[tensor])
+        work = NcclWork(str(record), 0, self._runtime, deadline, [tensor], record, blocking=blocking, result=[tensor])
         self._watchdog.register(lambda _: work, collective=False)
         message = _BatchedMessage(call, tensor, peer, work, finish)
         batch: list[_BatchedMessage] | None = getattr(self._batch, "messages", None)

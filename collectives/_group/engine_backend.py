@@ -26,12 +26,15 @@ logger = logging.getLogger(__name__)
 
 
 class Messages(Protocol):
-    """The messages of a group; see `GroupBackend.send` and `GroupBackend.recv`."""
+    """The messages of a group; see `GroupBackend.send` and `GroupBackend.recv`. `title` names the call in errors."""
 
-    def send(self, tensor: torch.Tensor, peer: int, tag: int, *, asynchronous: bool, timeout_s: float) -> Work: ...
+    def send(
+        self, title: object, tensor: torch.Tensor, peer: int, tag: int, *, asynchronous: bool, timeout_s: float
+    ) -> Work: ...
 
     def recv(
         self,
+        title: object,
         tensor: torch.Tensor,
         peer: int | None,
         tag: int,
@@ -150,7 +153,7 @@ class EngineBackend(GroupBackend):
         record = record_of_message(self.context.name, next(self._message_numbers), operation, tensor, rank, tag)
         self._recorder.note(record)
         try:
-            work = start(tensor, peer, tag, **options)
+            work = start(record, tensor, peer, tag, **options)
         except BaseException as exc:
             record.end(exc)
             raise

@@ -75,7 +75,8 @@ class Record:
 
     def __str__(self) -> str:
         """Names the operation in errors; only then, as most operations never fail."""
-        return f"{self.operation} #{self.sequence} of group {self.group!r}"
+        with_whom = f" {self.detail.replace(', ', ' with ')}" if self.family == "point" else ""
+        return f"{self.operation} #{self.sequence}{with_whom} of group {self.group!r}"
 
     def start(self) -> None:
         self.state = "running"

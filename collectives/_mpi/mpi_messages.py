@@ -94,8 +94,9 @@ class MpiMessages:
 
     # ------------------------------------------------------------ posting (any thread)
 
-    def send(self, tensor: torch.Tensor, peer: int, tag: int, *, asynchronous: bool, timeout_s: float) -> Work:
-        title = f"send of group {self._group!r} to rank {self._world_ranks[peer]} (tag {tag})"
+    def send(
+        self, title: object, tensor: torch.Tensor, peer: int, tag: int, *, asynchronous: bool, timeout_s: float
+    ) -> Work:
         self._check(title, tag)
         with self._lock:
             number = self._numbers[peer]
@@ -111,6 +112,7 @@ class MpiMessages:
 
     def recv(
         self,
+        title: object,
         tensor: torch.Tensor,
         peer: int | None,
         tag: int,
@@ -119,8 +121,6 @@ class MpiMessages:
         timeout_s: float,
         finish: Callable[[], None] | None,
     ) -> Work:
-        whom = "any rank" if peer is None else f"rank {self._world_ranks[peer]}"
-        title = f"recv of group {self._group!r} from {whom} (tag {tag})"
         self._check(title, tag)
         work, header = Work(title, [tensor]), bytearray(_HEADER.size)
         message = _MpiMessage(work, Deadline.after(timeout_s), tensor, header, finish, expects_header=True)
@@ -130,9 +130,9 @@ class MpiMessages:
             self._add(message, asynchronous)
         return self._see_to(message, asynchronous)
 
-    def _check(self, title: str, tag: int) -> None:
+    def _check(self, title: object, tag: int) -> None:
         if self._error is not None:
-            raise self._error.error(title)
+            raise self._error.error(str(title))
         largest = self._headers.Get_attr(self.mpi.TAG_UB)
         if not 0 <= tag <= largest:
             raise ConfigError(f"{title}: a tag must be from 0 to {largest} with this MPI")

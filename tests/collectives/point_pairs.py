@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -117,20 +119,42 @@ def in_threads(*functions: Callable[[], object], limit_s: float = LIMIT_S) -> li
     return results
 
 
-def send(member: Messenger, tensor: torch.Tensor, peer: int, tag: int = 0) -> Work:
-    return member.send(tensor, peer, tag, asynchronous=False, timeout_s=LIMIT_S)
+_numbers: WeakKeyDictionary[Messenger, Counter[str]] = WeakKeyDictionary()
 
 
-def recv(member: Messenger, tensor: torch.Tensor, peer: int | None, tag: int = 0) -> Work:
-    return member.recv(tensor, peer, tag, asynchronous=False, timeout_s=LIMIT_S)
+def title_of(member: Messenger, verb: str, peer: int | None, tag: int) -> str:
+    """Names a call like the backend, and counts the calls of each kind."""
+    numbers = _numbers.setdefault(member, Counter())
+    numbers[verb] += 1
+    whom = "any rank" if peer is None else f"rank {member._state.ranks[peer]}"
+    return f"{verb} #{numbers[verb]} {'to' if verb == 'send' else 'from'} {whom} with tag {tag} of group 'test'"
+
+
+def send(member: Messenger, tensor: torch.Tensor, peer: int, tag: int = 0, timeout_s: float = LIMIT_S) -> Work:
+    title = title_of(member, "send", peer, tag)
+    return member.send(title, tensor, peer, tag, asynchronous=False, timeout_s=timeout_s)
+
+
+def recv(member: Messenger, tensor: torch.Tensor, peer: int | None, tag: int = 0, timeout_s: float = LIMIT_S) -> Work:
+    title = title_of(member, "recv", peer, tag)
+    return member.recv(title, tensor, peer, tag, asynchronous=False, timeout_s=timeout_s)
 
 
 def isend(member: Messenger, tensor: torch.Tensor, peer: int, tag: int = 0) -> Work:
-    return member.send(tensor, peer, tag, asynchronous=True, timeout_s=LIMIT_S)
+    title = title_of(member, "send", peer, tag)
+    return member.send(title, tensor, peer, tag, asynchronous=True, timeout_s=LIMIT_S)
 
 
-def irecv(member: Messenger, tensor: torch.Tensor, peer: int | None, tag: int = 0) -> Work:
-    return member.recv(tensor, peer, tag, asynchronous=True, timeout_s=LIMIT_S)
+def irecv(
+    member: Messenger,
+    tensor: torch.Tensor,
+    peer: int | None,
+    tag: int = 0,
+    timeout_s: float = LIMIT_S,
+    finish: Callable[[], None] | None = None,
+) -> Work:
+    title = title_of(member, "recv", peer, tag)
+    return member.recv(title, tensor, peer, tag, asynchronous=True, timeout_s=timeout_s, finish=finish)
 
 
 def number(value: float) -> torch.Tensor:

@@ -343,7 +343,7 @@ def test_a_receive_times_out(asynchronous: bool, source: int | None) -> None:
         a, b = made.members
         who = "any rank" if source is None else "rank 0"
         with pytest.raises(CollectiveTimeout, match=f"no message with tag 3 from {who} within 0.05 s"):
-            b.recv(number(0), source, 3, asynchronous=asynchronous, timeout_s=SHORT_S).wait()
+            (irecv if asynchronous else recv)(b, number(0), source, 3, SHORT_S).wait()
         send(a, number(6), 1, 3)
         got = number(0)
         recv(b, got, source, 3)
@@ -359,7 +359,7 @@ def test_a_receive_times_out_in_the_middle() -> None:
         mine.sendall(data[:100_000])
         got = torch.zeros(200_000, dtype=torch.uint8)
         with pytest.raises(CollectiveTimeout, match="its message did not arrive completely from rank 0"):
-            b.recv(got, 0, 4, asynchronous=False, timeout_s=SHORT_S)
+            recv(b, got, 0, 4, SHORT_S)
         got.zero_()
         mine.sendall(data[100_000:] + b"\7")
         last = torch.zeros(1, dtype=torch.uint8)
@@ -375,21 +375,21 @@ def test_a_send_times_out_before_its_turn() -> None:
         with pytest.raises(
             CollectiveTimeout, match=r"rank 1 did not receive 4 bytes of float32 with tag 2 within 0\.05 s"
         ):
-            a.send(number(0), 1, 2, asynchronous=False, timeout_s=SHORT_S)
+            send(a, number(0), 1, 2, SHORT_S)
         last = isend(a, number(3), 1, 3)
         got = number(0)
         recv(b, got, 0, 3)
         recv(b, torch.zeros(BIG), 0, 1)
         assert got == 3 and first.wait() and last.wait()
         with pytest.raises(CollectiveTimeout):
-            b.recv(number(0), 0, 2, asynchronous=False, timeout_s=SHORT_S)
+            recv(b, number(0), 0, 2, SHORT_S)
 
 
 def test_a_send_times_out_in_the_middle() -> None:
     with mesh(2) as made:
         a, b = made.members
         with pytest.raises(CollectiveTimeout, match="rank 1 did not receive 24000000 bytes"):
-            a.send(torch.rand(BIG), 1, 0, asynchronous=False, timeout_s=SHORT_S)
+            send(a, torch.rand(BIG), 1, 0, SHORT_S)
         prompt(lambda: send(a, number(0), 1), RankLost, "send #1 .* timed out in the middle of the message")
         prompt(lambda: recv(b, torch.zeros(BIG), 0), RankLost, "rank 0: .* in the middle of a message")
 
@@ -401,7 +401,7 @@ def test_the_leader_keeps_the_limits_of_the_others() -> None:
         def short() -> None:
             eventually(lambda: b._progress.sleeping)
             with pytest.raises(CollectiveTimeout):
-                b.recv(number(0), 0, 1, asynchronous=False, timeout_s=SHORT_S)
+                recv(b, number(0), 0, 1, SHORT_S)
             send(a, number(0), 1, 2)
 
         in_threads(lambda: recv(b, number(0), 0, 2), short)

@@ -121,7 +121,7 @@ def test_an_interrupt_while_it_is_copied_fails_the_receive() -> None:
         def finish() -> None:
             raise KeyboardInterrupt
 
-        work = b.recv(number(0), 0, 0, asynchronous=True, timeout_s=LIMIT_S, finish=finish)
+        work = irecv(b, number(0), 0, finish=finish)
         send(a, number(8), 1)
         with pytest.raises(KeyboardInterrupt):
             work.wait()
@@ -200,7 +200,7 @@ def test_an_interrupt_anywhere_mixes_no_messages(what: str, size: int, monkeypat
                     isend(a, filled(value), 1)
                 for _ in range(2):
                     third = torch.zeros(size)
-                    b.recv(third, 0, 0, asynchronous=False, timeout_s=LIMIT_S)
+                    recv(b, third, 0)
                     [got] = third.unique().tolist()
                     values.append(int(got))
             except (RankLost, GroupAborted):

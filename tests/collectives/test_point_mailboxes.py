@@ -89,7 +89,7 @@ def test_a_peer_whose_hub_is_closed_cannot_be_reached() -> None:
 def test_a_group_of_one_needs_no_hub() -> None:
     member = open_messenger("test", 0, [3])
     with pytest.raises(CollectiveTimeout, match=r"from any rank within 0\.01 s"):
-        member.recv(number(0), None, 0, asynchronous=False, timeout_s=0.01)
+        recv(member, number(0), None, 0, 0.01)
     member.close()
 
 
@@ -104,21 +104,21 @@ PEER = """
     print(hub.address)
     member = open_messenger("test", 1, range(2), hub, "uid", [sys.argv[1], hub.address])
     options = dict(asynchronous=False, timeout_s=20.0)
-    member.send(torch.ones(3), 0, 0, **options)
+    member.send("a send", torch.ones(3), 0, 0, **options)
     got = torch.zeros(3)
-    member.recv(got, 0, 0, **options)
+    member.recv("a recv", got, 0, 0, **options)
     print(got.tolist())
     child = os.fork()
     if child == 0:
         try:
-            member.send(torch.ones(3), 0, 0, **options)
+            member.send("a send", torch.ones(3), 0, 0, **options)
         except RuntimeError as exc:
             os.write(1, f"{type(exc).__name__}\\n".encode())
         import signal
         signal.pause()
         os._exit(0)
     os.write(1, f"{child}\\n".encode())
-    member.send(torch.ones(20_000_000), 0, 1, **options)
+    member.send("a send", torch.ones(20_000_000), 0, 1, **options)
 """
 
 

@@ -197,7 +197,7 @@ def test_finish_runs_before_the_work_is_done(pair: Mesh) -> None:
     a, b = pair.members
     got = number(0)
     seen: list[float] = []
-    work = b.recv(got, 0, 0, asynchronous=True, timeout_s=LIMIT_S, finish=lambda: seen.append(float(got)))
+    work = irecv(b, got, 0, finish=lambda: seen.append(float(got)))
     work.when_done(lambda _: seen.append(-1.0))
     send(a, number(8), 1)
     assert work.wait()
@@ -211,7 +211,7 @@ def test_what_finish_raises_is_raised(pair: Mesh) -> None:
     def finish() -> None:
         raise ArithmeticError("by finish")
 
-    work = b.recv(number(0), 0, 0, asynchronous=True, timeout_s=LIMIT_S, finish=finish)
+    work = irecv(b, number(0), 0, finish=finish)
     send(a, number(8), 1)
     with pytest.raises(ArithmeticError, match="by finish"):
         work.wait()

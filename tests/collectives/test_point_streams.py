@@ -17,7 +17,6 @@ from rpcdist.collectives._transports.p2p.requests import (
     MESSAGE,
     REFUSED,
     Header,
-    MessageTitle,
     PostedReceive,
     Request,
     Target,
@@ -47,13 +46,11 @@ class NoDriver:
 
 
 def message(size: int, tag: int = 0) -> Request:
-    title = MessageTitle("send", tag, 1, tag, "test")
-    return Request(title, torch.randint(0, 256, (size,), dtype=torch.uint8), 1, math.inf, NoDriver())
+    return Request("a send", torch.randint(0, 256, (size,), dtype=torch.uint8), 1, tag, math.inf, NoDriver())
 
 
 def receive(size: int, tag: int) -> PostedReceive:
-    title = MessageTitle("recv", tag, 0, tag, "test")
-    return PostedReceive(title, torch.zeros(size, dtype=torch.uint8), 0, math.inf, NoDriver())
+    return PostedReceive("a recv", torch.zeros(size, dtype=torch.uint8), 0, tag, math.inf, NoDriver())
 
 
 class Sink:

@@ -33,7 +33,7 @@ from rpcdist.collectives._operations.operation import dtype_code
 from rpcdist.collectives._transports.p2p.message_state import MessageState
 from rpcdist.collectives._transports.p2p.peer_sockets import OutgoingConnection
 from rpcdist.collectives._transports.p2p.progress_engine import ProgressEngine
-from rpcdist.collectives._transports.p2p.requests import MESSAGE, MessageTitle, PostedReceive, Request, pack_header
+from rpcdist.collectives._transports.p2p.requests import MESSAGE, PostedReceive, Request, pack_header
 from rpcdist.collectives._transports.transport_base import SpinPolicy, ranks_here
 from rpcdist.collectives.work import Work
 from rpcdist.errors import CollectiveError, GroupAborted, ProtocolViolation, RpcdistError, TransportError
@@ -80,11 +80,12 @@ class Messenger:
         self._progress = ProgressEngine(self._state, SpinPolicy(num_ranks_here), group_name)
         self._lock = self._progress.lock
         self._entrance = self._progress.entrance
-        self._num_calls = {"send": 0, "recv": 0}
 
     # ------------------------------------------------------------ operations
 
-    def send(self, tensor: torch.Tensor, peer: int, tag: int, *, asynchronous: bool, timeout_s: float) -> Work:
+    def send(
+        self, title: object, tensor: torch.Tensor, peer: int, tag: int, *, asynchronous: bool, timeout_s: float
+    ) -> Work:
         """See `GroupBackend.send`. The first send to a peer blocks to open the connection, even if it is asynchronous.
 
         Raises:
@@ -93,7 +94,7 @@ class Messenger:
             CollectiveMismatch: the peer refused this message, or an earlier one.
             CollectiveTimeout: the peer did not read the message in time.
         """
-        title = self._title("send", peer, tag)
+        fork.check_not_forked()
         request: Request | None = None
         try:
             with self._entrance, self._lock:
@@ -106,7 +107,7 @@ class Messenger:
                     if 0 < num_sent == len(message):
                         connection.stream.num_sent += 1
                     else:
-                        request = Request(title, tensor, peer, timeout_s, self._progress)
+                        request = Request(title, tensor, peer, tag, timeout_s, self._progress)
                         self._state.put(request, connection, num_sent)
                 except BaseException:  # from a signal handler: part of the message may have been sent
                     connection.end("a send was interrupted")
@@ -124,6 +125,7 @@ class Messenger:
 
     def recv(
         self,
+        title: object,
         tensor: torch.Tensor,
         peer: int | None,
         tag: int,
@@ -139,8 +141,8 @@ class Messenger:
             CollectiveMismatch: the message has another size or dtype.
             CollectiveTimeout: no complete message came in time.
         """
-        title = self._title("recv", peer, tag)
-        receive = PostedReceive(title, tensor, peer, timeout_s, self._progress)
+        fork.check_not_forked()
+        receive = PostedReceive(title, tensor, peer, tag, timeout_s, self._progress)
         receive.finish = finish
         try:
             with self._entrance, self._lock:
@@ -152,12 +154,6 @@ class Messenger:
         except BaseException:
             self._withdraw(receive)
             raise
-
-    def _title(self, verb: str, peer: int | None, tag: int) -> MessageTitle:
-        fork.check_not_forked()
-        self._num_calls[verb] += 1
-        rank = None if peer is None else self._state.ranks[peer]
-        return MessageTitle(verb, self._num_calls[verb], rank, tag, self._group_name)
 
     def _raise_error(self) -> None:
         if self._state.error is not None:

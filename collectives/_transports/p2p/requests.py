@@ -92,27 +92,6 @@ def take_refusals(data: bytearray) -> list[tuple[Header, Header]]:
     return refusals
 
 
-class MessageTitle(NamedTuple):
-    """Names a send or receive in errors; converted to text only when needed.
-
-    Attributes:
-        verb: "send" or "recv".
-        number: the call's number among the sends or receives of this rank.
-        rank: the other rank in the world; None for any.
-    """
-
-    verb: str
-    number: int
-    rank: int | None
-    tag: int
-    group: str
-
-    def __str__(self) -> str:
-        whom = "any rank" if self.rank is None else f"rank {self.rank}"
-        to = "to" if self.verb == "send" else "from"
-        return f"{self.verb} #{self.number} {to} {whom} with tag {self.tag} of group {self.group!r}"
-
-
 class Driver(Protocol):
     """Moves messages between sockets and requests."""
 
@@ -138,12 +117,12 @@ class Request(Work):
     """
 
     def __init__(
-        self, title: MessageTitle, tensor: torch.Tensor, peer: int | None, timeout_s: float, driver: Driver
+        self, title: object, tensor: torch.Tensor, peer: int | None, tag: int, timeout_s: float, driver: Driver
     ) -> None:
         super().__init__(title)
         self.tensor = tensor
         self.peer = peer
-        self.tag = title.tag
+        self.tag = tag
         self.timeout_s = timeout_s
         self.deadline_at = time.monotonic() + self.timeout_s
         self.memory = memory_of(tensor)
