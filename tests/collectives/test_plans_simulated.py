@@ -20,7 +20,6 @@ from rpcdist.collectives._transports.sockets.plans import (
     direct_all_gather,
     doubling_all_reduce,
     gather,
-    grid,
     pairwise_all_to_all,
     plan_for,
     ring_all_gather,
@@ -36,6 +35,18 @@ SIZES = range(1, 10)
 COUNTS = (0, 1, 5, 16, 33)
 Value = frozenset[int]  # which ranks' elements were reduced into it
 Buffers = list[list[Value]]
+
+
+def grid(plans: Sequence[Plan]) -> str:
+    """Formats all ranks' plans as a table, one row for each rank: `>` sends, `<` receives, `+` receives and reduces."""
+    cells = [[repr(round_) for round_ in plan] for plan in plans]
+    num_rounds = max((len(row) for row in cells), default=0)
+    rows = [["", *(f"round {number}" for number in range(num_rounds))]]
+    rows += [[f"rank {rank}", *row] for rank, row in enumerate(cells)]
+    widths = [max(len(row[column]) for row in rows if column < len(row)) for column in range(num_rounds + 1)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip() for row in rows
+    )
 
 
 def values(rank: int, count: int) -> list[Value]:

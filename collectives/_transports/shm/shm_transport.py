@@ -16,7 +16,7 @@ from rpcdist.collectives._operations.operation import Kind, Operation
 from rpcdist.collectives._transports.shm.reductions import Reductions
 from rpcdist.collectives._transports.shm.routes import Layout, RankBuffers, Route, num_steps, route, span
 from rpcdist.collectives._transports.shm.signals import Signals
-from rpcdist.collectives._transports.transport_base import Control, SingleRankTransport, Transport
+from rpcdist.collectives._transports.transport_base import Control, Transport
 from rpcdist.transport.shared_memory import Segment, SegmentError
 
 # Looking a member up in its enum costs as much as a small copy.
@@ -28,7 +28,7 @@ _BARRIER: Final = Kind.BARRIER
 
 
 class ShmTransport(Transport):
-    """The transport of ranks that share a host.
+    """The transport of two or more ranks that share a host.
 
     Args:
         segment: shared memory of `segment_size(size)` bytes, or of the layout's size; the same on all ranks, zero when
@@ -57,9 +57,6 @@ class ShmTransport(Transport):
         self._closed = False
 
     def run(self, operation: Operation, control: Control) -> None:
-        if self.size == 1:
-            SingleRankTransport().run(operation, control)
-            return
         kind = operation.kind
         self._signals.begin_operation()
         if kind is _ALL_REDUCE or kind is _REDUCE:

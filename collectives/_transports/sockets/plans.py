@@ -149,18 +149,6 @@ def split_evenly(count: int, parts: int, multiple: int = 1) -> list[tuple[int, i
     return list(pairwise(bounds))
 
 
-def grid(plans: Sequence[Plan]) -> str:
-    """Formats all ranks' plans as a table, one row for each rank: `>` sends, `<` receives, `+` receives and reduces."""
-    cells = [[repr(round_) for round_ in plan] for plan in plans]
-    num_rounds = max((len(row) for row in cells), default=0)
-    rows = [["", *(f"round {number}" for number in range(num_rounds))]]
-    rows += [[f"rank {rank}", *row] for rank, row in enumerate(cells)]
-    widths = [max(len(row[column]) for row in rows if column < len(row)) for column in range(num_rounds + 1)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip() for row in rows
-    )
-
-
 def barrier(rank: int, size: int) -> Plan:
     """In round k, a rank tells the rank 2^k ahead that it has heard, directly or not, from the 2^k ranks before it."""
     rounds = []

@@ -183,7 +183,7 @@ _INPUT_SLOT, _RESULT_SLOT, _SECOND_SLOT = 0, 1, 2
 
 
 class SocketTransport(Transport):
-    """Runs a plan for each operation. Ranks connect when an operation first needs the connection.
+    """Runs a plan for each operation of two or more ranks, which connect when one first needs the connection.
 
     Args:
         hub: the hub of this process, which must stay open until the transport is closed.
@@ -233,10 +233,6 @@ class SocketTransport(Transport):
             assert operation.dtype is not None
             reducer = reduce_kernels.reducer(op, operation.dtype)
         tensors = self._buffers[operation.kind](operation)
-        if self.size == 1:
-            if op is not None:
-                reduce_kernels.finish(op, operation.outputs[0], 1)
-            return
         counts, received = self._counts(operation)
         plan = plan_for(
             operation.kind, self.rank, self.size, operation.root, counts,
@@ -322,9 +318,6 @@ class SocketTransport(Transport):
             for tensor, product in zip(inputs, copies, strict=True):
                 reduce_kernels.premultiply_to(operation, tensor, product)
             inputs = tuple(copies)
-        if self.size == 1:
-            _copy(inputs[0], output)
-            return [output]
         largest = max(tensor.numel() for tensor in inputs) if self.size > 2 else 0
         scratch = [self._scratch.get(slot, largest, output.dtype) for slot in (_RESULT_SLOT, _SECOND_SLOT)]
         return [*inputs, output, *scratch]
