@@ -179,7 +179,7 @@ class ElasticGroup:
 
     def others_wait(self) -> bool:
         """Whether a process waits to join the next group. Costs one small request to the store."""
-        return self._records.somebody_came(self._number + 1)
+        return self._records.has_candidates(self._number + 1)
 
     def _outcome(self, number: int, own: Candidate, previous: tuple[Candidate, ...], deadline: Deadline) -> ClosedRound:
         patience = Deadline.after(self._timeout.total_seconds())

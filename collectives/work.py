@@ -123,7 +123,7 @@ class Work:
                 return
         callback(self)
 
-    def _hurry(self) -> None:
+    def _ensure_progress(self) -> None:
         """Called when a future or a coroutine waits, and so no waiting thread can run the operation."""
 
     # ------------------------------------------------------------ for users
@@ -164,7 +164,7 @@ class Work:
                 self._waiter = threading.Event()
             waiter = self._waiter
         began = time.monotonic()
-        self._hurry()
+        self._ensure_progress()
         if not waiter.wait(timeout_s if timeout_s is None or timeout_s > 0 else None):
             waited_s = time.monotonic() - began
             raise CollectiveTimeout(
@@ -229,7 +229,7 @@ class Work:
                 settle(work)
 
         self.when_done(settle_on_a_thread if ordered is None and not self._done else settle)
-        self._hurry()
+        self._ensure_progress()
         return future
 
     def _was_awaited(self) -> bool:
@@ -243,7 +243,7 @@ class Work:
             future.set_result(0 if work._error is None else 1)
 
         self.when_done(settle)
-        self._hurry()
+        self._ensure_progress()
         return future
 
     def __await__(self) -> Generator[Any, None, list[torch.Tensor]]:
@@ -252,7 +252,7 @@ class Work:
             self._check_not_forked()
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self.when_done(lambda _: wake_threadsafe(waiter))
-            self._hurry()
+            self._ensure_progress()
             yield from waiter
         if self._error is not None:
             raise self._error

@@ -82,23 +82,23 @@ def grow_group(
         AuthenticationFailed: a process without the job's token writes to the store.
     """
     world = current_world()
-    desk = PrefixStore("grow", store)
+    part = PrefixStore("grow", store)
     limit = None if timeout is None else check_timeout(timeout)
     old = world.default
     if old is None:
         limit_s = (limit or default_pg_timeout).total_seconds()
-        return _enter(world, desk, world_size, limit_s, device_id)
+        return _join(world, part, world_size, limit_s, device_id)
     if world_size is not None:
         world_size = whole_number(world_size, "world_size")
     if world_size is None or world_size <= old.size():
         raise ConfigError(f"world_size must be more than the {old.size()} present ranks, not {world_size}")
     limit_s = old.timeout_s if limit is None else limit.total_seconds()
-    return _take_in(world, old, desk, world_size, limit_s)
+    return _grow(world, old, part, world_size, limit_s)
 
 
-def _take_in(world: World, old: ProcessGroup, desk: PrefixStore, world_size: int, limit_s: float) -> ProcessGroup:
+def _grow(world: World, old: ProcessGroup, part: PrefixStore, world_size: int, limit_s: float) -> ProcessGroup:
     """Runs `grow_group` on a present rank."""
-    numbers: list[Any] = [_invite(world, old, desk, world_size) if old.rank() == 0 else None]
+    numbers: list[Any] = [_invite(world, old, part, world_size) if old.rank() == 0 else None]
     broadcast_object_list(numbers, 0)
     number: int = numbers[0]
 
@@ -107,7 +107,7 @@ def _take_in(world: World, old: ProcessGroup, desk: PrefixStore, world_size: int
             raise RankLost(DESCRIPTION.format(world_size), f"rank {lost} is gone: {reason}", (lost,))
 
     invitation = _Invitation(number, old.rank(), world_size, old.group_name, old.name(), old.timeout_s)
-    own = _agree(invitation, desk, limit_s, check)
+    own = _agree(invitation, part, limit_s, check)
     group = _open(invitation, own, old.options, old.bound_device_id)
     for registered in reversed(list(world.groups.values())):
         registered.shutdown()
@@ -115,54 +115,54 @@ def _take_in(world: World, old: ProcessGroup, desk: PrefixStore, world_size: int
     return group
 
 
-def _invite(world: World, old: ProcessGroup, desk: PrefixStore, world_size: int) -> int:
+def _invite(world: World, old: ProcessGroup, part: PrefixStore, world_size: int) -> int:
     """Gives ranks to the processes that have waited longest, then to the next that arrive."""
-    number = int(desk.add("rounds", 1))
-    records = SignedRecords(desk, world.process.records())
+    number = int(part.add("rounds", 1))
+    records = SignedRecords(part, world.process.records())
     for rank in range(old.size(), world_size):
-        ticket = int(desk.add("invited", 1))
-        while desk.check([f"left/{ticket}"]):
+        ticket = int(part.add("invited", 1))
+        while part.check([f"left/{ticket}"]):
             records.get([f"left/{ticket}"])  # raises if a process without the token wrote it
-            ticket = int(desk.add("invited", 1))
+            ticket = int(part.add("invited", 1))
         invitation = _Invitation(number, rank, world_size, old.group_name, old.name(), old.timeout_s)
         records.set(f"ticket/{ticket}", json.dumps(asdict(invitation)))
     return number
 
 
-def _enter(
-    world: World, desk: PrefixStore, world_size: int | None, limit_s: float, device: torch.device | None
+def _join(
+    world: World, part: PrefixStore, world_size: int | None, limit_s: float, device: torch.device | None
 ) -> ProcessGroup:
     """Runs `grow_group` in a new process."""
-    ticket = int(desk.add("waiting", 1))
-    records = SignedRecords(desk, world.process.records())
+    ticket = int(part.add("waiting", 1))
+    records = SignedRecords(part, world.process.records())
     try:
         (text,) = records.get([f"ticket/{ticket}"], limit_s)
     except StoreTimeout as exc:
         records.set(f"left/{ticket}", "left")
         raise RendezvousError(
             f"this process could not join within {limit_s:.3g} s: the ranks of the job must call grow_group(store, "
-            f"world_size) with {desk.address}"
+            f"world_size) with {part.address}"
         ) from exc
     try:
         invitation = _Invitation.from_json(text)
     except ValueError as exc:
         raise RendezvousError(
-            f"the invitation {desk.full_key(f'ticket/{ticket}')!r} in {desk.address} is invalid: {exc}. Start all "
+            f"the invitation {part.full_key(f'ticket/{ticket}')!r} in {part.address} is invalid: {exc}. Start all "
             "processes with the same version of rpcdist"
         ) from exc
     if world_size not in (None, invitation.world_size):
         raise RendezvousError(f"the present ranks expect a group of {invitation.world_size} ranks, not of {world_size}")
-    own = _agree(invitation, desk, limit_s)
+    own = _agree(invitation, part, limit_s)
     group = _open(invitation, own, None, device)
     world.begin(group, own)
     return group
 
 
 def _agree(
-    invitation: _Invitation, desk: PrefixStore, limit_s: float, check: Callable[[], None] | None = None
+    invitation: _Invitation, part: PrefixStore, limit_s: float, check: Callable[[], None] | None = None
 ) -> Store:
     text = DESCRIPTION.format(invitation.world_size)
-    store = PrefixStore(f"round/{invitation.number}", desk)
+    store = PrefixStore(f"round/{invitation.number}", part)
     return agree(store, invitation.rank, range(invitation.world_size), text, limit_s, text, fresh=True, check=check)
 
 

@@ -119,7 +119,7 @@ def broadcast_object_list(
     operations.broadcast(sizes, group=pg, group_src=root)
     data = torch.empty(int(sizes.sum()), dtype=torch.uint8, device=where)
     operations.broadcast(data, group=pg, group_src=root)
-    object_list[:] = _parted(sizes, data, weights_only)
+    object_list[:] = _split_objects(sizes, data, weights_only)
 
 
 @begins_traceback
@@ -231,7 +231,7 @@ def recv_object_list(
     sender = _receive(sizes, pg, peer, use_batch)
     data = torch.empty(int(sizes.sum()), dtype=torch.uint8, device=where)
     _receive(data, pg, sender, use_batch)
-    object_list[:] = _parted(sizes, data, weights_only)
+    object_list[:] = _split_objects(sizes, data, weights_only)
     return pg.world_rank(sender)
 
 
@@ -295,7 +295,7 @@ def _join(values: Sequence[object], device: Device, weights_only: bool) -> tuple
     return sizes, parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _parted(sizes: torch.Tensor, data: torch.Tensor, weights_only: bool) -> list[object]:
+def _split_objects(sizes: torch.Tensor, data: torch.Tensor, weights_only: bool) -> list[object]:
     return [_unpickled(part, weights_only) for part in data.split(sizes.tolist())]
 
 

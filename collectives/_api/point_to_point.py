@@ -112,8 +112,8 @@ def _send(
 def _recv(
     pg: ProcessGroup, tensor: torch.Tensor, src: int | None, tag: int, group_src: int | None, *, asynchronous: bool
 ) -> Work:
-    anyone = src is None and group_src is None
-    peer = None if anyone else resolve_group_rank(pg, src, group_src)
+    from_any = src is None and group_src is None
+    peer = None if from_any else resolve_group_rank(pg, src, group_src)
     return pg.binding(tensor.device.type).recv(tensor, peer, tag, asynchronous)
 
 

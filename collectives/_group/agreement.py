@@ -9,7 +9,7 @@ The agreement proceeds in generations 0, 1, 2, ..., each of which is closed once
 - `Next`: this generation is over, continue with the next one. The leader, which is the first rank of the group, closes
   a generation in this way when it joins, and then owns the next one.
 - `Made`: the owner has read that every rank has joined. The group consists of the processes with these tickets.
-- `Unlike`: two processes want different groups.
+- `Disagreement`: two processes want different groups.
 
 Every process draws a ticket when it joins, and records its presence in each generation. Its record in a generation
 with an owner was written after that owner joined. So no group contains a dead process of an earlier start.
@@ -45,7 +45,7 @@ GAVE_UP: Final = -1  # stands for the ticket of a rank that gave up
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class JoinRequest:
     """A process's request to be `rank` of a group of `ranks`, whose first rank leads; `description` names the group.
 
     Attributes:
@@ -57,7 +57,7 @@ class Wish:
     description: str
     ticket: int = 0
 
-    def fits(self, other: Wish) -> bool:
+    def fits(self, other: JoinRequest) -> bool:
         return (self.ranks, self.description) == (other.ranks, other.description)
 
 
@@ -72,10 +72,10 @@ class Made:
 
 
 @dataclass(frozen=True, slots=True)
-class Unlike:
+class Disagreement:
     """Another process wants another group."""
 
-    other: Wish
+    other: JoinRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Displaced:
 
 
 @dataclass(frozen=True, slots=True)
-class NotAll:
+class Incomplete:
     """The deadline passed before all ranks joined.
 
     Attributes:
@@ -96,7 +96,7 @@ class NotAll:
     twice: int | None
 
 
-Result = Made | Unlike | Displaced | NotAll
+Result = Made | Disagreement | Displaced | Incomplete
 
 
 # ---------------------------------------------------------------- what is in the store
@@ -106,55 +106,57 @@ Result = Made | Unlike | Displaced | NotAll
 class _Next:
     """The next generation has this owner, or none; `gone` is a rank that gave up."""
 
-    owner: Wish | None
+    owner: JoinRequest | None
     gone: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class _AllHere:
+class _Complete:
     tickets: tuple[int, ...]  # in the order of the ranks
 
 
 @dataclass(frozen=True, slots=True)
-class _Differ:
-    one: Wish
-    other: Wish
+class _Conflict:
+    one: JoinRequest
+    other: JoinRequest
 
 
-_Outcome = _Next | _AllHere | _Differ
+_Outcome = _Next | _Complete | _Conflict
 
 
-def _encoded(entry: _Outcome | Wish) -> bytes:
+def _encoded(entry: _Outcome | JoinRequest) -> bytes:
     match entry:
-        case Wish():
-            values = _wish_values(entry)
+        case JoinRequest():
+            values = _request_values(entry)
         case _Next(owner, gone):
-            values = ["next", None if owner is None else _wish_values(owner), gone]
-        case _AllHere(tickets):
+            values = ["next", None if owner is None else _request_values(owner), gone]
+        case _Complete(tickets):
             values = ["made", tickets]
-        case _Differ(one, other):
-            values = ["differ", _wish_values(one), _wish_values(other)]
+        case _Conflict(one, other):
+            values = ["differ", _request_values(one), _request_values(other)]
     return json.dumps(values, separators=(",", ":")).encode()
 
 
 def _outcome(text: bytes) -> _Outcome:
     match json.loads(text):
         case ["next", owner, gone]:
-            return _Next(None if owner is None else _wish_of(*owner), gone)
+            return _Next(None if owner is None else _request_of(*owner), gone)
         case ["made", tickets]:
-            return _AllHere(tuple(tickets))
+            return _Complete(tuple(tickets))
         case ["differ", one, other]:
-            return _Differ(_wish_of(*one), _wish_of(*other))
+            return _Conflict(_request_of(*one), _request_of(*other))
         case unknown:
             raise ValueError(f"an agreement has no outcome {unknown!r}")
 
 
-def _wish_values(wish: Wish) -> list[object]:
-    return [wish.rank, _runs(wish.ranks), wish.description, wish.ticket]
+def _request_values(request: JoinRequest) -> list[object]:
+    return [request.rank, _runs(request.ranks), request.description, request.ticket]
 
 
-def _wish_of(rank: int, runs: list[list[int]], description: str, ticket: int) -> Wish:
-    return Wish(rank, tuple(rank for first, last in runs for rank in range(first, last + 1)), description, ticket)
+def _request_of(rank: int, runs: list[list[int]], description: str, ticket: int) -> JoinRequest:
+    return JoinRequest(
+        rank, tuple(rank for first, last in runs for rank in range(first, last + 1)), description, ticket
+    )
 
 
 def _runs(ranks: Sequence[int]) -> list[list[int]]:
@@ -183,27 +185,27 @@ def _twice_key(number: int) -> str:
 # ---------------------------------------------------------------- the steps
 
 
-def agreement(wish: Wish, fresh: bool) -> Steps[Result]:
+def agreement(request: JoinRequest, fresh: bool) -> Steps[Result]:
     """The steps of one process: yields operations on the store, and is sent their results.
 
     Args:
         fresh: whether only processes of this start have written here, so that an earlier disagreement counts.
     """
     ticket = cast(int, (yield Add(TICKETS, 1)))
-    process = _Process(replace(wish, ticket=ticket))
+    process = _Process(replace(request, ticket=ticket))
     result: Result | None = yield from process.find(fresh)
     while result is None:
-        result = yield from process.lead() if wish.rank == wish.ranks[0] else process.follow()
+        result = yield from process.lead() if request.rank == request.ranks[0] else process.follow()
     return result
 
 
 class _Process:
     """One process, in the generation `number`, which belongs to `owner`."""
 
-    def __init__(self, me: Wish) -> None:
+    def __init__(self, me: JoinRequest) -> None:
         self.me = me
         self.number = 0
-        self.owner: Wish | None = None
+        self.owner: JoinRequest | None = None
         self.known: set[int] = set()  # ranks that joined and may have gone
         self.twice: int | None = None
 
@@ -216,8 +218,8 @@ class _Process:
         while (yield Check((_outcome_key(number),))):
             outcome = yield from self._read(number)
             number += 1
-            if fresh and isinstance(outcome, _Differ):
-                return self._differs(outcome)
+            if fresh and isinstance(outcome, _Conflict):
+                return self._disagreement(outcome)
         self.number = number
         self.owner = outcome.owner if isinstance(outcome, _Next) else None
         return None
@@ -230,61 +232,61 @@ class _Process:
         if self.owner not in (None, self.me):
             yield from self._fill(self.owner, self.me)
         closed = yield from self._close(_Next(self.me))
-        if isinstance(closed, _Differ):
-            return self._differs(closed)
-        self._go_on(closed)
+        if isinstance(closed, _Conflict):
+            return self._disagreement(closed)
+        self._next_generation(closed)
         if self.owner != self.me:
             return None  # another process closed it
         keys = tuple(_here(self.number, rank) for rank in self.me.ranks[1:])
         values = (yield Get(keys)) if keys else ()
         if isinstance(values, Missing):
             return (yield from self._give_up(values.keys))
-        here = [_wish_of(*json.loads(value)) for value in cast("tuple[bytes, ...]", values)]
-        return (yield from self._judge(here))
+        here = [_request_of(*json.loads(value)) for value in cast("tuple[bytes, ...]", values)]
+        return (yield from self._decide(here))
 
-    def _judge(self, here: Sequence[Wish]) -> Steps[Result | None]:
+    def _decide(self, here: Sequence[JoinRequest]) -> Steps[Result | None]:
         """Decides as the owner, from the arrivals of the other ranks."""
         ranks = self.me.ranks[1:]
         for arrival in here:
             if not arrival.fits(self.me):
-                return (yield from self._differ_from(arrival))
+                return (yield from self._close_with_conflict(arrival))
         for arrival in here:
             if self._has_my_rank(arrival) and arrival.ticket != GAVE_UP:
-                return (yield from self._make_way())
+                return (yield from self._yield_to_next_leader())
         gone = [arrival.rank for arrival in here if arrival.ticket == GAVE_UP]
         if gone or [arrival.rank for arrival in here] != list(ranks):
             self.known.update(gone)
             return None  # `lead` closes this generation and asks again
         tickets = (self.me.ticket, *(arrival.ticket for arrival in here))
-        outcome = yield from self._close(_AllHere(tickets))
-        if outcome == _AllHere(tickets):
+        outcome = yield from self._close(_Complete(tickets))
+        if outcome == _Complete(tickets):
             yield Set((HINT,), (str(self.number + 1).encode(),))  # a hint, which only saves time
             return Made(self.number)
         if isinstance(outcome, _Next) and outcome.owner is not None:  # the next leader has joined
             if not outcome.owner.fits(self.me):
                 yield from self._fill(outcome.owner, self.me, self.number + 1)
-                return Unlike(outcome.owner)
-            return (yield from self._make_way())
-        self._go_on(outcome)
+                return Disagreement(outcome.owner)
+            return (yield from self._yield_to_next_leader())
+        self._next_generation(outcome)
         return None
 
-    def _make_way(self) -> Steps[Displaced]:
+    def _yield_to_next_leader(self) -> Steps[Displaced]:
         """The next leader has joined; it owns, or will own, the next generation."""
         yield Set((_twice_key(self.number + 1),), (str(self.me.rank).encode(),))
         return Displaced()
 
-    def _differ_from(self, other: Wish) -> Steps[Result]:
-        outcome = yield from self._close(_Differ(self.me, other))
+    def _close_with_conflict(self, other: JoinRequest) -> Steps[Result]:
+        outcome = yield from self._close(_Conflict(self.me, other))
         if isinstance(outcome, _Next) and outcome.owner is not None:  # the next leader waits in that generation
             yield from self._fill(outcome.owner, self.me, self.number + 1)
-        return Unlike(other)
+        return Disagreement(other)
 
     # ------------------------------------------------------------ the others
 
     def follow(self) -> Steps[Result | None]:
         rank, key, entry = self.me.rank, _here(self.number, self.me.rank), _encoded(self.me)
         if (found := cast(bytes, (yield CompareSet(key, b"", entry)))) != entry:
-            before = _wish_of(*json.loads(found))
+            before = _request_of(*json.loads(found))
             if self._has_my_rank(before) and before.ticket != GAVE_UP:
                 if self.owner is not None:  # otherwise that process may have died long ago
                     self.twice = rank
@@ -300,22 +302,22 @@ class _Process:
         return self._follow_outcome(_outcome(cast("tuple[bytes, ...]", values)[0]))
 
     def _follow_outcome(self, outcome: _Outcome) -> Result | None:
-        if isinstance(outcome, _Differ):
-            return self._differs(outcome)
-        if isinstance(outcome, _AllHere) and self.owner is not None and self.owner.fits(self.me):
+        if isinstance(outcome, _Conflict):
+            return self._disagreement(outcome)
+        if isinstance(outcome, _Complete) and self.owner is not None and self.owner.fits(self.me):
             member = outcome.tickets[self.me.ranks.index(self.me.rank)]
             if member == self.me.ticket:
                 return Made(self.number)
             if member > self.me.ticket:
                 return Displaced()
-        self._go_on(outcome)  # the group contains an earlier process of this rank, and cannot work
+        self._next_generation(outcome)  # the group contains an earlier process of this rank, and cannot work
         return None
 
     # ------------------------------------------------------------ the end of the time
 
     def _give_up(self, missing: Sequence[str]) -> Steps[Result | None]:
         """Closes the generation if it has an owner, which must not count on this process any more."""
-        wish, number, owner = self.me, self.number, self.owner
+        request, number, owner = self.me, self.number, self.owner
         keys = tuple(_here(number, rank) for rank in (owner or self.me).ranks[1:])
         if not missing and keys:
             found = yield Wait(keys)
@@ -324,23 +326,23 @@ class _Process:
             self.twice = int(cast("tuple[bytes, ...]", (yield Get((_twice_key(number),))))[0])
         if owner is not None:
             if owner != self.me:
-                yield from self._fill(owner, replace(wish, ticket=GAVE_UP))
-            outcome = yield from self._close(_Next(None, wish.rank))
-            if outcome != _Next(None, wish.rank) and not isinstance(outcome, _Next):
+                yield from self._fill(owner, replace(request, ticket=GAVE_UP))
+            outcome = yield from self._close(_Next(None, request.rank))
+            if outcome != _Next(None, request.rank) and not isinstance(outcome, _Next):
                 return self._follow_outcome(outcome)  # the outcome came at the last moment
         absent = {int(key.rpartition("/")[2]) for key in missing}  # the keys have the prefixes of the store
-        late = [rank for rank in wish.ranks[1:] if rank in absent and rank not in self.known]
-        if wish.ranks[0] != wish.rank and wish.ranks[0] not in self.known and (owner is None or not late):
-            late.insert(0, wish.ranks[0])
-        return NotAll(tuple(late), self.twice)
+        late = [rank for rank in request.ranks[1:] if rank in absent and rank not in self.known]
+        if request.ranks[0] != request.rank and request.ranks[0] not in self.known and (owner is None or not late):
+            late.insert(0, request.ranks[0])
+        return Incomplete(tuple(late), self.twice)
 
     # ------------------------------------------------------------ parts of steps
 
-    def _has_my_rank(self, other: Wish) -> bool:
+    def _has_my_rank(self, other: JoinRequest) -> bool:
         return other.rank == self.me.rank and other.fits(self.me)
 
-    def _differs(self, outcome: _Differ) -> Unlike:
-        return Unlike(outcome.other if outcome.one.fits(self.me) else outcome.one)
+    def _disagreement(self, outcome: _Conflict) -> Disagreement:
+        return Disagreement(outcome.other if outcome.one.fits(self.me) else outcome.one)
 
     def _read(self, number: int) -> Steps[_Outcome]:
         values = yield Get((_outcome_key(number),))
@@ -351,13 +353,13 @@ class _Process:
         text = yield CompareSet(_outcome_key(self.number), b"", _encoded(outcome))
         return _outcome(cast(bytes, text))
 
-    def _fill(self, owner: Wish, entry: Wish, number: int | None = None) -> Steps[None]:
+    def _fill(self, owner: JoinRequest, entry: JoinRequest, number: int | None = None) -> Steps[None]:
         """Wakes the owner of a generation by setting all keys that it waits for."""
         keys = tuple(_here(self.number if number is None else number, rank) for rank in owner.ranks[1:])
         if keys:
             yield Set(keys, (_encoded(entry),) * len(keys))
 
-    def _go_on(self, outcome: _Outcome) -> None:
+    def _next_generation(self, outcome: _Outcome) -> None:
         owner, self.owner = self.owner, outcome.owner if isinstance(outcome, _Next) else None
         self.number += 1
         if isinstance(outcome, _Next) and outcome.gone is not None:

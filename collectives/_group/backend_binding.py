@@ -185,7 +185,7 @@ def all_reduce_sparse(
         rows = [part[:count] for part, count in zip(gathered, counts, strict=True)]
         return torch.cat(rows).to(tensor.device)
 
-    def go_on(run: Run) -> None:
+    def exchange(run: Run) -> None:
         """Exchanges the entries and replaces the caller's tensor, after the facts were gathered."""
         everybody: list[list[int]] = all_facts.tolist()
         if any(one[1:] != everybody[0][1:] for one in everybody):  # all ranks see the same facts, so all of them raise
@@ -199,13 +199,13 @@ def all_reduce_sparse(
             tensor.copy_(total)
 
     if run_part is not None:
-        return submit(Lowered(first, lambda: go_on(run_part), [tensor], ()), async_op)
+        return submit(Lowered(first, lambda: exchange(run_part), [tensor], ()), async_op)
 
     def run(operation: Operation) -> None:
         submit(Lowered(operation, None, [], ()), False)
 
     run(first)
-    go_on(run)
+    exchange(run)
     return Work.finished("all_reduce of a sparse tensor", [tensor])
 
 

@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import Final, NoReturn
 
-from rpcdist.collectives._group.agreement import Displaced, Made, NotAll, Unlike, Wish, agreement
+from rpcdist.collectives._group.agreement import Disagreement, Displaced, Incomplete, JoinRequest, Made, agreement
 from rpcdist.collectives._group.backend_contract import GroupContext
 from rpcdist.collectives._stores.derived_stores import PrefixStore
 from rpcdist.collectives._stores.store_base import SignedRecords, Store, timed_out
@@ -103,9 +103,9 @@ def agree(
         CollectiveMismatch: a rank wants another group; names it.
         RendezvousError: another process joined later under this rank.
     """
-    wish = Wish(rank, tuple(ranks), description)
+    request = JoinRequest(rank, tuple(ranks), description)
     deadline = Deadline.after(timeout_s)
-    steps = agreement(wish, fresh)
+    steps = agreement(request, fresh)
     result: object = None
     notice: Deadline | None = Deadline.after(INIT_NOTICE_S)
     try:
@@ -116,21 +116,21 @@ def agree(
                 if not isinstance(result, Missing) or deadline.expired():
                     continue
                 notice = None
-                _log_waiting(what, wish, result.keys, timeout_s)
+                _log_waiting(what, request, result.keys, timeout_s)
             result = _carry_out(store, operation, deadline, check)
     except StopIteration as done:
         match done.value:
             case Made(number):
                 return PrefixStore(str(number), store)
-            case Unlike(other):
-                _disagree(what, wish, other)
+            case Disagreement(other):
+                _disagree(what, request, other)
             case Displaced():
                 raise RendezvousError(
                     f"making {what} failed: another process joined as rank {rank} after this one, and replaces it. "
                     "If both belong to the job, give each its own RANK; otherwise end this process, which is left "
                     "from an earlier start."
                 ) from None
-            case NotAll(missing, twice):
+            case Incomplete(missing, twice):
                 raise _missing(missing, twice, len(ranks), what, timeout_s) from None
         raise AssertionError(done.value) from None
 
@@ -156,18 +156,18 @@ def wait_for_keys(store: Store, keys: list[str], timeout_s: float, check: Callab
         raise timed_out("wait", timeout_s, result.keys, store.address)
 
 
-def _disagree(what: str, own: Wish, other: Wish) -> NoReturn:
-    views = [f"rank {wish.rank} wants {wish.description} (ranks {listed(wish.ranks)})" for wish in (own, other)]
+def _disagree(what: str, own: JoinRequest, other: JoinRequest) -> NoReturn:
+    views = [f"rank {each.rank} wants {each.description} (ranks {listed(each.ranks)})" for each in (own, other)]
     raise CollectiveMismatch(f"making {what}", f"{views[0]}, but {views[1]}; all ranks must pass the same arguments")
 
 
-def _log_waiting(what: str, wish: Wish, keys: Sequence[str], timeout_s: float) -> None:
+def _log_waiting(what: str, request: JoinRequest, keys: Sequence[str], timeout_s: float) -> None:
     here = [key.rpartition("/here/")[2] for key in keys if "/here/" in key]
-    waits = f"for ranks {listed(here)}" if here else f"for rank {wish.ranks[0]}, which waits for all of them"
+    waits = f"for ranks {listed(here)}" if here else f"for rank {request.ranks[0]}, which waits for all of them"
     logger.warning(
         "making %s (ranks %s): rank %d still waits after %g s %s; it gives up after %g s. Do those ranks run, and does "
         "every rank make the same groups in the same order?",
-        what, listed(wish.ranks), wish.rank, INIT_NOTICE_S, waits, timeout_s,
+        what, listed(request.ranks), request.rank, INIT_NOTICE_S, waits, timeout_s,
     )  # fmt: skip
 
 

@@ -114,7 +114,7 @@ def _wait(future: torch.futures.Future[T]) -> None:
     try:
         torch._C.Future.wait(future)
     except Exception as exc:
-        logger.debug("a callback is told of %r", exc)
+        logger.debug("a callback gets the error %r", exc)
 
 
 class _FailedValue:

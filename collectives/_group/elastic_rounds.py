@@ -216,12 +216,12 @@ class ElasticRecords:
         self._signed.set(f"{number}/candidate/{own.identity}", json.dumps(asdict(own)))
         self._store.append(f"{number}/came", f"{own.identity} ")
 
-    def somebody_came(self, number: int) -> bool:
+    def has_candidates(self, number: int) -> bool:
         return self._store.check([f"{number}/came"])
 
     def candidates(self, number: int, own: Candidate) -> list[Candidate]:
         """Returns the processes that have joined a round, in order; `own` is one of them."""
-        names = self._store.get(f"{number}/came") if self.somebody_came(number) else b""
+        names = self._store.get(f"{number}/came") if self.has_candidates(number) else b""
         came = list(dict.fromkeys(names[: MAX_PROCESSES * 64].decode(errors="replace").split()))
         if len(came) > MAX_PROCESSES:
             raise RendezvousError(f"more than {MAX_PROCESSES} processes want to be in round {number} {self._where()}")
@@ -244,17 +244,17 @@ class ElasticRecords:
         self._signed.set(f"gone/{identity}", "left")
 
     def has_left(self, identity: str) -> bool:
-        return self._says(f"gone/{identity}")
+        return self._exists(f"gone/{identity}")
 
     def end(self) -> None:
         self._signed.set(_ENDED, "ended")
 
     def has_ended(self) -> bool:
-        return self._says(_ENDED)
+        return self._exists(_ENDED)
 
     # ------------------------------------------------------------ inside
 
-    def _says(self, key: str) -> bool:
+    def _exists(self, key: str) -> bool:
         """Whether a record with a valid signature exists."""
         if not self._store.check([key]):
             return False

@@ -33,7 +33,7 @@ from rpcdist.collectives._group.state import (
     GroupState,
     NoteDeparture,
     Reporter,
-    TellRanks,
+    ReportFailure,
     WakeRunning,
 )
 from rpcdist.collectives._group.watch import StateKeeper
@@ -344,7 +344,7 @@ class Engine(StateKeeper):
                 run_abort_hooks(self.abort_hooks, self.state.group)
                 self._waker.wake()  # jobs that wait in the queue fail when their turn comes
                 self._on_failure(failure)
-            case TellRanks(failure):
+            case ReportFailure(failure):
                 self._reporter.report(failure)
             case WakeRunning():
                 self._waker.wake()

@@ -38,12 +38,12 @@ class Record:
         detail: the reduce operation, or the other rank and the tag.
         label: its name from `record_comm`; usually empty.
         state: "queued", "running", "done" or "failed".
-        told: listeners that are called when it has ended; see `operation_taps`.
+        listeners: functions that are called when it has ended; see `operation_taps`.
     """
 
     __slots__ = (
-        "detail", "dtype", "ended_ns", "error", "family", "group", "input_sizes", "label", "operation", "output_sizes",
-        "queued_ns", "sequence", "started_ns", "state", "told",
+        "detail", "dtype", "ended_ns", "error", "family", "group", "input_sizes", "label", "listeners", "operation",
+        "output_sizes", "queued_ns", "sequence", "started_ns", "state",
     )  # fmt: skip
 
     def __init__(
@@ -71,7 +71,7 @@ class Record:
         self.queued_ns = time.time_ns()
         self.started_ns = 0
         self.ended_ns = 0
-        self.told = tuple([tap(group, operation) for tap in operation_taps]) if operation_taps else ()
+        self.listeners = tuple([tap(group, operation) for tap in operation_taps]) if operation_taps else ()
 
     def __str__(self) -> str:
         """Names the operation in errors; only then, as most operations never fail."""
@@ -87,10 +87,10 @@ class Record:
         self.state = "done" if error is None else "failed"
         if error is not None:
             self.error = str(error)
-        listeners, self.told = self.told, ()
-        for told in listeners:
+        listeners, self.listeners = self.listeners, ()
+        for listener in listeners:
             try:
-                told((self.started_ns or self.queued_ns) / 1e9, self.ended_ns / 1e9, error)
+                listener((self.started_ns or self.queued_ns) / 1e9, self.ended_ns / 1e9, error)
             except Exception:  # must not change the operation
                 logger.exception("a listener of operations failed at the end of %s", self.operation)
 
@@ -102,7 +102,7 @@ class Record:
             work.when_done(lambda done: self.end(done.exception()))
 
     def to_json(self) -> dict[str, object]:
-        return {name: getattr(self, name) for name in self.__slots__ if name != "told"}
+        return {name: getattr(self, name) for name in self.__slots__ if name != "listeners"}
 
 
 def record_of_message(

@@ -9,7 +9,7 @@ called without the lock, as the values that they read are replaced, never change
 
 Invariants:
 
- 1. The first failure is final. `FailOperations` is returned once in the life of a group, `TellRanks` at most once.
+ 1. The first failure is final. `FailOperations` is returned once in the life of a group, `ReportFailure` at most once.
  2. This rank tells the other ranks of a failure that it found, not of one that it heard of, as they heard of it too.
  3. A rank that left took part in all operations up to its last sequence number: only later ones fail because of it.
     If several ranks left, the first one is the reason, as the others may have given up because of it.
@@ -146,7 +146,7 @@ class FailOperations:
 
 
 @dataclass(frozen=True, slots=True)
-class TellRanks:
+class ReportFailure:
     """Report the failure to the other ranks."""
 
     failure: GroupFailure
@@ -165,7 +165,7 @@ class NoteDeparture:
     reason: str
 
 
-Action = FailOperations | TellRanks | WakeRunning | NoteDeparture
+Action = FailOperations | ReportFailure | WakeRunning | NoteDeparture
 
 
 class RunningOperation(Protocol):
@@ -226,7 +226,7 @@ class GroupState:
         if self.failure is not None:
             return []
         self.failure = self.refusal = failure
-        tell: list[Action] = [] if heard else [TellRanks(failure)]
+        tell: list[Action] = [] if heard else [ReportFailure(failure)]
         return [FailOperations(failure), *tell] if self._opened else tell
 
     def leave(self, rank: int, last_sequence: int) -> list[Action]:

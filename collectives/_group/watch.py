@@ -182,12 +182,12 @@ class Watch(Reporter):
         self._connections: dict[int, WatchConnection] = {}
         self._listeners: dict[int, asyncio.Task[object]] = {}
         self._tasks: set[asyncio.Task[object]] = set()
-        self._gone: set[int] = set()  # ranks that left in order, so that the end of their connection is not a failure
+        self._departed: set[int] = set()  # ranks that left in order: the end of their connection is not a failure
         self._question = 0  # the number of the last question, so that a late answer to an earlier one is ignored
         self._answers: dict[int, tuple[int, str]] = {}
         self._answered = asyncio.Event()
         self._asking = False  # rank 0: set when the first rank times out; the verdict is for all ranks
-        self._telling: asyncio.Task[object] | None = None  # rank 0: sends the first failure, the final one
+        self._reporting: asyncio.Task[object] | None = None  # rank 0: sends the first failure, the final one
         self._closing = False
         self._exchanges = 0  # the number of finished ones
         self._values: dict[int, str] = {}  # rank 0: the values for the current exchange, by rank
@@ -225,7 +225,7 @@ class Watch(Reporter):
         """At rank 0: the ranks that have not joined the current exchange."""
         return [rank for rank in range(len(self._world_ranks)) if rank not in self._values]
 
-    def _brought(self, rank: int, message: Message) -> None:
+    def _value_received(self, rank: int, message: Message) -> None:
         value = message.get("value")
         # No rank can be in a later exchange than rank 0, or send two values for one.
         if integer(message, "number") != self._exchanges or not isinstance(value, str) or rank in self._values:
@@ -235,18 +235,18 @@ class Watch(Reporter):
             values = [self._values[rank] for rank in range(len(self._world_ranks))]
             self._values.clear()
             self._spawn(self._send_all({"say": "values", "number": self._exchanges, "values": values}), "sends values")
-            self._exchanged(values)
+            self._complete_exchange(values)
 
-    def _got_values(self, message: Message) -> None:
+    def _values_received(self, message: Message) -> None:
         values = message.get("values")
         is_under_way = integer(message, "number") == self._exchanges and not self._exchange.done()
         if not is_under_way or not isinstance(values, list) or len(values) != len(self._world_ranks):
             raise ProtocolViolation("rank 0 sent values of an exchange that is not in progress")
         if not all(isinstance(value, str) for value in values):
             raise ProtocolViolation("rank 0 sent values that are not texts")
-        self._exchanged(values)
+        self._complete_exchange(values)
 
-    def _exchanged(self, values: list[str]) -> None:
+    def _complete_exchange(self, values: list[str]) -> None:
         self._exchanges += 1
         self._exchange.set_result(values)
 
@@ -298,7 +298,7 @@ class Watch(Reporter):
             self._connections.pop(connection.rank, None)
             connection.sock.close()
         # The process died if its stream ends without a `left`; the kernel closes the stream of a killed process.
-        if connection.rank not in self._gone and not self._closing:
+        if connection.rank not in self._departed and not self._closing:
             self._lost(connection.rank, reason)
 
     def _handle(self, sender: int, message: Message) -> None:
@@ -316,9 +316,9 @@ class Watch(Reporter):
                 self._asking = True
                 self._spawn(self._find_missing(str(message.get("title")), integer(message, "sequence")), "asks")
         elif say == "value" and self._rank == 0:
-            self._brought(sender, message)
+            self._value_received(sender, message)
         elif say == "values" and self._rank != 0:
-            self._got_values(message)
+            self._values_received(message)
         elif say == "here" and self._rank == 0:
             if message.get("question") == self._question:
                 self._answers[sender] = integer(message, "sequence"), str(message.get("text"))[:MAX_REASON_LENGTH]
@@ -328,15 +328,15 @@ class Watch(Reporter):
 
     def _failed(self, failure: GroupFailure, sender: int) -> None:
         self._listener.fail(failure)
-        if self._rank == 0 and self._telling is None:
+        if self._rank == 0 and self._reporting is None:
             message: Message = {"say": "failure", **failure.to_json()}
-            self._telling = self._spawn(self._send_all(message, skip=sender), "passes on")
+            self._reporting = self._spawn(self._send_all(message, skip=sender), "passes on")
 
     def _left(self, rank: int, sequence: int, sender: int) -> None:
         # A rank may announce only its own departure; rank 0 passes on those of others.
         if not 0 <= rank < len(self._world_ranks) or (self._rank == 0 and rank != sender):
             raise ProtocolViolation(f"rank {sender} said that rank {rank} left")
-        self._gone.add(rank)
+        self._departed.add(rank)
         self._listener.rank_left(rank, sequence)
         if self._rank == 0 and rank != 0:
             self._spawn(self._send_all({"say": "left", "rank": rank, "sequence": sequence}, skip=sender), "passes on")
@@ -369,19 +369,19 @@ class Watch(Reporter):
         except (RpcdistError, OSError) as exc:
             logger.debug("the watch of group %s closed without announcing that this rank leaves: %s", self._group, exc)
 
-    async def _tell_last_losses(self) -> None:
+    async def _report_last_losses(self) -> None:
         """Waits until the listeners have reported ranks that just died, since only rank 0 can tell the others."""
         ended = [self._listeners[rank] for rank, connection in self._connections.items() if connection.has_ended()]
         if ended:
             await asyncio.wait(ended, timeout=ANSWER_LIMIT_S)
-        if self._telling is not None:
-            await asyncio.wait([self._telling], timeout=ANSWER_LIMIT_S)
+        if self._reporting is not None:
+            await asyncio.wait([self._reporting], timeout=ANSWER_LIMIT_S)
 
     async def _close(self, sequence: int) -> None:
         if self._closing:
             return
         if self._rank == 0:
-            await self._tell_last_losses()
+            await self._report_last_losses()
         if self._connections:  # before `_closing`, after which the end of a connection is not a failure
             await self._send_all({"say": "left", "rank": self._rank, "sequence": sequence})
         self._closing = True

@@ -84,9 +84,9 @@ class MpiMessages:
         self._report = report
         self._me = headers.Get_rank()
         self._lock = threading.Lock()
-        self._looking = threading.Lock()  # the thread that holds it polls for all threads
+        self._polling = threading.Lock()  # the thread that holds it polls for all threads
         self._changed = threading.Condition(self._lock)
-        self._under_way: deque[_MpiMessage] = deque()
+        self._pending: deque[_MpiMessage] = deque()
         self._numbers = [0] * headers.Get_size()
         self._error: GroupFailure | None = None
         self._closing = False
@@ -108,7 +108,7 @@ class MpiMessages:
                 self._elements.Isend(as_bytes(self.mpi, tensor), peer, number),
             ]
             self._add(message, asynchronous)
-        return self._see_to(message, asynchronous)
+        return self._wait_unless_asynchronous(message, asynchronous)
 
     def recv(
         self,
@@ -128,7 +128,7 @@ class MpiMessages:
         with self._lock:
             message.requests = [self._headers.Irecv([header, self.mpi.BYTE], source, tag)]
             self._add(message, asynchronous)
-        return self._see_to(message, asynchronous)
+        return self._wait_unless_asynchronous(message, asynchronous)
 
     def _check(self, title: object, tag: int) -> None:
         if self._error is not None:
@@ -138,18 +138,18 @@ class MpiMessages:
             raise ConfigError(f"{title}: a tag must be from 0 to {largest} with this MPI")
 
     def _add(self, message: _MpiMessage, asynchronous: bool) -> None:
-        self._under_way.append(message)
+        self._pending.append(message)
         if asynchronous and self._poller is None:
             self._poller = threading.Thread(target=self._poll, name=f"rpcdist mpi {self._group}", daemon=True)
             self._poller.start()
         self._changed.notify_all()
 
-    def _see_to(self, message: _MpiMessage, asynchronous: bool) -> Work:
+    def _wait_unless_asynchronous(self, message: _MpiMessage, asynchronous: bool) -> Work:
         if asynchronous:
             return message.work
         pause = pauses()
         while not message.work.is_completed():
-            self._look()
+            self._poll_all()
             next(pause)
         message.work.wait()
         return message.work
@@ -187,27 +187,27 @@ class MpiMessages:
     def _poll(self) -> None:
         while True:
             with self._lock:
-                while not self._under_way:
+                while not self._pending:
                     if self._closing:
                         return
                     self._changed.wait(IDLE_RECHECK_S)
             pause = pauses()
-            while self._under_way:
-                self._look()
+            while self._pending:
+                self._poll_all()
                 next(pause)
 
-    def _look(self) -> None:
+    def _poll_all(self) -> None:
         """Polls all messages in progress, in the order of posting, unless another thread does."""
-        if not self._looking.acquire(blocking=False):
+        if not self._polling.acquire(blocking=False):
             return
         try:
             with self._lock:
                 done, failed = self._find_done()
                 for message in done:
-                    self._under_way.remove(message)
+                    self._pending.remove(message)
                 self._changed.notify_all()
         finally:
-            self._looking.release()
+            self._polling.release()
         for message in done:
             message.work.complete(message.source)
         if failed is not None:
@@ -215,7 +215,7 @@ class MpiMessages:
 
     def _find_done(self) -> tuple[list[_MpiMessage], tuple[_MpiMessage, Exception] | None]:
         done = []
-        for message in self._under_way:
+        for message in self._pending:
             try:
                 if self._is_done(message):
                     done.append(message)
@@ -244,8 +244,8 @@ class MpiMessages:
         with self._lock:
             if self._error is None:
                 self._error = failure
-            messages = list(self._under_way)
-            self._under_way.clear()
+            messages = list(self._pending)
+            self._pending.clear()
             self._changed.notify_all()
         for message in messages:
             abandon(message.requests, [message.tensor, message.header])
@@ -257,10 +257,10 @@ class MpiMessages:
     def close(self, deadline: Deadline) -> bool:
         """Waits for messages in progress, then ends the thread; returns whether all were done in time. Idempotent."""
         pause = pauses()
-        while self._under_way and not deadline.expired():
-            self._look()
+        while self._pending and not deadline.expired():
+            self._poll_all()
             next(pause)
-        drained = not self._under_way
+        drained = not self._pending
         self.fail(GroupFailure(GroupAborted, "the group was destroyed on this rank"))
         with self._lock:
             self._closing = True

@@ -102,12 +102,12 @@ def load_mpi() -> ModuleType:
 
 def pauses() -> Iterator[None]:
     """Pauses between two polls of an operation: the first ones spin, then others yield to other threads, then sleep."""
-    for looks in itertools.count(1):
-        if looks > 2000:
+    for num_polls in itertools.count(1):
+        if num_polls > 2000:
             time.sleep(POLL_S)
-        elif looks > 400:
+        elif num_polls > 400:
             time.sleep(MPI_SHORT_PAUSE_S)
-        elif looks > 50:
+        elif num_polls > 50:
             time.sleep(0)
         yield
 

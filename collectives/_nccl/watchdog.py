@@ -28,7 +28,7 @@ from rpcdist.collectives._group.state import (
     GroupFailure,
     GroupState,
     Reporter,
-    TellRanks,
+    ReportFailure,
 )
 from rpcdist.collectives._group.watch import StateKeeper
 from rpcdist.collectives._nccl.communicator_calls import Communicator, CudaRuntime
@@ -95,7 +95,7 @@ class NcclWork(Work):
             self._device_future = self._make_future()
         self._enqueued.set()
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         """Returns whether it is done; completes it if the device is done. Raises the runtime's errors."""
         if not self._done and self._event is not None and self._event.query():
             self._keep.clear()
@@ -135,7 +135,7 @@ class NcclWork(Work):
                 self.title, "the wait timed out before the operation started; the operation continues, wait again"
             )
         pause = threading.Event()
-        while not self.look():
+        while not self.poll():
             if limit.expired():
                 raise CollectiveTimeout(
                     self.title, "the wait timed out; the device is still busy with the operation, wait again"
@@ -143,10 +143,10 @@ class NcclWork(Work):
             pause.wait(NCCL_WORK_POLL_S)
 
     def is_completed(self) -> bool:
-        return self.look()
+        return self.poll()
 
     def is_success(self) -> bool:
-        return self.look() and self._error is None
+        return self.poll() and self._error is None
 
     def synchronize(self) -> None:
         """Makes the current stream wait; never blocks the host."""
@@ -196,7 +196,7 @@ class NcclWatchdog(StateKeeper):
         self._thread.start()
 
     def __repr__(self) -> str:
-        phase = "failed" if self.state.failure is not None else f"{len(self._pending)} under way"
+        phase = "failed" if self.state.failure is not None else f"{len(self._pending)} pending"
         return f"<NcclWatchdog of group {self.state.group!r}: {phase}, #{self.state.sequence}>"
 
     # ------------------------------------------------------------ registering (any thread)
@@ -244,7 +244,7 @@ class NcclWatchdog(StateKeeper):
                     run_abort_hooks(self.abort_hooks, self.state.group)
                     for work in works:
                         work.fail(failure.error(work.title))
-                case TellRanks(failure):
+                case ReportFailure(failure):
                     self._reporter.report(failure)
                     path = self._recorder.write_dump(self._name(self.state.rank))
                     group = self.state.group
@@ -262,7 +262,7 @@ class NcclWatchdog(StateKeeper):
                 if self.state.failure is not None or not self._pending:
                     break
             try:
-                self._look()
+                self._check_works()
                 if time.monotonic() >= next_check:
                     next_check = time.monotonic() + TICK_S
                     self._communicator.check_async_error()
@@ -273,11 +273,11 @@ class NcclWatchdog(StateKeeper):
                     self._changed.wait(NCCL_POLL_S)
         self._end()
 
-    def _look(self) -> None:
+    def _check_works(self) -> None:
         with self._changed:
             pending = list(self._pending)
         for work in pending:
-            if work.look():
+            if work.poll():
                 self._remove(work)
             elif (departure := self.state.departure_before(work.sequence)) is not None:
                 self.fail_everywhere(departure)

@@ -49,12 +49,12 @@ __all__ = ["TCPStore"]
 
 logger = logging.getLogger(__name__)
 
-NOBODY_THERE: Final = "Is rank 0 running there, and do all processes have the same MASTER_ADDR and MASTER_PORT?"
+CHECK_RANK_0: Final = "Is rank 0 running there, and do all processes have the same MASTER_ADDR and MASTER_PORT?"
 COMPLETE: Final = b"complete"
 JOIN_KEY: Final = "init/"  # counts those who connected, as in torch
 
 
-class _Remote:
+class _RemoteTable:
     """A table in another process, behind an authenticated link that is opened again after it broke or was idle.
 
     The clones of a store share it. It has the methods of `ServedTable`.
@@ -67,7 +67,7 @@ class _Remote:
         self._link: Link | None = None
         self._connecting = asyncio.Lock()
         self._num_calls = 0
-        self._resting: asyncio.TimerHandle | None = None
+        self._idle_timer: asyncio.TimerHandle | None = None
         self._num_users = 1
         self._lock = threading.Lock()
         try:
@@ -88,7 +88,7 @@ class _Remote:
                 link = await self._connected(max(deadline.remaining_s(), MIN_ATTEMPT_S))
                 async with asyncio.timeout(max(deadline.remaining_s(), MIN_ATTEMPT_S)):
                     await _ask(link, NumKeys(), 0.0)
-                self._rest_later()
+                self._close_link_when_idle()
                 return
             except AuthenticationFailed:
                 raise
@@ -105,7 +105,7 @@ class _Remote:
         logger.warning(
             "no process has answered for %g s at %s, where rank 0 should serve the store; this process tries for %g "
             "s. %s",
-            INIT_NOTICE_S, self.address, self._timeout_s, NOBODY_THERE,
+            INIT_NOTICE_S, self.address, self._timeout_s, CHECK_RANK_0,
         )  # fmt: skip
 
     async def _why_not(self, exc: TransportError | TimeoutError) -> str:
@@ -124,8 +124,8 @@ class _Remote:
         except TimeoutError:
             return f"no name server resolved {host!r} within {SIDE_ATTEMPT_LIMIT_S:g} s. Check MASTER_ADDR"
         if "refused" in exc.reason.lower():
-            return f"no process listens there. {NOBODY_THERE}"
-        return f"{exc.reason.rstrip('.?')}. {NOBODY_THERE}"
+            return f"no process listens there. {CHECK_RANK_0}"
+        return f"{exc.reason.rstrip('.?')}. {CHECK_RANK_0}"
 
     async def _connected(self, timeout_s: float) -> Link:
         async with self._connecting:  # used on the I/O loop only
@@ -137,36 +137,36 @@ class _Remote:
         wait_s = deadline.remaining_s()
 
         async def ask() -> store_pb2.StoreReply:
-            if self._resting is not None:
-                self._resting.cancel()
-                self._resting = None
+            if self._idle_timer is not None:
+                self._idle_timer.cancel()
+                self._idle_timer = None
             self._num_calls += 1
             try:
                 return await _ask(await self._connected(self._timeout_s), operation, wait_s)
             finally:
                 self._num_calls -= 1
-                self._rest_later()
+                self._close_link_when_idle()
 
         return result_of(self._node.run(ask(), wait_s + self._timeout_s + 2 * STORE_GRACE_S + SLOW_WORK_LIMIT_S))
 
-    def _rest_later(self) -> None:
+    def _close_link_when_idle(self) -> None:
         """Ends an unused link, because each link costs rank 0 a descriptor. On the I/O loop."""
         if not self._num_calls and self._num_users > 0:
-            self._resting = asyncio.get_running_loop().call_later(IDLE_LIMIT_S, self._rest)
+            self._idle_timer = asyncio.get_running_loop().call_later(IDLE_LIMIT_S, self._close_link)
 
     async def _end(self) -> None:
-        if self._resting is not None:
-            self._resting.cancel()
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
         if self._link is not None:
             await self._link.close()
 
-    def _rest(self) -> None:
-        self._resting = None
+    def _close_link(self) -> None:
+        self._idle_timer = None
         link, self._link = self._link, None
         if link is not None:
             self._node.io.spawn(link.close(), "rpcdist close an idle link to the store")
 
-    def share(self) -> _Remote:
+    def share(self) -> _RemoteTable:
         with self._lock:
             self._num_users += 1
         return self
@@ -241,7 +241,7 @@ class TCPStore(Store):
                 self.close()
                 raise
 
-    def _attach(self, access: ServedTable | _Remote) -> None:
+    def _attach(self, access: ServedTable | _RemoteTable) -> None:
         self._access = access
         self._closer = weakref.finalize(self, DROPPED_STORES.add, os.getpid(), access.close)
         self._closer.atexit = False  # at exit the transport stops by itself
@@ -253,11 +253,11 @@ class TCPStore(Store):
             self.queue_push(JOIN_KEY, COMPLETE if came == world_size else b"came")
             return
         deadline = Deadline.after(self._timeout_s)
-        told: object = b""
-        while came < world_size and told != COMPLETE:
-            told = self.execute(QueuePop(JOIN_KEY), deadline)
+        popped: object = b""
+        while came < world_size and popped != COMPLETE:
+            popped = self.execute(QueuePop(JOIN_KEY), deadline)
             came = self.add(JOIN_KEY, 0)
-            if isinstance(told, Missing):
+            if isinstance(popped, Missing):
                 raise _timed_out_join(self._timeout_s, came, world_size, self.address)
 
     @property
@@ -322,12 +322,12 @@ async def _ask(link: Link, operation: StoreOperation[object], wait_s: float) -> 
     return await link.in_pieces("Store", "ExecuteLarge", request, store_pb2.StoreReply, store_pb2.Piece, limit_s)
 
 
-def _open(host: str, port: int, is_master: bool, share: bool, timeout_s: float) -> ServedTable | _Remote:
+def _open(host: str, port: int, is_master: bool, share: bool, timeout_s: float) -> ServedTable | _RemoteTable:
     if is_master:
         return TABLE_SERVER.share(host, port, share, max(timeout_s, STORE_GRACE_S))
     if port == 0:
         raise ConfigError(f"the port of the store at {host} is unknown; pass the master's (its `port` attribute).")
-    return _Remote(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", timeout_s)
+    return _RemoteTable(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", timeout_s)
 
 
 def _timed_out_join(timeout_s: float, came: int, world_size: int, address: str) -> StoreTimeout:

@@ -251,7 +251,7 @@ class SpinPolicy:
     def __init__(self, num_ranks: int) -> None:
         self._longest_s = self.spin_s = SPIN_LIMIT_S if num_ranks <= num_cores() else 0.0
 
-    def came(self) -> None:
+    def spin_succeeded(self) -> None:
         """Reports that the wait ended while spinning."""
         if self.spin_s < self._longest_s:
             self.spin_s = min(2 * self.spin_s, self._longest_s)

@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rpcdist.collectives._group.agreement import (
+    Disagreement,
     Displaced,
+    Incomplete,
+    JoinRequest,
     Made,
-    NotAll,
     Result,
     Steps,
-    Unlike,
-    Wish,
-    _AllHere,
+    _Complete,
     _outcome,
     agreement,
 )
@@ -30,15 +30,15 @@ INTERRUPTIONS = 10 if FULL else 2
 """How often a process may be interrupted by another one, where every order is tried."""
 
 
-def wish(rank: int, size: int = 2, text: str = "a group") -> Wish:
-    return Wish(rank, tuple(range(size)), text)
+def wish(rank: int, size: int = 2, text: str = "a group") -> JoinRequest:
+    return JoinRequest(rank, tuple(range(size)), text)
 
 
 @dataclass(eq=False)
 class Process:
     """One process: its next operation, or its result."""
 
-    wish: Wish
+    wish: JoinRequest
     steps: Steps[Result]
     operation: StoreOperation[object] | None
     result: Result | None = None
@@ -51,9 +51,9 @@ class Process:
         return self.result is None and self.died is None
 
 
-def other_wish(process: Process) -> Wish:
+def other_wish(process: Process) -> JoinRequest:
     """The wish from which the process differs, as it was before its owner arrived."""
-    assert isinstance(process.result, Unlike)
+    assert isinstance(process.result, Disagreement)
     return replace(process.result.other, ticket=0)
 
 
@@ -65,7 +65,7 @@ class Job:
     processes: list[Process] = field(default_factory=list)
     time: int = 0
 
-    def start(self, wished: Wish, fresh: bool = False) -> Process:
+    def start(self, wished: JoinRequest, fresh: bool = False) -> Process:
         steps = agreement(wished, fresh)
         process = Process(wished, steps, next(steps))
         self.processes.append(process)
@@ -132,15 +132,15 @@ class Job:
         for process in self.processes:
             if isinstance(process.result, Made):
                 made = self.outcome(process.result.number)
-                assert isinstance(made, _AllHere)
+                assert isinstance(made, _Complete)
                 assert made.tickets[process.wish.ranks.index(process.wish.rank)] == process.ticket
         for key in self.contents.values:
-            if key.endswith("/outcome") and isinstance(made := _outcome(bytes(self.contents.values[key])), _AllHere):
+            if key.endswith("/outcome") and isinstance(made := _outcome(bytes(self.contents.values[key])), _Complete):
                 members = [by_ticket[ticket] for ticket in made.tickets]
                 assert [member.wish.rank for member in members] == list(members[0].wish.ranks)
                 for member in members:
                     assert member.wish.fits(members[0].wish)
-                    assert not isinstance(member.result, NotAll)
+                    assert not isinstance(member.result, Incomplete)
                     assert member.died is None or member.died > members[0].came
 
     def outcome(self, number: int) -> object:
@@ -215,7 +215,7 @@ def test_nobody_is_counted_in_who_gave_up() -> None:
         results = [process.result for process in both]
         seen.add((impatient, isinstance(results[0], Made)))
         assert isinstance(results[0], Made) == isinstance(results[1], Made), results
-        assert all(isinstance(result, Made | NotAll) for result in results), results
+        assert all(isinstance(result, Made | Incomplete) for result in results), results
 
     seen: set[tuple[int, bool]] = set()
     every_order(run, 60_000)
@@ -310,7 +310,7 @@ def test_both_ranks_are_told_that_they_want_different_groups(first: int) -> None
 def test_two_who_each_want_to_lead_are_told() -> None:
     def run(choose: Callable[[int], int]) -> None:
         job = Job()
-        wishes = [Wish(0, (0, 1), "a"), Wish(1, (1, 0), "a")]
+        wishes = [JoinRequest(0, (0, 1), "a"), JoinRequest(1, (1, 0), "a")]
         both = [job.start(wished, fresh=True) for wished in wishes]
         job.run(both, choose)
         assert [other_wish(process) for process in both] == [wishes[1], wishes[0]]
@@ -338,7 +338,7 @@ def test_who_is_missing() -> None:
             while process.runs:
                 job.step(process, time_is_over=True)
             job.run([other for other in there if other is not process], lambda _: 0)
-        assert [process.result for process in there] == [NotAll((missing,), None)] * 2, (missing, order)
+        assert [process.result for process in there] == [Incomplete((missing,), None)] * 2, (missing, order)
 
 
 @pytest.mark.parametrize(("size", "limit_bytes"), [(1, 100), (300, 100)])

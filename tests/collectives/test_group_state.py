@@ -16,7 +16,7 @@ from rpcdist.collectives._group.state import (
     GroupFailure,
     GroupState,
     NoteDeparture,
-    TellRanks,
+    ReportFailure,
     WakeRunning,
     timeout_verdict,
 )
@@ -80,12 +80,12 @@ def left(rank: int, after: int) -> NoteDeparture:
     ("events", "actions"),
     [
         pytest.param([OPEN], [], id="nothing happened"),
-        pytest.param([OPEN, found(LOST)], [FailOperations(LOST), TellRanks(LOST)], id="found: told"),
+        pytest.param([OPEN, found(LOST)], [FailOperations(LOST), ReportFailure(LOST)], id="found: told"),
         pytest.param([OPEN, heard(LOST)], [FailOperations(LOST)], id="heard: not told"),
         pytest.param([OPEN, heard(LOST), found(ABORTED)], [FailOperations(LOST)], id="the first is final"),
         pytest.param(
             [OPEN, found(ABORTED), found(LOST)],
-            [FailOperations(ABORTED), TellRanks(ABORTED)],
+            [FailOperations(ABORTED), ReportFailure(ABORTED)],
             id="the first is final, and told once",
         ),
         pytest.param([OPEN, rank_left(0, 4)], [left(0, 4)], id="a departure harms nobody by itself"),
@@ -244,8 +244,8 @@ def test_the_invariants_hold_in_every_order(events: list[Event], opened_at: int,
         FailOperations(failure) for failure in failures[:1]
     ]
     first = next((event for event in events if event[0] in ("found", "heard")), None)
-    told = [action for action in actions if isinstance(action, TellRanks)]
-    assert told == ([TellRanks(failures[0])] if first is not None and first[0] == "found" else [])
+    told = [action for action in actions if isinstance(action, ReportFailure)]
+    assert told == ([ReportFailure(failures[0])] if first is not None and first[0] == "found" else [])
 
     # 3: every rank that left is noted, and only later operations fail because of it.
     departures = [event for event in events if event[0] == "leave"]
@@ -256,13 +256,13 @@ def test_the_invariants_hold_in_every_order(events: list[Event], opened_at: int,
         assert (failure is None) == all(sequence <= last for last in state.departed.values())
 
     # 4: nothing but telling happens before the group is open.
-    assert all(isinstance(action, TellRanks) for each in per_event[:opened_at] for action in each)
+    assert all(isinstance(action, ReportFailure) for each in per_event[:opened_at] for action in each)
 
     # 5: operations are refused once the group failed or closes.
     assert (state.refusal is None) == (not failures and not any(event == CLOSE for event in events))
 
 
-@pytest.mark.parametrize("action", [FailOperations(LOST), left(1, 2), TellRanks(LOST), WakeRunning()])
+@pytest.mark.parametrize("action", [FailOperations(LOST), left(1, 2), ReportFailure(LOST), WakeRunning()])
 def test_actions_are_frozen(action: Action) -> None:
     with pytest.raises((dataclasses.FrozenInstanceError, TypeError, AttributeError)):
         action.extra = 1  # type: ignore[union-attr]

@@ -41,7 +41,7 @@ class NoDriver:
     def drive(self, mine: Request) -> None:
         raise AssertionError("somebody waits")
 
-    def hurry(self) -> None:
+    def ensure_progress(self) -> None:
         raise AssertionError("somebody waits")
 
 

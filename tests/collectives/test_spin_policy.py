@@ -27,7 +27,7 @@ def test_ranks_on_other_hosts_do_not_count(addresses: list[str], ranks: int) -> 
 def test_more_ranks_than_cores_do_not_spin_at_all(ranks: int, spin_s: float) -> None:
     policy = SpinPolicy(ranks)
     assert policy.spin_s == spin_s
-    policy.came()
+    policy.spin_succeeded()
     policy.slept(1e-6)
     assert policy.spin_s == spin_s
 
@@ -40,5 +40,5 @@ def test_it_gives_up_on_slow_peers_and_learns_when_they_are_fast_again() -> None
     policy.slept(20e-6)
     assert policy.spin_s == SPIN_LIMIT_S / 16
     for _ in range(10):
-        policy.came()
+        policy.spin_succeeded()
     assert policy.spin_s == SPIN_LIMIT_S

@@ -117,7 +117,7 @@ class ProgressEngine:
 
     # ------------------------------------------------------------ without the lock
 
-    def hurry(self) -> None:
+    def ensure_progress(self) -> None:
         """Makes the background thread lead at once if no thread leads: a waiter of a request is not a thread."""
         with self.entrance, self.lock:
             self._num_leads_seen, self._watching = self._num_leads, False
@@ -196,7 +196,7 @@ class ProgressEngine:
                 if state.settled or (mine.done if mine is not None else self._followers or not state.has_work):
                     return
                 if moved and in_vain:
-                    policy.came()
+                    policy.spin_succeeded()
                 if moved or not spins_until:
                     spins_until = now + (0.0 if mine is None else policy.spin_s)
                 in_vain = not moved

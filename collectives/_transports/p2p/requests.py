@@ -98,7 +98,7 @@ class Driver(Protocol):
     def drive(self, mine: Request) -> None:
         """Moves messages on the calling thread until the request is done."""
 
-    def hurry(self) -> None:
+    def ensure_progress(self) -> None:
         """Makes another thread move messages at once."""
 
 
@@ -146,8 +146,8 @@ class Request(Work):
         if not self._settled:
             super()._block(timeout_s)  # another thread may be about to settle it
 
-    def _hurry(self) -> None:
-        self._driver.hurry()
+    def _ensure_progress(self) -> None:
+        self._driver.ensure_progress()
 
 
 class PostedReceive(Request):

@@ -197,7 +197,7 @@ class Signals:
             if now - began >= policy.spin_s:
                 return False
             if words[flag] == step:
-                policy.came()
+                policy.spin_succeeded()
                 return True
             now = time.monotonic()
 

@@ -149,7 +149,7 @@ class PlanRunner:
                 pending = self._unfinished(pending)
                 now = time.monotonic()
             if len(pending) < num_before:
-                spin_policy.came()
+                spin_policy.spin_succeeded()
             else:
                 self._wait(pending)
                 spin_policy.slept(time.monotonic() - now)

@@ -148,7 +148,7 @@ class PairExchange:
                     os.sched_yield()
                     now = time.monotonic()
                     continue
-                spin_policy.came()
+                spin_policy.spin_succeeded()
                 return self._not_ended(number)
             while True:
                 self._wait(connection, select.POLLIN, control)
