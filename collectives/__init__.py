@@ -123,34 +123,11 @@ if TYPE_CHECKING:
     from rpcdist.collectives._stores.shared_table import *
     from rpcdist.collectives._stores.store_base import Store as Store
     from rpcdist.collectives._stores.tcp_store import *
-    from rpcdist.collectives.backends import Backend as Backend
-    from rpcdist.collectives.backends import BackendConfig as BackendConfig
-    from rpcdist.collectives.backends import get_default_backend_for_device as get_default_backend_for_device
-    from rpcdist.collectives.backends import is_available as is_available
-    from rpcdist.collectives.backends import is_backend_available as is_backend_available
-    from rpcdist.collectives.backends import is_gloo_available as is_gloo_available
-    from rpcdist.collectives.backends import is_mpi_available as is_mpi_available
-    from rpcdist.collectives.backends import is_nccl_available as is_nccl_available
-    from rpcdist.collectives.backends import is_torchelastic_launched as is_torchelastic_launched
-    from rpcdist.collectives.backends import is_ucc_available as is_ucc_available
-    from rpcdist.collectives.backends import is_xccl_available as is_xccl_available
+    from rpcdist.collectives.backends import *
     from rpcdist.collectives.constants import *
     from rpcdist.collectives.device_mesh import *
     from rpcdist.collectives.flight_recorder import record_comm as record_comm
-    from rpcdist.collectives.options import AllgatherOptions as AllgatherOptions
-    from rpcdist.collectives.options import AllreduceCoalescedOptions as AllreduceCoalescedOptions
-    from rpcdist.collectives.options import AllreduceOptions as AllreduceOptions
-    from rpcdist.collectives.options import AllToAllOptions as AllToAllOptions
-    from rpcdist.collectives.options import BarrierOptions as BarrierOptions
-    from rpcdist.collectives.options import BroadcastOptions as BroadcastOptions
-    from rpcdist.collectives.options import DebugLevel as DebugLevel
-    from rpcdist.collectives.options import GatherOptions as GatherOptions
-    from rpcdist.collectives.options import ReduceOptions as ReduceOptions
-    from rpcdist.collectives.options import ReduceScatterOptions as ReduceScatterOptions
-    from rpcdist.collectives.options import ScatterOptions as ScatterOptions
-    from rpcdist.collectives.options import get_debug_level as get_debug_level
-    from rpcdist.collectives.options import set_debug_level as set_debug_level
-    from rpcdist.collectives.options import set_debug_level_from_env as set_debug_level_from_env
+    from rpcdist.collectives.options import *
     from rpcdist.collectives.process_group import ProcessGroup as ProcessGroup
     from rpcdist.collectives.work import *
     from rpcdist.errors import DistBackendError as DistBackendError

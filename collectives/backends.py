@@ -17,8 +17,6 @@ from rpcdist.errors import ConfigError
 __all__ = [
     "Backend",
     "BackendConfig",
-    "BackendFactory",
-    "default_backend",
     "get_default_backend_for_device",
     "is_available",
     "is_backend_available",
@@ -28,7 +26,6 @@ __all__ = [
     "is_torchelastic_launched",
     "is_ucc_available",
     "is_xccl_available",
-    "make_backend",
 ]
 
 BackendFactory = Callable[..., GroupBackend]

@@ -219,8 +219,6 @@ class ElasticGroup:
             store,
             backend=self._backend,
             timeout=self._timeout,
-            options=None,
-            device=None,
             description=f"the group of round {number}",
             check=check,
             outlives_ranks=True,

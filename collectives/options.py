@@ -23,8 +23,6 @@ __all__ = [
     "BroadcastOptions",
     "DebugLevel",
     "GatherOptions",
-    "GlooOptions",
-    "OperationOptions",
     "ReduceOptions",
     "ReduceScatterOptions",
     "ScatterOptions",

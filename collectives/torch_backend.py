@@ -336,7 +336,6 @@ def _open(
         backend=backend,
         timeout=timeout,
         options=options,
-        device=None,
         description="of torch.distributed",
     )
 

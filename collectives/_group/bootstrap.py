@@ -54,12 +54,7 @@ def not_made(context: GroupContext, missing: Sequence[int]) -> RendezvousError:
 
 
 def address_of_rank_0(context: GroupContext, own: HubAddress, deadline: Deadline) -> tuple[str, str]:
-    """Returns the address of rank 0's hub and a random name of this group; rank 0 publishes both, signed.
-
-    Raises:
-        AuthenticationFailed: the address was not written by a process of this job.
-        RendezvousError: rank 0 did not publish it in time.
-    """
+    """Returns the address of rank 0's hub and a random name of this group; rank 0 publishes both, signed."""
     signed = SignedRecords(context.store, context.process.records())
     if context.rank == 0:
         address, uid = str(own), secrets.token_hex(8)

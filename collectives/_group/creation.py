@@ -25,12 +25,7 @@ MakeBackend = Callable[[Backend | str, GroupContext], GroupBackend]
 
 
 def timeout_of_group(backend: str, timeout: timedelta | None) -> timedelta:
-    """Returns the caller's timeout, or torch's default, which is shorter for `nccl` alone.
-
-    Raises:
-        TypeError: the timeout is not a timedelta.
-        ConfigError: the timeout is negative.
-    """
+    """Returns the caller's timeout, or torch's default, which is shorter for `nccl` alone."""
     if timeout is None:
         return default_pg_nccl_timeout if backend == Backend.NCCL else default_pg_timeout
     if check_timeout(timeout) < timedelta(0):
@@ -46,9 +41,9 @@ def open_group(
     *,
     backend: str,
     timeout: timedelta,
-    options: object | None,
-    device: torch.device | None,
     description: str,
+    options: object | None = None,
+    device: torch.device | None = None,
     make: MakeBackend = make_backend,
     check: Callable[[], None] | None = None,
     outlives_ranks: bool = False,

@@ -93,12 +93,7 @@ class GroupWatch(StateKeeper):
         raise failure.error(f"making group {self.state.group!r}")
 
     def exchange(self, value: str, deadline: Deadline) -> list[str]:
-        """Returns the texts of all ranks, by rank. Blocks; all ranks call it, in the same order.
-
-        Raises:
-            CollectiveError: the group cannot be made any more.
-            RendezvousError: some ranks did not join in time; names them.
-        """
+        """Returns the texts of all ranks, by rank. Blocks; all ranks call it, in the same order."""
         context = self._context
         answer = self.reporter.exchange(value)
         # Rank 0 knows which ranks are missing and tells the others, so they wait longer than rank 0.
@@ -149,12 +144,7 @@ class GroupWatch(StateKeeper):
 def connect_watch(
     context: GroupContext, hub: SocketHub, rank_0: str, uid: str, deadline: Deadline
 ) -> dict[int, StreamSocket]:
-    """Opens the connections of the group's watch: on rank 0 one with every other rank, elsewhere one with rank 0.
-
-    Raises:
-        ConnectFailed: no process listens at the address of rank 0.
-        DistNetworkError: some ranks did not connect to rank 0 in time; names them. Ranks that did connect raise it too.
-    """
+    """Opens the connections of the group's watch: on rank 0 one with every other rank, elsewhere one with rank 0."""
     purpose = f"{uid}/watch/"
     if context.rank != 0:
         try:

@@ -49,11 +49,7 @@ class LocalProcess:
         self._at_exit = partial(_close_all, weakref.ref(self))
 
     def acquire_sockets(self, host: str) -> None:
-        """Takes a share of this process's sockets, opened on `host` if necessary; release each share once.
-
-        Raises:
-            TransportError: the address cannot be bound.
-        """
+        """Takes a share of this process's sockets, opened on `host` if necessary; release each share once."""
         with self._lock:
             if self._num_shares == 0:
                 self.node, self.hub = _open_sockets(host)
@@ -69,11 +65,7 @@ class LocalProcess:
         _close_sockets(node, hub)
 
     def records(self) -> Records:
-        """Returns the signer, with the job's token, of the records that this process writes to a store.
-
-        Raises:
-            ConfigError: this process has no valid token.
-        """
+        """Returns the signer, with the job's token, of the records that this process writes to a store."""
         from rpcdist.transport import acquire_node  # loads gRPC
 
         node = acquire_node()

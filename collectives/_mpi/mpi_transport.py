@@ -75,11 +75,7 @@ _OPS: Final = {
 
 
 def load_mpi() -> ModuleType:
-    """Returns the module `mpi4py.MPI`, with MPI running.
-
-    Raises:
-        ConfigError: mpi4py or MPI is missing, is too old, or does not let several threads call it.
-    """
+    """Returns the module `mpi4py.MPI`, with MPI running."""
     try:
         import mpi4py
     except ImportError as exc:

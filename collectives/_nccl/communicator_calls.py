@@ -195,11 +195,7 @@ class _Form:
 
 
 def native_form(op: ReduceOp, dtype: torch.dtype, version: int) -> _Form | None:
-    """Returns how NCCL of that version reduces; None if it cannot.
-
-    Raises:
-        ValueError: the reduction is invalid, see `reduce_kernels.unsupported`.
-    """
+    """Returns how NCCL of that version reduces; None if it cannot."""
     reduce_kernels.reducer(op, dtype)
     if dtype is torch.bool:
         return _Form(

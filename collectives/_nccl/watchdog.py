@@ -202,11 +202,7 @@ class NcclWatchdog(StateKeeper):
     # ------------------------------------------------------------ registering (any thread)
 
     def register(self, make: Callable[[int], NcclWork], collective: bool) -> NcclWork:
-        """Gives an operation its number (0 for messages) and watches it from now on.
-
-        Raises:
-            CollectiveError: the group failed or was destroyed.
-        """
+        """Gives an operation its number (0 for messages) and watches it from now on."""
         state = self.state
         with self._changed:
             work = make(state.sequence + 1 if collective else 0)

@@ -217,11 +217,7 @@ def checked_root(root: int, size: int, what: str) -> int:
 
 
 def whole_number(value: object, name: str) -> int:
-    """Returns the value as an int; accepts numpy's integers and integer tensors of one element.
-
-    Raises:
-        TypeError: the value is not an integer, but a float or a text, for example.
-    """
+    """Returns the value as an int; accepts numpy's integers and integer tensors of one element."""
     try:
         return operator.index(cast(SupportsIndex, value))
     except TypeError:

@@ -64,11 +64,7 @@ def unsupported(op: ReduceOp, dtype: torch.dtype) -> str | None:
 
 @cache
 def reducer(op: ReduceOp, dtype: torch.dtype) -> ReduceKernel:
-    """Returns the kernel that reduces tensors of `dtype` by `op`.
-
-    Raises:
-        ValueError: `unsupported` gives a reason why no kernel exists.
-    """
+    """Returns the kernel that reduces tensors of `dtype` by `op`."""
     reason = unsupported(op, dtype)
     if reason is not None:
         raise ValueError(reason)
@@ -191,12 +187,7 @@ def make_premul_sum(factor: Factor) -> PremulSum:
 
 
 def canonical_op(op: object) -> tuple[ReduceOp, Factor | None]:
-    """Returns our `ReduceOp` and the factor for a caller's `op`, which may be torch's, as scripts mix imports.
-
-    Raises:
-        TypeError: `op` is not a reduce operation.
-        ConfigError: `op` is PREMUL_SUM without a factor.
-    """
+    """Returns our `ReduceOp` and the factor for a caller's `op`, which may be torch's, as scripts mix imports."""
     found = _operation_of(op)
     if found is not ReduceOp.PREMUL_SUM:
         return found, None

@@ -116,11 +116,7 @@ class FileTable:
 
     @contextmanager
     def locked(self, writing: bool, limit_s: float | None = None) -> Iterator[None]:
-        """Opens the file, locks it for the `with` block, and updates the contents.
-
-        Raises:
-            DistStoreError: the file is missing, was replaced or is damaged, or the lock was not free in time.
-        """
+        """Opens the file, locks it for the `with` block, and updates the contents."""
         limit_s = SLOW_ANSWER_LIMIT_S if limit_s is None else limit_s
         deadline = Deadline.after(limit_s)
         if not self._lock.acquire(timeout=deadline.remaining_s()):

@@ -66,11 +66,7 @@ class StoreTable:
         self._watching: dict[str, dict[Waiter, None]] = {}
 
     def execute(self, operation: StoreOperation[object]) -> tuple[object, list[Waiter]]:
-        """Runs an operation; the result is `Missing` if the operation must wait.
-
-        Raises:
-            DistStoreError: the operation does not fit the value of its key; the table is unchanged.
-        """
+        """Runs an operation; the result is `Missing` if the operation must wait."""
         result, changes = operation.decide(self.contents)
         for change in changes:
             self.contents.apply(change)
@@ -144,9 +140,6 @@ class SharedTable:
         """Runs an operation on the caller's thread; returns `Missing` if it has waited until the deadline.
 
         Ctrl-C removes the waiter, and puts a value that the operation has just popped back to its queue.
-
-        Raises:
-            DistStoreError: the table was closed, or the operation does not fit the value of its key.
         """
         woken = threading.Event()
         with self._begun(operation, woken.set) as call:

@@ -322,11 +322,7 @@ def _size_bytes(argument: object) -> int:
 
 
 def next_number(key: str, text: bytes | bytearray | None, amount: int) -> int:
-    """Returns the sum that `add` stores, wrapped to a signed 64-bit number as in torch.
-
-    Raises:
-        DistStoreError: `text` does not start with a number.
-    """
+    """Returns the sum that `add` stores, wrapped to a signed 64-bit number as in torch."""
     match = _NUMBER.match(text[:_MAX_NUMBER_BYTES]) if text is not None else None
     if text is not None and match is None:
         shown = bytes(text) if len(text) <= 40 else bytes(text[:40]) + b"..."

@@ -76,11 +76,7 @@ def request_for(operation: StoreOperation[object], timeout_s: float) -> store_pb
 
 
 def operation_of(request: store_pb2.StoreRequest) -> StoreOperation[object]:
-    """Returns the operation of a request.
-
-    Raises:
-        DistStoreError: this process does not know the operation.
-    """
+    """Returns the operation of a request."""
     method = request.WhichOneof("operation")
     kind = _OPERATIONS.get(method)
     if kind is None:
@@ -111,11 +107,7 @@ def _weighed(message: M, values: Iterable[object]) -> M:
 
 
 def result_of(reply: store_pb2.StoreReply) -> object:
-    """Returns the result in a message, or `Missing`.
-
-    Raises:
-        DistStoreError: the operation failed.
-    """
+    """Returns the result in a message, or `Missing`."""
     match reply.WhichOneof("result"):
         case None:
             return None

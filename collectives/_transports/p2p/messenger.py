@@ -86,14 +86,7 @@ class Messenger:
     def send(
         self, title: object, tensor: torch.Tensor, peer: int, tag: int, *, asynchronous: bool, timeout_s: float
     ) -> Work:
-        """See `GroupBackend.send`. The first send to a peer blocks to open the connection, even if it is asynchronous.
-
-        Raises:
-            RankLost: the peer is gone or cannot be reached.
-            CollectiveError: this process lacks a descriptor or the like to open the connection; the text names it.
-            CollectiveMismatch: the peer refused this message, or an earlier one.
-            CollectiveTimeout: the peer did not read the message in time.
-        """
+        """See `GroupBackend.send`. The first send to a peer blocks to open the connection, even an asynchronous one."""
         fork.check_not_forked()
         request: Request | None = None
         try:
@@ -134,13 +127,7 @@ class Messenger:
         timeout_s: float,
         finish: Callable[[], None] | None = None,
     ) -> Work:
-        """See `GroupBackend.recv`.
-
-        Raises:
-            RankLost: the peer, or for any source every other rank, is gone.
-            CollectiveMismatch: the message has another size or dtype.
-            CollectiveTimeout: no complete message came in time.
-        """
+        """See `GroupBackend.recv`."""
         fork.check_not_forked()
         receive = PostedReceive(title, tensor, peer, tag, timeout_s, self._progress)
         receive.finish = finish
@@ -213,11 +200,7 @@ class Messenger:
     # ------------------------------------------------------------ events from outside (any thread; never blocks)
 
     def attach(self, peer: int, sock: StreamSocket) -> None:
-        """Takes ownership of the connection on which `peer` sends.
-
-        Raises:
-            ProtocolViolation: the peer is connected already; the socket is closed.
-        """
+        """Takes ownership of the connection on which `peer` sends."""
         with self._entrance, self._lock:
             if self._progress.stopped:
                 sock.close()

@@ -112,13 +112,7 @@ class Signals:
         return self.step & 1
 
     def synchronise(self, control: Control) -> None:
-        """The barrier of a step: announces that this rank has written its data, and waits until all ranks have.
-
-        Raises:
-            TransportMismatch: in the first step of an operation, when other ranks run another one.
-            TransportTimeout: the deadline passed.
-            CollectiveError: from `control.check()`.
-        """
+        """The barrier of a step: announces that this rank has written its data, and waits until all ranks have."""
         step = self.step
         half = step & 1
         words = self._words

@@ -82,13 +82,7 @@ class PairConnections:
         return [(start, min(start + length, size_bytes)) for start in starts]
 
     def get(self, peer: int, channel: int, control: Control) -> StreamSocket | None:
-        """Returns a connection with a rank; None if the peer must open it and has not done so yet.
-
-        Raises:
-            TransportPeerLost: the peer cannot be reached.
-            TransportTimeout: the deadline passed.
-            TransportError: this process had no free descriptor until the deadline.
-        """
+        """Returns a connection with a rank; None if the peer must open it and has not done so yet."""
         connection = self._open.get((peer, channel))
         if connection is None:
             if self._rank < peer:
