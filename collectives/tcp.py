@@ -31,7 +31,6 @@ from rpcdist.collectives._transports.transport_base import SingleRankTransport, 
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ProtocolViolation, RpcdistError, TransportError
 from rpcdist.time_limits import ATTEMPT_LIMIT_S, CHECK_INTERVAL_S, SLOW_ANSWER_LIMIT_S
-from rpcdist.transport._tls.tls_socket import StreamSocket
 from rpcdist.transport.shared_memory import Segment, accept, offer
 
 logger = logging.getLogger(__name__)
@@ -40,7 +39,7 @@ logger = logging.getLogger(__name__)
 def find_hosts(rank: int, watch: GroupWatch, allowed: bool, deadline: Deadline) -> Hosts:
     """Groups the ranks by host. A rank that passes `allowed` as False stays alone."""
     prefix = f"{watch.uid}/probe/"
-    watch.hub.announce(prefix, _close_probe)
+    watch.hub.announce(prefix, lambda _, sock: sock.close())
     try:
         leader = rank
         if allowed:
@@ -65,10 +64,6 @@ def _lowest_reachable(rank: int, watch: GroupWatch) -> int:
         except TransportError as exc:
             logger.debug("rank %s is not on this host: %s", other, exc)
     return rank
-
-
-def _close_probe(purpose: str, sock: StreamSocket) -> None:
-    sock.close()
 
 
 def share_memory(
@@ -145,9 +140,6 @@ class TcpOptions:
     shared_memory: bool = True
     unix_sockets: bool = True
 
-    def allows_shared_memory(self) -> bool:
-        return self.shared_memory and self.unix_sockets  # ranks pass the memory through Unix sockets
-
 
 class TcpBackend(EngineBackend):
     """See `GroupBackend`; made on every rank of the group at about the same time.
@@ -164,7 +156,11 @@ class TcpBackend(EngineBackend):
         deadline = Deadline.after(context.timeout_s)
         watch = GroupWatch(context, deadline, options.unix_sockets) if context.size > 1 else None
         with ExitStack() as undo:
-            transport = _connect(context, watch, options, deadline, undo)
+            transport: Transport = SingleRankTransport()
+            if watch is not None:
+                undo.callback(watch.give_up)
+                transport = _make_transport(context, watch, options, deadline)
+                undo.callback(transport.close)
             hub, uid, addresses = (None, "", ()) if watch is None else (watch.hub, watch.uid, watch.addresses)
             self._messenger = open_messenger(context.name, context.rank, context.ranks, hub, uid, addresses)
             undo.callback(self._messenger.close)
@@ -186,21 +182,9 @@ class TcpBackend(EngineBackend):
         self._messenger.close()
 
 
-def _connect(
-    context: GroupContext, watch: GroupWatch | None, options: TcpOptions, deadline: Deadline, undo: ExitStack
-) -> Transport:
-    """Connects this rank with the others; `undo` closes the connections, and tells the others that it gives up."""
-    if watch is None:
-        return SingleRankTransport()
-    undo.callback(watch.give_up)
-    transport = _make_transport(context, watch, options, deadline)
-    undo.callback(transport.close)
-    return transport
-
-
 def _make_transport(context: GroupContext, watch: GroupWatch, options: TcpOptions, deadline: Deadline) -> Transport:
     refused = unsupported_here()
-    allowed = options.allows_shared_memory()
+    allowed = options.shared_memory and options.unix_sockets  # through which ranks pass the memory
     if refused is not None and allowed:
         logger.warning("collectives use TCP within this host: %s", refused)
     hosts = find_hosts(context.rank, watch, allowed and refused is None, deadline)

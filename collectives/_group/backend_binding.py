@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from rpcdist.collectives._group.backend_contract import GroupBackend
-from rpcdist.collectives._group.operation_hooks import HookOpName, OperationHooks, hook_name
+from rpcdist.collectives._group.operation_hooks import HOOK_NAMES, HookOpName, OperationHooks
 from rpcdist.collectives._operations import lowering
 from rpcdist.collectives._operations.dense import Copies, is_ready
 from rpcdist.collectives._operations.lowering import Lowered, Place
@@ -53,7 +53,7 @@ class BackendBinding:
         operation, _, result, given = lowered
         outputs = [] if operation.inputs is operation.outputs else result
         return self.hooks.around(
-            hook_name(operation),
+            HOOK_NAMES[operation.kind],
             async_op,
             list(given),
             outputs,

@@ -239,12 +239,6 @@ class Engine(StateKeeper):
             self._worker = worker
         return True
 
-    def _run_safely(self, job: Job) -> None:
-        try:
-            self._run(job)
-        except BaseException as exc:
-            job.work.fail(exc)
-
     def _release(self) -> None:
         with self._lock:
             self._busy = False
@@ -261,7 +255,9 @@ class Engine(StateKeeper):
                 job = self._jobs.popleft()
                 self._busy = True
             try:
-                self._run_safely(job)
+                self._run(job)
+            except BaseException as exc:
+                job.work.fail(exc)
             finally:
                 self._release()
 

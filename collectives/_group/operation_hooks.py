@@ -10,7 +10,7 @@ from enum import Enum, IntEnum
 
 import torch
 
-from rpcdist.collectives._operations.operation import Kind, Operation
+from rpcdist.collectives._operations.operation import Kind
 from rpcdist.collectives.work import Work
 
 logger = logging.getLogger(__name__)
@@ -37,12 +37,7 @@ class HookOpName(IntEnum):
     __str__ = Enum.__str__  # "HookOpName.SEND", as torch's
 
 
-_BY_KIND = {kind: HookOpName[kind.name.replace("ALL_", "ALL").replace("ALLTO_", "ALLTO")] for kind in Kind}
-
-
-def hook_name(operation: Operation) -> HookOpName:
-    """Returns the kind of an operation for its hooks."""
-    return _BY_KIND[operation.kind]
+HOOK_NAMES = {kind: HookOpName[kind.name.replace("ALL_", "ALL").replace("ALLTO_", "ALLTO")] for kind in Kind}
 
 
 @dataclass(frozen=True, slots=True)

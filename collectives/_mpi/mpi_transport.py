@@ -217,11 +217,7 @@ class MpiTransport(Transport):
 
     def _prepare(self, operation: Operation, source: torch.Tensor) -> torch.Tensor:
         """Returns the flat tensor that MPI reduces: the source's own memory if no conversion is needed."""
-        source = source.reshape(-1)
-        if operation.reduce_op is ReduceOp.PREMUL_SUM:
-            scaled = torch.empty_like(source)
-            reduce_kernels.premultiply_to(operation, source, scaled)
-            source = scaled
+        source = reduce_kernels.premultiplied(operation, source.reshape(-1))
         wire = wire_dtype(source.dtype)
         return source.view(wire) if wire.itemsize == source.dtype.itemsize else source.to(wire)
 

@@ -254,20 +254,13 @@ class NcclCalls:
         assert dtype is not None and op is not None
         return native_form(op, dtype, self._runtime.version)
 
-    def _source(self, operation: Operation, tensor: torch.Tensor) -> torch.Tensor:
-        if operation.reduce_op is not ReduceOp.PREMUL_SUM:
-            return tensor
-        scaled = torch.empty_like(tensor)
-        reduce_kernels.premultiply_to(operation, tensor, scaled)
-        return scaled
-
     def _finish(self, form: _Form, tensor: torch.Tensor) -> None:
         if form.finish is not None and tensor.numel():
             form.finish(tensor, self._size)
 
     def _all_reduce(self, operation: Operation, stream: int) -> list[torch.Tensor]:
         form = self._form(operation)
-        source, target = self._source(operation, operation.inputs[0]), operation.outputs[0]
+        source, target = reduce_kernels.premultiplied(operation, operation.inputs[0]), operation.outputs[0]
         if not source.numel():
             return []
         if form is None:
@@ -283,7 +276,7 @@ class NcclCalls:
 
     def _reduce(self, operation: Operation, stream: int) -> list[torch.Tensor]:
         form, root = self._form(operation), operation.root
-        source = self._source(operation, operation.inputs[0])
+        source = reduce_kernels.premultiplied(operation, operation.inputs[0])
         if not source.numel():
             return []
         if form is None:
@@ -308,7 +301,7 @@ class NcclCalls:
 
     def _reduce_scatter(self, operation: Operation, stream: int) -> list[torch.Tensor]:
         form, target = self._form(operation), operation.outputs[0]
-        chunks = [self._source(operation, chunk) for chunk in operation.inputs]
+        chunks = [reduce_kernels.premultiplied(operation, chunk) for chunk in operation.inputs]
         if form is None:
             gathered = [torch.empty_like(chunks[self._rank]) for _ in range(self._size)]
             self._exchange(dict(enumerate(chunks)), dict(enumerate(gathered)), stream)

@@ -102,6 +102,15 @@ def premultiply_to(operation: Operation, source: torch.Tensor, target: torch.Ten
         target.copy_(source)
 
 
+def premultiplied(operation: Operation, source: torch.Tensor) -> torch.Tensor:
+    """Returns `source` times this rank's factor, in new memory; for operations without a factor, the source itself."""
+    if operation.reduce_op is not ReduceOp.PREMUL_SUM:
+        return source
+    product = torch.empty_like(source)
+    premultiply_to(operation, source, product)
+    return product
+
+
 # ------------------------------------------------------------ kernels
 
 

@@ -312,12 +312,10 @@ class SocketTransport(Transport):
         return list(operation.inputs)
 
     def _for_reduce_scatter(self, operation: Operation) -> list[torch.Tensor]:
-        inputs, output = operation.inputs, operation.outputs[0]
-        if operation.reduce_op is ReduceOp.PREMUL_SUM:
-            copies = [torch.empty_like(tensor) for tensor in inputs]
-            for tensor, product in zip(inputs, copies, strict=True):
-                reduce_kernels.premultiply_to(operation, tensor, product)
-            inputs = tuple(copies)
+        inputs, output = (
+            [reduce_kernels.premultiplied(operation, each) for each in operation.inputs],
+            operation.outputs[0],
+        )
         largest = max(tensor.numel() for tensor in inputs) if self.size > 2 else 0
         scratch = [self._scratch.get(slot, largest, output.dtype) for slot in (_RESULT_SLOT, _SECOND_SLOT)]
         return [*inputs, output, *scratch]
