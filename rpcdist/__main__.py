@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 from rpcdist._dashboard.live_commands import add_live_commands
 from rpcdist._doctor.command import add_doctor
 from rpcdist._inspect.flight_report import add_report, add_stacks
-from rpcdist._launch.job_commands import add_launch_commands, told
+from rpcdist._launch.job_commands import add_launch_commands
 from rpcdist.compat._commands import add_port, add_run
+from rpcdist.errors import RpcdistError
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -38,6 +39,9 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         status: int = chosen.run(chosen)
         sys.stdout.flush()
+    except RpcdistError as error:  # without a traceback, since its text says what to do
+        print(f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
+        return 1
     except BrokenPipeError:
         output = select.poll()
         output.register(sys.stdout, 0)
@@ -57,7 +61,7 @@ def _add_store(commands: Commands) -> None:
         "RPCDIST_STORE=HOST:PORT meet there, so that rank 0, too, may be lost and come back at another address.",
     )
     store.add_argument("address", metavar="HOST:PORT", help="where it listens; port 0 takes any that is free")
-    store.set_defaults(run=told(_serve_store))
+    store.set_defaults(run=_serve_store)
 
 
 def _serve_store(arguments: argparse.Namespace) -> int:

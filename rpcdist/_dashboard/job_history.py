@@ -64,7 +64,7 @@ class JobHistory:
         """Adds the result of a query."""
         if answers.error:
             if not self._is_lost:
-                self._note(at_s, "lost", "", f"nobody answers: {answers.error}")
+                self._note(at_s, "lost", "", f"no worker answers: {answers.error}")
             self._is_lost = True
             self._view = {**self._view, "error": answers.error}
             return
@@ -122,9 +122,9 @@ class JobHistory:
         self, facts: WorkerFacts, before: _Seen | None, at_s: float, by_kind: dict[str, float], all_leave: bool
     ) -> dict[str, Any]:
         if before is None:
-            self._note(at_s, "joined", facts.worker, f"{facts.worker} is here, process {facts.pid} of {facts.host}")
+            self._note(at_s, "joined", facts.worker, f"{facts.worker} has joined: process {facts.pid} of {facts.host}")
         elif before.incarnation != facts.incarnation:
-            text = f"process {facts.pid} of {facts.host} took the place of {facts.worker}"
+            text = f"{facts.worker} was replaced by process {facts.pid} of {facts.host}"
             self._note(at_s, "replaced", facts.worker, text)
             before = None
         elif before.state != "answers":
@@ -198,7 +198,7 @@ class JobHistory:
             return
         for actor in facts.actors:
             if actor.num_restarts and actor.reference not in before.made_again:
-                text = f"actor {actor.kind} of {facts.worker} was made again, restart {actor.num_restarts}"
+                text = f"actor {actor.kind} of {facts.worker} was restarted ({actor.num_restarts} so far)"
                 self._note(at_s, "restarted", facts.worker, text)
 
     def _note_departures(self, answers: JobFacts, at_s: float) -> None:

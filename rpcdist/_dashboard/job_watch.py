@@ -46,11 +46,11 @@ class JobWatch:
             await self._wanted.wait()
             began = time.monotonic()
             try:
-                answers = await run_in_thread(partial(ask, self._asker, self._addresses), _nothing, "rpcdist-looks")
+                answers = await run_in_thread(partial(ask, self._asker, self._addresses), _nothing, "rpcdist-query")
                 self.history.add(answers, time.time())
-            except Exception as error:  # the view must not stop silently
-                logger.exception("a look at the job failed")
-                answers = JobFacts(error=f"a look at the job failed: {error}")
+            except Exception as error:  # shown in the view, which continues
+                logger.exception("the query of the job failed")
+                answers = JobFacts(error=f"the query of the job failed: {error}")
                 self.history.add(answers, time.time())
             if not answers.error:
                 self._latest = {facts.worker: facts for facts in answers.workers}
@@ -71,7 +71,7 @@ class JobWatch:
         if last is None:
             return None
         try:
-            return await run_in_thread(partial(self._asker.facts_at, last.address), _nothing, "rpcdist-looks")
+            return await run_in_thread(partial(self._asker.facts_at, last.address), _nothing, "rpcdist-query")
         except RpcdistError as error:
             logger.debug("%s does not answer: %s", worker, error)
             return last

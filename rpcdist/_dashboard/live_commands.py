@@ -13,7 +13,7 @@ from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Final
 
 from rpcdist._launch.job_records import address_of
-from rpcdist.errors import AuthenticationFailed, ConfigError, RpcdistError
+from rpcdist.errors import AuthenticationFailed, ConfigError
 from rpcdist.inspection.fact_texts import printable_lines
 from rpcdist.time_limits import LIVE_VIEW_PERIOD_S
 
@@ -33,9 +33,11 @@ def add_live_commands(commands: Commands) -> None:
     dashboard = commands.add_parser("dashboard", help="serves a web page that shows a job live")
     dashboard.set_defaults(run=_run_dashboard)
     dashboard.add_argument(
-        "--host", default="127.0.0.1", help="where the page is served; this machine alone by default"
+        "--host",
+        default="127.0.0.1",
+        help="address at which the page is served; by default only this machine reaches it",
     )
-    dashboard.add_argument("--port", type=int, default=0, help="of the page; a free one by default")
+    dashboard.add_argument("--port", type=int, default=0, help="port of the page; by default a free one")
     dashboard.add_argument("--until-stdin-ends", action="store_true", help=argparse.SUPPRESS)
     top = commands.add_parser("top", help="shows the workers of a job live, in the terminal")
     top.set_defaults(run=_run_top)
@@ -43,14 +45,14 @@ def add_live_commands(commands: Commands) -> None:
         command.add_argument(
             "address",
             nargs="?",
-            help="of a worker, MASTER_ADDR:MASTER_PORT, or the name of a job of `launch`; the only job here by default",
+            help="of a worker (MASTER_ADDR:MASTER_PORT), or name of a job of `launch`; by default the only job here",
         )
         command.add_argument(
             "--period",
             type=float,
             default=LIVE_VIEW_PERIOD_S,
             metavar="SECONDS",
-            help="between two looks at the job; 0.5 by default",
+            help="time between two queries of the job; 0.5 by default",
         )
 
 
@@ -65,53 +67,44 @@ def _run_dashboard(arguments: argparse.Namespace) -> int:
         return _lacks(error)
     from rpcdist._inspect.asking import Asker
 
-    try:
-        _check_period(arguments.period)
-        with Asker(is_live=True) as asker, closing(_listen(arguments.host, arguments.port)) as listener:
-            address = _address_of_job(asker, arguments.address)  # errors are shown here, and not on the page
-            token = secrets.token_urlsafe(24)
+    _check_period(arguments.period)
+    with Asker(is_live=True) as asker, closing(_listen(arguments.host, arguments.port)) as listener:
+        address = _address_of_job(asker, arguments.address)  # errors are shown here, and not on the page
+        token = secrets.token_urlsafe(24)
 
-            async def serve() -> None:
-                watch = JobWatch(asker, address, arguments.period)
-                app = make_page_server(watch, token, lambda: server.should_exit)
-                config = uvicorn.Config(
-                    app, http=few_connections(), log_level="warning", access_log=False, timeout_graceful_shutdown=3
-                )
-                server = uvicorn.Server(config)
-                if arguments.until_stdin_ends:
-                    _end_with_stdin(server)
-                host, port = listener.getsockname()[:2]
-                shown = f"[{host}]" if ":" in host else host
-                print(f"http://{shown}:{port}/?token={token}", flush=True)
-                await server.serve(sockets=[listener])
+        async def serve() -> None:
+            watch = JobWatch(asker, address, arguments.period)
+            app = make_page_server(watch, token, lambda: server.should_exit)
+            config = uvicorn.Config(
+                app, http=few_connections(), log_level="warning", access_log=False, timeout_graceful_shutdown=3
+            )
+            server = uvicorn.Server(config)
+            if arguments.until_stdin_ends:
+                _end_with_stdin(server)
+            host, port = listener.getsockname()[:2]
+            shown = f"[{host}]" if ":" in host else host
+            print(f"http://{shown}:{port}/?token={token}", flush=True)
+            await server.serve(sockets=[listener])
 
-            asyncio.run(serve())
-    except RpcdistError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+        asyncio.run(serve())
     return 0
 
 
 def _run_top(arguments: argparse.Namespace) -> int:
     try:
-        from rpcdist._dashboard.top import run_top
+        from rpcdist._dashboard.top import Top
     except ImportError as error:
         return _lacks(error)
     from rpcdist._inspect.asking import Asker
 
-    try:
-        _check_period(arguments.period)
-        with Asker() as asker:
-            address = _address_of_job(asker, arguments.address)
-            run_top(asker, address, arguments.period)
-    except RpcdistError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+    _check_period(arguments.period)
+    with Asker() as asker:
+        Top(asker, _address_of_job(asker, arguments.address), arguments.period).run()
     return 0
 
 
 def _lacks(error: ImportError) -> int:
-    print(f"{error.name or error} is not installed; install what the live view needs: pip install 'rpcdist[dashboard]'",
+    print(f"the live view needs {error.name or error}: pip install 'rpcdist[dashboard]'",
           file=sys.stderr)  # fmt: skip
     return 1
 
@@ -126,17 +119,17 @@ def _address_of_job(asker: Asker, given: str | None) -> str:
     jobs = [job for job in found if job.workers]
     if not jobs:
         raise ConfigError(
-            "no worker that has this token runs on this host: name the address of one that runs elsewhere"
+            "no worker with this job token runs on this host: pass the address of a worker on another host"
         )
     lines = [printable_lines(_in_a_line(job)) for job in jobs[:MAX_LISTED]]
     if len(jobs) > 1:
         raise ConfigError(
-            "\n  ".join([f"{len(jobs)} jobs have workers on this host: give one of these addresses", *lines])
+            "\n  ".join([f"{len(jobs)} jobs have workers on this host: pass one of these addresses", *lines])
         )
     print(f"the only job here: {lines[0]}", file=sys.stderr)
     for address, refusal in refusals.items():
         if not isinstance(refusal, AuthenticationFailed):  # a worker of another user
-            print(f"not asked: the process at {address}: {refusal}", file=sys.stderr)
+            print(f"the process at {address} did not answer: {refusal}", file=sys.stderr)
     return jobs[0].workers[0].address
 
 
@@ -155,12 +148,12 @@ def _in_a_line(job: JobFacts) -> str:
 def _command_of(pid: int) -> str:
     with suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
         return file.read(MAX_COMMAND).replace(b"\0", b" ").decode(errors="replace").strip()
-    return "it has ended"
+    return "(ended)"
 
 
 def _check_period(period_s: float) -> None:
     if not _PERIODS[0] <= period_s <= _PERIODS[1]:
-        raise ConfigError(f"--period is {period_s}: give {_PERIODS[0]:g} to {_PERIODS[1]:g} seconds")
+        raise ConfigError(f"--period is {period_s}, but must be from {_PERIODS[0]:g} to {_PERIODS[1]:g} seconds")
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -58,14 +58,14 @@ def make_page_server(watch: JobWatch, token: str, is_ending: Callable[[], bool] 
 
     async def events(request: Request) -> Response:
         if watch.num_viewers >= MAX_VIEWERS:
-            return PlainTextResponse(f"{MAX_VIEWERS} browsers look at this job already\n", 503)
+            return PlainTextResponse(f"{MAX_VIEWERS} browsers already show this job: close one\n", 503)
         return _Events(watch, is_ending)
 
     async def worker(request: Request) -> Response:
         name = request.query_params.get("name", "")
         facts = await watch.ask(name)
         if facts is None:
-            return PlainTextResponse(f"worker {name[:100]!r} has not answered\n", 404)
+            return PlainTextResponse(f"worker {name[:100]!r} has not answered yet\n", 404)
         return Response(facts_to_json(facts), media_type="application/json")
 
     routes = [

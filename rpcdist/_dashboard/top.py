@@ -135,15 +135,10 @@ class Top(App[None]):
             self.call_after_refresh(self.show)
 
 
-def run_top(asker: Asker, address: str, period_s: float) -> None:
-    """Runs the table until the user quits."""
-    Top(asker, address, period_s).run()
-
-
 def text_of_worker(name: str, row: Mapping[str, Any] | None, facts: WorkerFacts | None) -> str:
     """The facts of a worker, in lines."""
     if row is None:
-        return f"{name} is not in the job any more"
+        return f"{name} is no longer in the job"
     if row["state"] != "answers" or facts is None:
         return f"{name} does not answer: {row.get('detail', '')}\n\n{row.get('stacks', '')}"
     lines = [f"{name} (rank {facts.id}) at {facts.address}, process {facts.pid} of {facts.host}, {facts.phase}"]

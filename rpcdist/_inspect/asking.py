@@ -154,7 +154,7 @@ class Asker:
         """Queries a worker, and adds its answer to `answered`; without an answer, returns what its process shows."""
         answer: WorkerFacts | FrozenProcess | RpcdistError
         if member.is_lost:  # no query, so that many lost workers cost no time
-            lost = FrozenProcess("lost", "the worker that was asked first has declared it lost")
+            lost = FrozenProcess("lost", "the first worker that answered has declared it lost")
             answer = await self._look_from_outside(member.address, answered) or lost
         else:
             answer = await self._ask(member.address, answered)
@@ -162,7 +162,7 @@ class Asker:
             answered.append(answer)
             return None
         if isinstance(answer, RpcdistError):
-            unseen = " (and nobody on its host sees the process)" if _is_silence(answer) else ""
+            unseen = " (and no worker on its host can inspect the process)" if _is_silence(answer) else ""
             answer = FrozenProcess("unknown", f"{answer}{unseen}")
         return _silent(member.name, member.address, answer)
 
@@ -195,7 +195,7 @@ class Asker:
             return await self._look(address, request)
         except RpcdistError as exc:
             return exc
-        except (ValueError, OSError) as exc:  # a worker reported an invalid address
+        except (ValueError, OSError) as exc:  # the address that another worker reported is invalid
             return TransportError(str(exc))
 
     async def _look(self, address: str, request: inspection_pb2.LookRequest) -> WorkerFacts:
@@ -233,7 +233,7 @@ class Asker:
         pid = process_at(address)
         if pid is None:
             return None
-        return await run_in_thread(lambda: inspect_process(pid), lambda: None, "rpcdist-looks-in")
+        return await run_in_thread(lambda: inspect_process(pid), lambda: None, "rpcdist-inspect")
 
     async def _look_from_there(self, address: str, answered: Sequence[WorkerFacts]) -> FrozenProcess | None:
         """Asks a worker on the same host to inspect the process."""

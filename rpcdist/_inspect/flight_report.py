@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from rpcdist._launch.job_records import address_of
-from rpcdist.errors import AuthenticationFailed, ConfigError, ProtocolViolation, RpcdistError
+from rpcdist.errors import AuthenticationFailed, ConfigError, ProtocolViolation
 from rpcdist.inspection import (
     MemberFacts,
     SilentWorker,
@@ -103,12 +103,12 @@ def read_folder(folder: Path) -> tuple[list[FlightFile], list[str]]:
             notes.append(f"{path.name} cannot be read: {exc!r}"[:MAX_TEXT])
     if not found:
         raise ConfigError(
-            f"no worker has written a flight file into {folder}; {'; '.join(notes) or 'is it the folder of the job?'}"
+            f"{folder} has no flight recorder file of a worker: {'; '.join(notes) or 'pass the folder of the job'}"
         )
     job = max(found, key=lambda file: file.time_ns).job
     others = sorted({file.job for file in found} - {job})
     if others:
-        notes.append(f"{len(others)} other jobs have files here: {', '.join(others[:5])}")
+        notes.append(f"{len(others)} other jobs have files in this folder: {', '.join(others[:5])}")
     newest: dict[int, FlightFile] = {}
     for file in found:
         if file.job == job and (file.id not in newest or file.time_ns > newest[file.id].time_ns):
@@ -150,19 +150,19 @@ def _content(path: Path) -> str:
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), errors="replace") as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_FILE_BYTES:
-            raise ValueError(f"it is no regular file, or has more than {MAX_FILE_BYTES} bytes")
+            raise ValueError(f"it is not a regular file, or is larger than {MAX_FILE_BYTES} bytes")
         return file.read(MAX_FILE_BYTES)
 
 
 def _number(value: Any) -> int:
     if not isinstance(value, int) or not 0 <= value < 1 << 63:
-        raise ValueError(f"a number is expected, not {value!r:.100}")
+        raise ValueError(f"expected a number from 0 to 2**63 - 1, not {value!r:.100}")
     return value
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"a text is expected, not {value!r:.100}")
+        raise ValueError(f"expected a string, not {value!r:.100}")
     return value[:MAX_TEXT]
 
 
@@ -180,9 +180,9 @@ def story(files: Sequence[FlightFile], notes: Iterable[str] = (), groups: Iterab
     members = {member.name: member for file in files if file.facts is not None for member in file.facts.members}
     present = {file.worker for file in files}
     absent = sorted(set(members) - present)
-    lines = [f"job {files[0].job}: {len(members) or len(files)} workers; files of {', '.join(sorted(present))}"]
+    lines = [f"job {files[0].job}: {len(members) or len(files)} workers; files from {', '.join(sorted(present))}"]
     if absent:
-        lines.append(f"no file of {', '.join(absent)}")
+        lines.append(f"no file from {', '.join(absent)}")
     events = _timeline(files, groups)
     if events:
         cause = _cause(events, absent)
@@ -193,8 +193,12 @@ def story(files: Sequence[FlightFile], notes: Iterable[str] = (), groups: Iterab
         if len(events) > MAX_EVENTS_SHOWN:
             lines.append(f"  and {len(events) - MAX_EVENTS_SHOWN} more")
     else:
-        lines += ["", "no worker has noticed a failure"]
-    lines += ["", "what the workers did when they wrote:", *_what_they_did(files, [members[name] for name in absent])]
+        lines += ["", "no worker recorded a failure"]
+    lines += [
+        "",
+        "what each worker was doing when it wrote its file:",
+        *_what_they_did(files, [members[name] for name in absent]),
+    ]
     lines += [f"note: {note}" for note in notes]
     return "\n".join(lines)
 
@@ -210,8 +214,8 @@ def _timeline(files: Sequence[FlightFile], groups: Iterable[Incident]) -> list[I
 
 
 def _cause(events: Sequence[Incident], absent: Sequence[str]) -> Incident:
-    """The event that says most about the cause: the first that is no call, or a stronger one that came at the same
-    moment, or that the others only echo. A program that fails since a worker without a file is lost only echoes that.
+    """The most likely cause: the first event that is not a call, or a stronger event of the same moment, or the failure
+    that the others only noticed. A program that fails because a worker without a file is lost is not the cause.
     """
     failures = [event for event in events if event.kind == "failed"]
     others = [event for event in events if event.kind not in ("call", "signal")] or list(events)
@@ -267,11 +271,11 @@ def _at(event: Incident, began_ns: int) -> str:
 
 def _what_they_did(files: Sequence[FlightFile], absent: Sequence[MemberFacts]) -> Iterator[str]:
     facts = [file.facts for file in files if file.facts is not None]
-    silent = [SilentWorker(member.name, member.address, "ended", "it has written no file") for member in absent]
+    silent = [SilentWorker(member.name, member.address, "ended", "it wrote no file") for member in absent]
     yield describe(explain(facts, silent, older_than_s=0.0))
     for file in files:
         yield ""
-        yield f"{file.worker} (process {file.pid} on {file.host}) remembers {file.num_calls} calls; the last ones:"
+        yield f"{file.worker} (process {file.pid} on {file.host}) recorded {file.num_calls} calls; the last ones:"
         yield from (f"    {call}" for call in file.last_calls)
         main = next((one for one in (file.facts.threads if file.facts else ()) if one.name == "MainThread"), None)
         if main is not None:
@@ -284,16 +288,14 @@ def add_report(commands: Commands) -> None:
     report = commands.add_parser("report", help="explains why a job failed, from the files of its workers")
     report.set_defaults(run=_show_report)
     report.add_argument(
-        "folder", nargs="?", help="RPCDIST_FLIGHT_RECORDER_DIR of the job; by default that of this user"
+        "folder",
+        nargs="?",
+        help="RPCDIST_FLIGHT_RECORDER_DIR of the job; by default the folder of this user",
     )
 
 
 def _show_report(arguments: argparse.Namespace) -> int:
-    try:
-        print(report_text(Path(arguments.folder) if arguments.folder is not None else flight_folder()))
-    except ConfigError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+    print(report_text(Path(arguments.folder) if arguments.folder is not None else flight_folder()))
     return 0
 
 
@@ -317,7 +319,7 @@ def _failed_operations(folder: Path, workers: dict[int, str]) -> list[Incident]:
                     text = f"{name} failed: {entry['error']}"[:MAX_TEXT]
                     found.append(Incident(_number(entry["ended_ns"]), worker, "group", text))
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            continue  # of another version, or truncated
+            continue  # the file is truncated, or another version wrote it
     return found
 
 
@@ -328,32 +330,32 @@ def add_stacks(commands: Commands) -> None:
     stacks.add_argument(
         "address",
         nargs="?",
-        help="of a worker, MASTER_ADDR:MASTER_PORT, or the name of a job of `launch`; all jobs of this host by default",
+        help="of a worker (MASTER_ADDR:MASTER_PORT), or name of a job of `launch`; by default all jobs of this host",
     )
     stacks.add_argument(
-        "--older-than", type=float, default=LONG_WAIT_S, metavar="SECONDS", help="of calls; 1 by default"
+        "--older-than",
+        type=float,
+        default=LONG_WAIT_S,
+        metavar="SECONDS",
+        help="only calls of this age; 1 by default",
     )
-    stacks.add_argument("--json", action="store_true", help="the facts of each worker instead, one line of JSON each")
+    stacks.add_argument("--json", action="store_true", help="prints the facts of each worker as a line of JSON")
 
 
 def _show_stacks(arguments: argparse.Namespace) -> int:
     from rpcdist._inspect.asking import Asker  # loads gRPC
 
-    try:
-        with Asker() as asker:
-            if arguments.address is None:
-                jobs, errors = asker.jobs_here()
-            else:
-                jobs, errors = [asker.job_at(address_of(arguments.address))], {}
-    except RpcdistError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+    with Asker() as asker:
+        if arguments.address is None:
+            jobs, errors = asker.jobs_here()
+        else:
+            jobs, errors = [asker.job_at(address_of(arguments.address))], {}
     for address, refusal in errors.items():
         if jobs and isinstance(refusal, AuthenticationFailed):
             continue  # another job
-        print(f"the process at {address} was not asked: {type(refusal).__name__}: {refusal}", file=sys.stderr)
+        print(f"the process at {address} did not answer: {type(refusal).__name__}: {refusal}", file=sys.stderr)
     if not jobs:
-        print("no worker that has this token runs on this host; name the address of one that runs elsewhere")
+        print("no worker with this job token runs on this host; pass the address of a worker on another host")
         return 1
     for job in jobs:
         if arguments.json:
@@ -368,5 +370,5 @@ def text_of(job: JobFacts, older_than_s: float) -> str:
     """Explains what the workers of a job wait for."""
     answered = ", ".join(facts.worker for facts in job.workers) or "none"
     silent = ", ".join(one.worker for one in job.silent)
-    head = f"job {job.job}: {answered}" + (f"; without an answer: {silent}" if silent else "")
+    head = f"job {job.job}: {answered}" + (f"; no answer from {silent}" if silent else "")
     return f"{printable_lines(head)}\n{describe(explain(job.workers, job.silent, older_than_s))}"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rpcdist._launch.job_plan import Role
 from rpcdist._launch.job_records import LaunchedJob, find_job, jobs, start_of
 from rpcdist._launch.launching import launch
-from rpcdist.errors import ConfigError, RpcdistError
+from rpcdist.errors import ConfigError
 from rpcdist.time_limits import JOB_STOP_LIMIT_S, LONGEST_WAIT_S
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def add_launch_commands(commands: Commands) -> None:
     """Adds the commands for jobs."""
     add = commands.add_parser("launch", help="runs a function in processes of this machine, in one role or several")
-    add.set_defaults(run=told(_launch))
+    add.set_defaults(run=_launch)
     add.add_argument(
         "function", nargs="?", metavar="MODULE:FUNCTION", help="called with its rank in --workers processes"
     )
@@ -57,30 +57,17 @@ def add_launch_commands(commands: Commands) -> None:
     add.add_argument("--no-prefix", action="store_true", help="omits the workers' names before the lines")
     add.add_argument("--name", help="name of the job for the commands below; by default its address")
     status = commands.add_parser("status", help="shows the ranks of the jobs that `launch` runs on this machine")
-    status.set_defaults(run=told(_status))
+    status.set_defaults(run=_status)
     status.add_argument(
         "job", nargs="?", metavar="ADDRESS|NAME", help="name of a job; by default all jobs of this user"
     )
     stop = commands.add_parser("stop", help="ends a job that `launch` runs on this machine")
-    stop.set_defaults(run=told(_stop))
+    stop.set_defaults(run=_stop)
     stop.add_argument("job", metavar="ADDRESS|NAME")
     logs = commands.add_parser("logs", help="shows the output of the ranks of a job that has a --log-dir")
-    logs.set_defaults(run=told(_logs))
+    logs.set_defaults(run=_logs)
     logs.add_argument("job", metavar="ADDRESS|NAME")
     logs.add_argument("worker", nargs="?", help="name of a worker; by default all workers")
-
-
-def told(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
-    """Wraps a command: prints its errors as one line without a traceback, since they say what to do."""
-
-    def run(arguments: argparse.Namespace) -> int:
-        try:
-            return command(arguments)
-        except RpcdistError as error:
-            print(f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
-            return 1
-
-    return run
 
 
 def _launch(arguments: argparse.Namespace) -> int:

@@ -435,7 +435,7 @@ class _WaitGraph:
         if call.phase == "queued" and pool is not None and pool.threads >= pool.max_threads:
             return f": all {pool.max_threads} threads of the pool are taken (max_worker_threads)"
         if call.phase == "queued":
-            return ": it waits for a thread" if not call.is_coroutine else ": the loop of coroutines has not begun it"
+            return ": it waits for a thread" if not call.is_coroutine else ": the loop of coroutines has not started it"
         if call.phase == "in line":
             return f": the actor {call.on} runs another call"
         if call.function in GATHERING_CALLS:
@@ -466,8 +466,8 @@ class _WaitGraph:
         if call.phase == "unsent":
             return "it is not sent: there is no connection yet, or no room for its bytes"
         if call.to not in self._facts:
-            return f"{call.to} was not asked"
-        return f"{call.to} does not have it (any more): its answer is on the way"
+            return f"{call.to} was not queried"
+        return f"{call.to} has no such call, or has already answered it"
 
     def _pass_text(self, node: WaitNode) -> str:
         current = next((one for one in self._facts[node.worker].backward_passes if one.id == node.key), None)
@@ -515,7 +515,7 @@ class _WaitGraph:
 
 _PHASES: Final = {
     "queued": "has queued",
-    "in line": "has in line",
+    "in line": "has queued at the actor",
     "running": "runs",
     "waiting": "waits in",
     "producing": "produces the items of",
@@ -530,7 +530,7 @@ def _called(function: str) -> str:
 def _left(remaining_s: float | None) -> str:
     if remaining_s is None:
         return ", without a deadline"
-    return f", {remaining_s:.0f} s before its deadline" if remaining_s > 0 else ", beyond its deadline"
+    return f", {remaining_s:.0f} s before its deadline" if remaining_s > 0 else ", past its deadline"
 
 
 def _is_in(thread: ThreadState, places: Sequence[str]) -> bool:

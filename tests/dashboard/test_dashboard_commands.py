@@ -85,7 +85,7 @@ def test_several_jobs_of_a_host_are_listed(no_agent: None, module_pool: WorkerPo
         arguments = [sys.executable, "-m", "rpcdist", command]
         ended = subprocess.run(arguments, capture_output=True, text=True, timeout=LIMIT_S, env={**os.environ, **token})
         says, *lines = ended.stderr.splitlines()
-        assert ended.returncode == 1 and "2 jobs have workers on this host: give one of these addresses" in says
+        assert ended.returncode == 1 and "2 jobs have workers on this host: pass one of these addresses" in says
         assert len(lines) == 2
         for worker in workers:
             [line] = [line for line in lines if f"process {worker.pid}: " in line]
@@ -97,7 +97,7 @@ def test_several_jobs_of_a_host_are_listed(no_agent: None, module_pool: WorkerPo
     ("arguments", "says"),
     [
         (["127.0.0.1:1"], "ConnectFailed"),
-        (["127.0.0.1:1", "--period", "0"], "give 0.2 to 3600 seconds"),
+        (["127.0.0.1:1", "--period", "0"], "must be from 0.2 to 3600 seconds"),
         (["nowhere"], "nowhere"),
     ],
 )

@@ -64,7 +64,7 @@ def test_actors_and_their_restarts() -> None:
     replaced = facts(incarnation="b", actors=(calm, again))
     view = after(job(facts(actors=(calm,))), job(replaced), job(replaced))
     assert [text for kind, text in texts(view) if kind == "restarted"] == [
-        "actor Counter of worker0 was made again, restart 1"
+        "actor Counter of worker0 was restarted (1 so far)"
     ]
     assert [(one["reference"], one["num_waiting"], one["num_restarts"]) for one in view["actors"]] == [
         ("0.2", 3, 1), ("0.1", 0, 0),
@@ -87,7 +87,7 @@ def test_the_latency_of_a_worker_is_the_median_of_its_calls() -> None:
 def test_a_process_that_took_a_place_has_no_rates_yet() -> None:
     view = after(job(facts(num_served=1000)), job(facts(incarnation="b", num_served=5, pid=7)))
     assert view["workers"][0]["served_rate"] == 0.0
-    assert texts(view)[-1] == ("replaced", "process 7 of host took the place of worker0")
+    assert texts(view)[-1] == ("replaced", "worker0 was replaced by process 7 of host")
 
 
 def test_events_of_a_job() -> None:

@@ -175,7 +175,7 @@ async def test_so_many_browsers_and_no_more() -> None:
     for _ in range(page_server.MAX_VIEWERS):
         watch.enter()
     answer = await get(make_page_server(watch, TOKEN), "/events", TOKEN)
-    assert answer.status == 503 and "20 browsers look at this job" in answer.text
+    assert answer.status == 503 and "20 browsers already show this job" in answer.text
 
 
 async def test_two_pages_of_one_host_have_cookies_of_their_own() -> None:
@@ -205,8 +205,8 @@ async def test_a_look_that_fails_is_shown(caplog: pytest.LogCaptureFixture) -> N
     app = make_page_server(JobWatch(Broken(), "127.0.0.1:2000", 0.01), TOKEN)
     async with app.router.lifespan_context(app):
         found = await read_events(app, 2)
-    assert found[-1]["error"] == "a look at the job failed: of the asker"
-    assert "a look at the job failed" in caplog.text
+    assert found[-1]["error"] == "the query of the job failed: of the asker"
+    assert "the query of the job failed" in caplog.text
 
 
 def test_another_worker_is_asked_when_the_first_is_gone() -> None:

@@ -169,7 +169,7 @@ def test_a_coroutine_that_blocks_the_loop_of_coroutines(job: HungJob) -> None:
     job.explained("w1: thread rpcdist-user-loop waits for the lock `table_lock`", "in hold_table")
     behind = job["w0"].begin(hangs.call_along, ["w1"], "answer")
     text = job.explained("hang_functions:answer for w0", "rpcdist-user-loop waits for the lock `table_lock`")
-    assert "the loop of coroutines has not begun it" in text or "another coroutine blocks the loop" in text
+    assert "the loop of coroutines has not started it" in text or "another coroutine blocks the loop" in text
     job["w1"].run(hangs.release)
     for caller in (blocked, behind):
         caller.result()
@@ -266,7 +266,7 @@ def test_nested_calls_through_three_workers(job: HungJob) -> None:
 
 def test_an_actor_whose_method_hangs(job: HungJob) -> None:
     caller = job["w0"].begin(hangs.call_actor, "w1")
-    text = job.explained("w1: has in line ", "in StuckActor.hang")
+    text = job.explained("w1: has queued at the actor ", "in StuckActor.hang")
     assert "chains end here" in text
     [actor] = job.of("w1").actors
     assert actor.running == "hang"

@@ -158,7 +158,7 @@ def test_an_address_that_a_worker_made_up_hides_no_other_worker(cluster: Cluster
     [silent] = job.silent
     assert silent.worker == "nobody" and silent.state == "unknown"
     text = text_of(job, 1.0)
-    assert "without an answer: nobody" in text and "\x1b" not in text
+    assert "no answer from nobody" in text and "\x1b" not in text
 
 
 @pytest.mark.multiproc
@@ -274,7 +274,7 @@ def test_brief_facts_have_the_stack_of_the_main_thread_alone_where_nothing_takes
 @pytest.mark.parametrize(
     ("answer", "says"),
     [
-        (ConnectFailed("host:1", "connection refused", 1.0), "(and nobody on its host sees the process)"),
+        (ConnectFailed("host:1", "connection refused", 1.0), "(and no worker on its host can inspect the process)"),
         (ProtocolViolation("host:1 still joins its job"), "host:1 still joins its job"),
     ],
     ids=["silent", "joins"],

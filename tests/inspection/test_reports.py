@@ -50,7 +50,7 @@ def test_a_killed_worker(world: RpcWorld, flight_folder: Path) -> None:
     eventually(lambda: written_by(flight_folder, "w0", "w1"), "the survivors have written")
     world["w1"].run(hangs.refuse_threads, False)
     text = report_text(flight_folder)
-    assert "no file of w2" in text
+    assert "no file from w2" in text
     assert "w2 wrote nothing: the process was killed (SIGKILL), crashed" in text
     first = next(line for line in text.splitlines() if line.startswith("first, at"))
     assert "the connection with 'w2' ended" in first
@@ -220,7 +220,7 @@ def test_pipes_and_damaged_files_of_groups_stop_no_report(tmp_path: Path) -> Non
     (tmp_path / "rank1.json").write_text("[" * 100_000)
     entry = '{"state": "failed", "operation": "", "sequence": 1, "group": "", "error": "", "ended_ns": 1e999}'
     (tmp_path / "rank2.json").write_text(f'{{"pid": 1, "entries": [{entry}]}}')
-    assert "calls0-x-1.jsonl cannot be read: ValueError('it is no regular file" in report_text(tmp_path)
+    assert "calls0-x-1.jsonl cannot be read: ValueError('it is not a regular file" in report_text(tmp_path)
 
 
 def test_a_folder_without_files(tmp_path: Path) -> None:

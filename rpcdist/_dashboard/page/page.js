@@ -358,6 +358,6 @@ drawHeads();
 byId("log-filter").addEventListener("input", () => { if (view) drawLog(); });
 const source = new EventSource("events");
 source.onmessage = (event) => { view = JSON.parse(event.data); if (!document.hidden) draw(); };
-source.onerror = () => setStatus("the page's server is gone", "bad");
+source.onerror = () => setStatus("the server of this page has ended", "bad");
 document.addEventListener("visibilitychange", () => { if (!document.hidden && view) draw(); });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { if (view) draw(); });
