@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from math import inf
 from typing import Any, Final
 
@@ -31,25 +31,12 @@ _OWN_CALLS: Final = "rpcdist.rpc._membership."
 _SHUTDOWN_CALL: Final = "rpcdist.rpc._membership.shutdown:depart"
 
 
-@dataclass(slots=True)
-class _Seen:
-    """The state of a worker at the last query."""
-
-    incarnation: str
-    at_s: float
-    num_made: int
-    num_served: int
-    sent: dict[str, int]  # by the key of `_traffic`
-    received: dict[str, int]
-    made_again: frozenset[str] = frozenset()  # references of actors
-    state: str = "answers"
-
-
 class JobHistory:
     """The results of queries of one job. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._seen: dict[str, _Seen] = {}
+        self._states: dict[str, str] = {}  # of each known worker at the last query: "answers", or as `SilentWorker`
+        self._answers: dict[str, tuple[WorkerFacts, float]] = {}  # the last answer of each, and its time
         # The curves of the whole job, and the bytes by kind: one entry for each query.
         self._totals = {name: deque[float](maxlen=KEPT_POINTS) for name in ("time_s", "calls", "in_flight")}
         self._bytes_by_kind: dict[str, deque[float]] = {}
@@ -75,14 +62,13 @@ class JobHistory:
         links: dict[str, dict[str, Any]] = {}
         all_leave = all(facts.phase == "leaving" for facts in answers.workers)
         for facts in answers.workers:
-            before = self._seen.get(facts.worker)
-            row = self._row(facts, before, at_s, by_kind, all_leave)
-            rows.append(row)
+            rows.append(self._row(facts, at_s, by_kind, all_leave))
             for channel in facts.channels:
                 if len(links) < MAX_LINKS:
                     links.setdefault(channel.session, _link(facts.worker, channel))
             self._note_restarts(facts, at_s)
-            self._seen[facts.worker] = _seen(facts, at_s)
+            self._answers[facts.worker] = facts, at_s
+            self._states[facts.worker] = "answers"
             for curve in facts.curves:
                 name = f"{facts.worker}: {curve.name}"
                 if name in self._curves or len(self._curves) < MAX_CURVES:
@@ -90,7 +76,7 @@ class JobHistory:
         for silent in answers.silent:
             rows.append(self._silent_row(silent, at_s))
         self._note_departures(answers, at_s)
-        self._notes.add(answers.workers, self._seen.keys())
+        self._notes.add(answers.workers, self._states.keys())
         self._add_totals(rows, by_kind, at_s)
         self._view = {
             "job": answers.job,
@@ -116,29 +102,34 @@ class JobHistory:
             },
         }
 
+    def facts_of(self, worker: str) -> WorkerFacts | None:
+        """The last answer of a worker of the job."""
+        facts, _ = self._answers.get(worker, (None, 0.0))
+        return facts
+
     # ------------------------------------------------------------ rows
 
-    def _row(
-        self, facts: WorkerFacts, before: _Seen | None, at_s: float, by_kind: dict[str, float], all_leave: bool
-    ) -> dict[str, Any]:
-        if before is None:
+    def _row(self, facts: WorkerFacts, at_s: float, by_kind: dict[str, float], all_leave: bool) -> dict[str, Any]:
+        before, before_s = self._answers.get(facts.worker, (None, at_s))
+        if facts.worker not in self._states:
             self._note(at_s, "joined", facts.worker, f"{facts.worker} has joined: process {facts.pid} of {facts.host}")
-        elif before.incarnation != facts.incarnation:
+        elif before is not None and before.incarnation != facts.incarnation:
             text = f"{facts.worker} was replaced by process {facts.pid} of {facts.host}"
             self._note(at_s, "replaced", facts.worker, text)
             before = None
-        elif before.state != "answers":
+        elif self._states[facts.worker] != "answers":
             self._note(at_s, "back", facts.worker, f"{facts.worker} answers again")
-        passed_s = at_s - before.at_s if before is not None else 0.0
+        passed_s = at_s - before_s if before is not None else 0.0
         sent = received = 0.0
-        for key, kind, num_sent, num_received in _traffic(facts.channels):
-            if before is None:
-                continue
-            moved = max(0, num_sent - before.sent.get(key, 0))
-            sent += moved
-            received += max(0, num_received - before.received.get(key, 0))
-            if passed_s > 0 and (kind != SHARED_MEMORY or moved or kind in by_kind):
-                by_kind[kind] = by_kind.get(kind, 0.0) + moved / passed_s
+        if before is not None:
+            earlier = {key: amounts for key, _, *amounts in _traffic(before.channels)}
+            for key, kind, num_sent, num_received in _traffic(facts.channels):
+                sent_before, received_before = earlier.get(key, (0, 0))
+                moved = max(0, num_sent - sent_before)
+                sent += moved
+                received += max(0, num_received - received_before)
+                if passed_s > 0 and (kind != SHARED_MEMORY or moved or kind in by_kind):
+                    by_kind[kind] = by_kind.get(kind, 0.0) + moved / passed_s
         made = facts.num_made - before.num_made if before is not None else 0
         served = facts.num_served - before.num_served if before is not None else 0
         calls = [call for call in facts.calls_made if call.counts_as_work]
@@ -181,23 +172,21 @@ class JobHistory:
         }
 
     def _silent_row(self, silent: SilentWorker, at_s: float) -> dict[str, Any]:
-        before = self._seen.get(silent.worker)
-        if before is None:
-            before = self._seen[silent.worker] = _Seen("", at_s, 0, 0, {}, {})
-        if before.state != silent.state:
+        if self._states.get(silent.worker) != silent.state:
             self._note(at_s, "silent", silent.worker, f"{silent.worker} does not answer: {silent.detail}")
-        before.state = silent.state
+        self._states[silent.worker] = silent.state
         return {
             "name": silent.worker, "address": silent.address, "state": silent.state, "detail": silent.detail,
             "stacks": silent.stacks,
         }  # fmt: skip
 
     def _note_restarts(self, facts: WorkerFacts, at_s: float) -> None:
-        before = self._seen.get(facts.worker)
+        before = self.facts_of(facts.worker)
         if before is None:  # the actors are new to this view
             return
+        restarted = {actor.reference for actor in before.actors if actor.num_restarts}
         for actor in facts.actors:
-            if actor.num_restarts and actor.reference not in before.made_again:
+            if actor.num_restarts and actor.reference not in restarted:
                 text = f"actor {actor.kind} of {facts.worker} was restarted ({actor.num_restarts} so far)"
                 self._note(at_s, "restarted", facts.worker, text)
 
@@ -205,8 +194,9 @@ class JobHistory:
         """Notes workers that left or were lost: no other worker lists them any more."""
         known = {facts.worker for facts in answers.workers} | {silent.worker for silent in answers.silent}
         lost = {one.name for facts in answers.workers for one in facts.members if one.is_lost}
-        for name in [name for name in self._seen if name not in known]:
-            del self._seen[name]
+        for name in [name for name in self._states if name not in known]:
+            del self._states[name]
+            self._answers.pop(name, None)
             if name in lost:
                 self._note(at_s, "lost", name, f"{name} is lost")
             else:
@@ -257,18 +247,6 @@ def _actors(workers: Iterable[WorkerFacts]) -> list[dict[str, Any]]:
     """The actors, those with the most waiting calls first."""
     found = [{"worker": facts.worker, **asdict(actor)} for facts in workers for actor in facts.actors]
     return sorted(found, key=lambda one: -one["num_waiting"])[:MAX_ACTORS]
-
-
-def _seen(facts: WorkerFacts, at_s: float) -> _Seen:
-    return _Seen(
-        facts.incarnation,
-        at_s,
-        facts.num_made,
-        facts.num_served,
-        {key: sent for key, _, sent, _ in _traffic(facts.channels)},
-        {key: received for key, _, _, received in _traffic(facts.channels)},
-        made_again=frozenset(actor.reference for actor in facts.actors if actor.num_restarts),
-    )
 
 
 def _traffic(channels: Iterable[ChannelFacts]) -> Iterator[tuple[str, str, int, int]]:

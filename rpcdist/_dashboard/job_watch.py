@@ -32,7 +32,6 @@ class JobWatch:
         self._asker = asker
         self._addresses = [address]
         self._period_s = period_s
-        self._latest: dict[str, WorkerFacts] = {}
         self.num_viewers = 0
         self._wanted = asyncio.Event()
         self._looked = asyncio.Condition()
@@ -53,7 +52,6 @@ class JobWatch:
                 answers = JobFacts(error=f"the query of the job failed: {error}")
                 self.history.add(answers, time.time())
             if not answers.error:
-                self._latest = {facts.worker: facts for facts in answers.workers}
                 others = [facts.address for facts in answers.workers if facts.address != self._addresses[0]]
                 self._addresses[1:] = others[:3]
             self.num_looks += 1
@@ -61,13 +59,9 @@ class JobWatch:
                 self._looked.notify_all()
             await asyncio.sleep(max(0.0, self._period_s - (time.monotonic() - began)))
 
-    def facts_of(self, worker: str) -> WorkerFacts | None:
-        """The facts of a worker at the last query."""
-        return self._latest.get(worker)
-
     async def ask(self, worker: str) -> WorkerFacts | None:
-        """All facts of a worker now; without an answer, those of the last query, if there are any."""
-        last = self._latest.get(worker)
+        """All facts of a worker now; without an answer, the last ones, if there are any."""
+        last = self.history.facts_of(worker)
         if last is None:
             return None
         try:

@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any, Final
 
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
@@ -56,10 +57,10 @@ def make_page_server(watch: JobWatch, token: str, is_ending: Callable[[], bool] 
             with suppress(asyncio.CancelledError):
                 await looking
 
-    async def events(request: Request) -> Response:
+    async def events(request: Request) -> ASGIApp:
         if watch.num_viewers >= MAX_VIEWERS:
             return PlainTextResponse(f"{MAX_VIEWERS} browsers already show this job: close one\n", 503)
-        return _Events(watch, is_ending)
+        return _events(watch, is_ending)
 
     async def worker(request: Request) -> Response:
         name = request.query_params.get("name", "")
@@ -76,9 +77,7 @@ def make_page_server(watch: JobWatch, token: str, is_ending: Callable[[], bool] 
         Route("/events", events),
         Route("/worker", worker),
     ]
-    app = Starlette(routes=routes, lifespan=lifespan)
-    app.add_middleware(_TokenCheck, token=token)
-    return app
+    return Starlette(routes=routes, lifespan=lifespan, middleware=[Middleware(_check_token, token)])
 
 
 def few_connections() -> Any:
@@ -104,18 +103,16 @@ def cookie_of(token: str) -> str:
     return f"rpcdist-{hashlib.sha256(token.encode()).hexdigest()[:12]}"
 
 
-class _TokenCheck:
+def _check_token(app: ASGIApp, token: str) -> ASGIApp:
     """Rejects requests without the token, and adds the headers that keep other pages out."""
+    cookie = cookie_of(token)  # browsers have one cookie jar for all ports of a host
 
-    def __init__(self, app: ASGIApp, token: str) -> None:
-        self._app = app
-        self._token = token
-        # Browsers have one cookie jar for all ports of a host, so each page has its own cookie name.
-        self._cookie = cookie_of(token)
+    def is_token(given: str | None) -> bool:
+        return given is not None and hmac.compare_digest(given.encode(), token.encode())
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def checked(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await app(scope, receive, send)
             return
 
         async def send_with_headers(message: Message) -> None:
@@ -124,57 +121,51 @@ class _TokenCheck:
             await send(message)
 
         request = Request(scope)
-        answer: ASGIApp = self._app
-        if self._is(request.query_params.get("token")):
+        answer: ASGIApp = app
+        if is_token(request.query_params.get("token")):
             # Removes the token from the address, which appears in histories and on shared screens.
             came = RedirectResponse("/", 303)
-            came.set_cookie(self._cookie, self._token, httponly=True, samesite="strict")
+            came.set_cookie(cookie, token, httponly=True, samesite="strict")
             answer = came
-        elif not self._is(request.cookies.get(self._cookie)):
+        elif not is_token(request.cookies.get(cookie)):
             text = "This page needs its token: open the address that `python -m rpcdist dashboard` has printed.\n"
             answer = PlainTextResponse(text, 403)
         await answer(scope, receive, send_with_headers)
 
-    def _is(self, given: str | None) -> bool:
-        return given is not None and hmac.compare_digest(given.encode(), self._token.encode())
+    return checked
 
 
-class _Events(Response):
-    """Sends the view of the job, now and after each query, until the browser disconnects."""
+def _events(watch: JobWatch, is_ending: Callable[[], bool]) -> ASGIApp:
+    """The response that sends the view of the job, now and after each query, until the browser disconnects."""
 
-    media_type = "text/event-stream"
-
-    def __init__(self, watch: JobWatch, is_ending: Callable[[], bool]) -> None:
-        super().__init__()
-        self._watch = watch
-        self._is_ending = is_ending
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        writing = asyncio.create_task(self._write(send))
-        leaving = asyncio.create_task(_until_gone(receive))
-        self._watch.enter()
-        try:
-            await asyncio.wait({writing, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            self._watch.leave()
-            for task in (writing, leaving):
-                task.cancel()
-            await asyncio.gather(writing, leaving, return_exceptions=True)
-
-    async def _write(self, send: Send) -> None:
+    async def write(send: Send) -> None:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         seen = 0
-        while not self._is_ending():
-            looks = await self._watch.next_look(seen, LIVE_VIEW_PERIOD_S)
+        while not is_ending():
+            looks = await watch.next_look(seen, LIVE_VIEW_PERIOD_S)
             if looks > seen:
-                text = f"data: {json.dumps(self._watch.history.view(), separators=(',', ':'))}\n\n"
+                text = f"data: {json.dumps(watch.history.view(), separators=(',', ':'))}\n\n"
             else:
                 text = ": the job has not answered yet\n\n"
             seen = looks
             async with asyncio.timeout(SLOW_ANSWER_LIMIT_S):
                 await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
         await send({"type": "http.response.body"})  # the server logs an error for responses without an end
+
+    async def respond(_: Scope, receive: Receive, send: Send) -> None:
+        writing = asyncio.create_task(write(send))
+        leaving = asyncio.create_task(_until_gone(receive))
+        watch.enter()
+        try:
+            await asyncio.wait({writing, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            watch.leave()
+            for task in (writing, leaving):
+                task.cancel()
+            await asyncio.gather(writing, leaving, return_exceptions=True)
+
+    return respond
 
 
 async def _until_gone(receive: Receive) -> None:

@@ -96,7 +96,7 @@ class Top(App[None]):
         rows = {row["name"]: row for row in view["workers"]}
         if isinstance(self.screen, _WorkerPage):
             name = self.screen.worker
-            self.screen.show(rows.get(name), self.watch_job.facts_of(name))
+            self.screen.show(rows.get(name), self.watch_job.history.facts_of(name))
             return
         if not self.query("#head"):  # the parts of the screen are not there yet, or are gone since the view is closed
             return
