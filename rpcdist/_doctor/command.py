@@ -42,7 +42,7 @@ def _address(text: str) -> str:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from rpcdist._doctor.findings import Finding, host_findings, summary, worker_findings
+    from rpcdist._doctor.findings import host_findings, summary, worker_findings
     from rpcdist._doctor.host_probes import host_facts
 
     # The findings contain what the transport would log about failed attempts.
@@ -50,7 +50,7 @@ def _run(arguments: argparse.Namespace) -> int:
     addresses: Sequence[str] = list(dict.fromkeys(arguments.addresses))
     host = host_facts()
     print(_machine(host))
-    found: list[Finding] = host_findings(host, is_asked_about_workers=bool(addresses))
+    found = host_findings(host, is_asked_about_workers=bool(addresses))
     if addresses and (host.setting_error or host.token_error or host.is_token_missing):
         print("the addresses were not tried, because a worker could not start here either")
     elif addresses:
@@ -70,7 +70,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def _machine(host: HostFacts) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in host.versions.items())
     memory = f", {host.free_memory_bytes / (1 << 30):.1f} GiB of memory free" if host.free_memory_bytes else ""
-    gpu = f", GPUs with CUDA {host.gpu.torch_cuda}" if host.gpu.is_available else ", no GPU in use"
+    gpu = f", GPUs with CUDA {host.torch_cuda}" if host.can_use_gpu else ", no GPU in use"
     return f"this machine: {versions}{memory}, {host.descriptors or 'unlimited'} files a process{gpu}"
 
 

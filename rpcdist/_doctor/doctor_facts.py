@@ -23,27 +23,6 @@ class PortAnswer(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class GpuFacts:
-    """The GPUs of this machine, and whether torch can use them.
-
-    Attributes:
-        has_driver: whether NVIDIA's kernel driver is loaded.
-        torch_cuda: the version of CUDA that torch is built for; None for a CPU build.
-        is_available: whether torch can use a GPU.
-        is_hidden: whether CUDA_VISIBLE_DEVICES hides all GPUs.
-        nccl: the version of the NCCL that the backend "nccl" would use.
-        nccl_error: why the backend cannot use NCCL.
-    """
-
-    has_driver: bool = False
-    torch_cuda: str | None = None
-    is_available: bool = False
-    is_hidden: bool = False
-    nccl: str | None = None
-    nccl_error: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class HostFacts:
     """This machine and the settings of this process.
 
@@ -59,6 +38,11 @@ class HostFacts:
         shm_bytes: the size of /dev/shm; 0 if it does not exist.
         memfd_error: why unnamed shared memory is not available.
         abstract_error: why abstract Unix sockets are not available.
+        has_gpu_driver: whether NVIDIA's kernel driver is loaded.
+        torch_cuda: the version of CUDA that torch is built for; None for a CPU build.
+        can_use_gpu: whether torch can use a GPU.
+        hides_gpus: whether CUDA_VISIBLE_DEVICES hides all GPUs.
+        nccl_error: why the backend "nccl" cannot be used.
     """
 
     setting_error: str | None = None
@@ -75,7 +59,11 @@ class HostFacts:
     free_shm_bytes: int | None = None
     memfd_error: str | None = None
     abstract_error: str | None = None
-    gpu: GpuFacts = GpuFacts()
+    has_gpu_driver: bool = False
+    torch_cuda: str | None = None
+    can_use_gpu: bool = False
+    hides_gpus: bool = False
+    nccl_error: str | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -117,37 +105,29 @@ class Shown:
     latest_s: float | None = None
 
 
-class SessionFact(NamedTuple):
-    """A session with a worker.
+@dataclass(frozen=True, slots=True)
+class SessionFact:
+    """A session with a worker, and the worker's answers to the doctor's questions.
 
     Attributes:
         channel: "local", "tcp" or "grpc".
         passed_over: better channels that failed, with the reasons.
         round_trip_s: the time of a small question over gRPC.
+        failure_of_question: why the worker did not answer.
+        own_address: the address at which it tried to reach this process.
+        failure: why it cannot reach this process; empty if it can.
+        clock_offset_s: its clock minus ours.
+        clock_error_s: the possible error of that.
+        large_failure: why a message of 20 kB did not arrive, although small messages did.
     """
 
     name: str
     channel: str
     passed_over: tuple[tuple[str, str], ...] = ()
     round_trip_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerAnswer:
-    """A worker's answers to the doctor's questions.
-
-    Attributes:
-        failure: why the worker cannot reach this process; empty if it can.
-        failure_of_question: why the worker did not answer.
-        own_address: the address at which it tried to reach this process.
-        clock_offset_s: its clock minus ours.
-        clock_error_s: the possible error of that.
-        large_failure: why a message of 20 kB did not arrive, although small messages did.
-    """
-
-    failure: str = ""
     failure_of_question: str = ""
     own_address: str = ""
+    failure: str = ""
     clock_offset_s: float | None = None
     clock_error_s: float = 0.0
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -179,5 +159,4 @@ class WorkerFact:
     is_refused: bool = False
     shown: Shown | None = None
     now_s: float = 0.0
-    answer: WorkerAnswer | None = None
     members: tuple[tuple[str, str], ...] = ()

@@ -7,9 +7,9 @@ make it slower, and machines that were not examined, are not findings.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final, NamedTuple
+from typing import Final
 
-from rpcdist._doctor.doctor_facts import HostFacts, PortAnswer, PortFact, WorkerAnswer, WorkerFact
+from rpcdist._doctor.doctor_facts import HostFacts, PortAnswer, PortFact, SessionFact, WorkerFact
 from rpcdist.transport.addresses import is_loopback, split_address
 from rpcdist.transport.handshake import TOKEN_ADVICE, UNTRUSTED_CERTIFICATE
 
@@ -27,20 +27,14 @@ _FIRST_OF_VERSION: Final = {"rpcdist": 3, "python": 2, "torch": 3, "cuda": 1, "n
 """The number of parts of a version that must be equal in all processes of a job."""
 
 
-class Finding(NamedTuple):
-    """A problem and its remedy."""
-
-    problem: str
-    remedy: str
-
-    def __str__(self) -> str:
-        return f"{self.problem}: {self.remedy}."
+def _finding(problem: str, remedy: str) -> str:
+    return f"{problem}: {remedy}."
 
 
 # ---------------------------------------------------------------------- this machine
 
 
-def host_findings(host: HostFacts, *, is_asked_about_workers: bool) -> list[Finding]:
+def host_findings(host: HostFacts, *, is_asked_about_workers: bool) -> list[str]:
     """Finds the problems of this machine.
 
     Args:
@@ -49,71 +43,70 @@ def host_findings(host: HostFacts, *, is_asked_about_workers: bool) -> list[Find
     return [*_setting_findings(host, is_asked_about_workers), *_limit_findings(host), *_gpu_findings(host)]
 
 
-def _setting_findings(host: HostFacts, is_asked_about_workers: bool) -> Iterator[Finding]:
+def _setting_findings(host: HostFacts, is_asked_about_workers: bool) -> Iterator[str]:
     if host.setting_error is not None:
-        yield Finding("the settings of this process cannot be used", _clause(host.setting_error))
+        yield _finding("the settings of this process cannot be used", _clause(host.setting_error))
     if host.token_error is not None:
-        yield Finding("this process has no job token that it can use", _clause(host.token_error))
+        yield _finding("this process has no job token that it can use", _clause(host.token_error))
     elif host.is_token_missing and is_asked_about_workers:
-        yield Finding(
+        yield _finding(
             f"no job token is set on this machine, and {host.token_source} does not exist",
             "set RPCDIST_TOKEN to the token of the job, or copy the token file of a worker there, with mode 0600",
         )
 
 
-def _limit_findings(host: HostFacts) -> Iterator[Finding]:
+def _limit_findings(host: HostFacts) -> Iterator[str]:
     if host.threads_error is not None:
-        yield Finding("a worker could not start here", _clause(host.threads_error))
+        yield _finding("a worker could not start here", _clause(host.threads_error))
     if host.descriptors is not None and host.descriptors < MIN_DESCRIPTORS:
         can = "" if host.most_descriptors is None else f"; the hard limit is {host.most_descriptors}"
-        yield Finding(
+        yield _finding(
             f"a process may open only {host.descriptors} files, and a worker needs several for each peer",
             f"run `ulimit -n 4096`, or set LimitNOFILE or --ulimit nofile where the process is started{can}",
         )
     if host.free_memory_bytes is not None and host.free_memory_bytes < MIN_FREE_MEMORY_BYTES:
-        yield Finding(
+        yield _finding(
             f"only {_size(host.free_memory_bytes)} of {_size(host.memory_bytes or 0)} of memory are free here",
             "end other processes, or raise the memory limit of the container: the kernel kills processes at the limit",
         )
     if host.memfd_error is not None:
-        yield Finding(
+        yield _finding(
             f"this system has no unnamed shared memory (memfd_create: {host.memfd_error})",
             "allow the system call in the seccomp profile of the container; until then payloads go through sockets",
         )
     if host.abstract_error is not None:
-        yield Finding(
+        yield _finding(
             f"this system has no abstract Unix sockets ({host.abstract_error})",
             "allow them in the security profile of the container; until then workers of one machine use TCP",
         )
     if host.shm_bytes and host.free_shm_bytes is not None and host.free_shm_bytes < MIN_FREE_SHM_BYTES:
-        yield Finding(
+        yield _finding(
             f"only {_size(host.free_shm_bytes)} of the {_size(host.shm_bytes)} of /dev/shm are free",
             "remove what ended processes left there, or give the container more (--shm-size): NCCL and the workers of "
             "a DataLoader die of SIGBUS where it is full, although rpcdist itself does not use it",
         )
 
 
-def _gpu_findings(host: HostFacts) -> Iterator[Finding]:
-    gpu = host.gpu
-    if not gpu.has_driver or gpu.is_hidden:
+def _gpu_findings(host: HostFacts) -> Iterator[str]:
+    if not host.has_gpu_driver or host.hides_gpus:
         return
-    if gpu.torch_cuda is None:
-        yield Finding(
+    if host.torch_cuda is None:
+        yield _finding(
             "this machine has an NVIDIA driver, but torch is a build for the CPU",
             "install the build of torch for CUDA, or ignore this if the job uses no GPU",
         )
         return
-    if not gpu.is_available:
-        yield Finding(
-            f"torch is built for CUDA {gpu.torch_cuda}, but cannot use the GPUs of this machine",
+    if not host.can_use_gpu:
+        yield _finding(
+            f"torch is built for CUDA {host.torch_cuda}, but cannot use the GPUs of this machine",
             "compare that version with the one that `nvidia-smi` shows, and install the build of torch that fits",
         )
         return
-    if gpu.nccl_error is not None:
-        yield Finding(f"the backend 'nccl' cannot be used here ({gpu.nccl_error})", "pip install 'rpcdist[cuda]'")
+    if host.nccl_error is not None:
+        yield _finding(f"the backend 'nccl' cannot be used here ({host.nccl_error})", "pip install 'rpcdist[cuda]'")
     if host.shm_bytes is not None and host.shm_bytes <= NCCL_SHM_BYTES:
         have = "this machine has no /dev/shm" if host.shm_bytes == 0 else f"/dev/shm has {_size(host.shm_bytes)}"
-        yield Finding(
+        yield _finding(
             f"{have}, which is too small for NCCL between the GPUs of one machine",
             "start the container with --shm-size=1g or --ipc=host",
         )
@@ -122,26 +115,26 @@ def _gpu_findings(host: HostFacts) -> Iterator[Finding]:
 # ---------------------------------------------------------------------- a worker
 
 
-def worker_findings(worker: WorkerFact, host: HostFacts) -> list[Finding]:
+def worker_findings(worker: WorkerFact, host: HostFacts) -> list[str]:
     """Finds the problems between this machine and a worker."""
     if worker.name_error is not None:
         name = split_address(worker.address)[0]
         return [
-            Finding(
+            _finding(
                 f"the name {name!r} is unknown on this machine ({worker.name_error})",
                 "check its spelling, write the IP address instead, or add the name to DNS or /etc/hosts",
             )
         ]
     if worker.session is None:
         return list(_no_session(worker, host))
-    return [*_channel_findings(worker, host), *_answer_findings(worker, host)]
+    return [*_channel_findings(worker, worker.session, host), *_answer_findings(worker, worker.session, host)]
 
 
 def _who(worker: WorkerFact) -> str:
     return f"{worker.member} at {worker.address}" if worker.member else worker.address
 
 
-def _no_session(worker: WorkerFact, host: HostFacts) -> Iterator[Finding]:
+def _no_session(worker: WorkerFact, host: HostFacts) -> Iterator[str]:
     if not any(port.answer is PortAnswer.OPEN for port in worker.ports):
         yield from _closed_port(worker)
         return
@@ -153,16 +146,16 @@ def _no_session(worker: WorkerFact, host: HostFacts) -> Iterator[Finding]:
     elif worker.session_error is not None and TOKEN_ADVICE in worker.session_error:
         yield _other_token(worker, host)
     elif worker.session_error is not None and worker.is_refused:
-        yield Finding(f"{_who(worker)} and this process do not accept each other", _clause(worker.session_error))
+        yield _finding(f"{_who(worker)} and this process do not accept each other", _clause(worker.session_error))
     elif worker.session_error is not None:
-        yield Finding(
+        yield _finding(
             f"{_who(worker)} accepts connections, but no session can be opened ({_clause(worker.session_error)})",
             "check that a worker of the job listens there and read its log; if both are in order, packets above some "
             "size may be lost on the way, so try a smaller MTU",
         )
 
 
-def _closed_port(worker: WorkerFact) -> Iterator[Finding]:
+def _closed_port(worker: WorkerFact) -> Iterator[str]:
     """Explains why no connection could be opened, for the address of a name that came furthest."""
     name, number = split_address(worker.address)
     order = (PortAnswer.REFUSED, PortAnswer.SILENT, PortAnswer.UNREACHABLE, PortAnswer.FAILED)
@@ -170,19 +163,19 @@ def _closed_port(worker: WorkerFact) -> Iterator[Finding]:
     if port is None:
         return
     if is_loopback(port.host) and worker.member:
-        yield Finding(
+        yield _finding(
             f"{worker.member} says that it listens at {worker.address}, which only processes of its machine can reach",
             "correct the line of its host name in /etc/hosts there, or set RPCDIST_HOST there "
             "to the address or interface of the network",
         )
     elif is_loopback(port.host) and not is_loopback(name):
-        yield Finding(
+        yield _finding(
             f"the name {name!r} resolves to {port.host} on this machine, where no process listens at port {number}",
             "write the IP address of the worker, or correct the line of that name in /etc/hosts: a name that resolves "
             "to loopback cannot reach a worker that listens at an address of the network",
         )
     elif port.answer is PortAnswer.REFUSED:
-        yield Finding(
+        yield _finding(
             f"{_who(worker)} refuses connections",
             f"start the worker, or correct the port: no process listens at port {number} of {port.host}, or a firewall "
             "there rejects it",
@@ -190,32 +183,32 @@ def _closed_port(worker: WorkerFact) -> Iterator[Finding]:
     elif port.answer is PortAnswer.SILENT:
         yield _silence(worker, port, number)
     elif port.answer is PortAnswer.UNREACHABLE:
-        yield Finding(
+        yield _finding(
             f"there is no route from this machine to {_who(worker)} ({port.detail})",
             "check the address and the routes (`ip route get " + port.host + "`), and whether a firewall rejects it",
         )
     else:
-        yield Finding(f"this process could not try to connect to {_who(worker)}", _clause(port.detail))
+        yield _finding(f"this process could not try to connect to {_who(worker)}", _clause(port.detail))
 
 
-def _silence(worker: WorkerFact, port: PortFact, number: int) -> Finding:
+def _silence(worker: WorkerFact, port: PortFact, number: int) -> str:
     if port.is_host_up:
-        return Finding(
+        return _finding(
             f"the machine {port.host} answers, but silently drops connections to port {number}",
             f"open TCP port {number} in its firewall; RPCDIST_PORTS=29600-29700 restricts workers to a range of ports",
         )
-    return Finding(
+    return _finding(
         f"{_who(worker)} does not answer",
         "check that the address is right and the machine runs; otherwise open the port in the firewalls on the way",
     )
 
 
-def _certificate_finding(worker: WorkerFact, host: HostFacts) -> Finding | None:
+def _certificate_finding(worker: WorkerFact, host: HostFacts) -> str | None:
     shown = worker.shown
     if shown is None:
         return None
     if not shown.speaks_tls:
-        return Finding(
+        return _finding(
             f"the process at {_who(worker)} does not speak TLS, so it is not a worker, or has RPCDIST_TLS=off",
             "correct the port (torchrun's own store listens at MASTER_PORT, and is not a worker), or set "
             "RPCDIST_TLS to the same value in all processes",
@@ -232,132 +225,128 @@ def _certificate_finding(worker: WorkerFact, host: HostFacts) -> Finding | None:
                 if ahead_s > behind_s
                 else f"{_duration(behind_s)} or more behind"
             )
-            return Finding(
+            return _finding(
                 f"the clock of {_who(worker)} is {way} the clock of this machine, and certificates hold for a day",
                 "set both clocks by NTP",
             )
     return None
 
 
-def _strange_server(worker: WorkerFact) -> Finding:
+def _strange_server(worker: WorkerFact) -> str:
     """Makes the finding if TLS failed, but the certificate does not show that the tokens differ."""
     if worker.shown is None:
-        return Finding(
+        return _finding(
             f"the process at {_who(worker)} accepts connections, but TLS fails before it shows a certificate",
             "check the address, the port, and whether a proxy is in between; if a worker listens there, its log says "
             "whether the job tokens differ",
         )
-    return Finding(
+    return _finding(
         f"{_who(worker)} and this process do not trust each other's certificates",
         "use certificates of one authority in all processes (RpcOptions(tls=TlsOptions(...))), or those of the job "
         "token in all; if they are the same, check the address: it may be a server of another kind",
     )
 
 
-def _other_token(worker: WorkerFact, host: HostFacts) -> Finding:
-    return Finding(
+def _other_token(worker: WorkerFact, host: HostFacts) -> str:
+    return _finding(
         f"the process at {_who(worker)} has another job token than this process, which uses {host.token_source}",
         "set RPCDIST_TOKEN to the same value in all processes of the job, or give all machines the same token file",
     )
 
 
-def _channel_findings(worker: WorkerFact, host: HostFacts) -> Iterator[Finding]:
+def _channel_findings(worker: WorkerFact, session: SessionFact, host: HostFacts) -> Iterator[str]:
     """Explains why the session does not use the best possible channel."""
-    assert worker.session is not None
-    channel, passed_over = worker.session.channel, dict(worker.session.passed_over)
+    channel, passed_over = session.channel, dict(session.passed_over)
     if channel != "grpc" and not (worker.is_this_machine and channel == "tcp"):
         return
     if worker.is_this_machine and host.channels in ("auto", "local") and host.abstract_error is None:
         why = passed_over.get(
             "local", "its Unix socket is not in this network namespace, or RPCDIST_CHANNELS is set there"
         )
-        yield Finding(
+        yield _finding(
             f"{_who(worker)} is on this machine, but is reached by {channel} instead of shared memory ({_clause(why)})",
             "run both as one user, and containers with the network of the host (--network host)",
         )
     elif channel == "grpc" and "tcp" in passed_over:
         why = passed_over["tcp"]
         if "translates addresses" in why:
-            yield Finding(
+            yield _finding(
                 f"addresses are translated between this machine and {_who(worker)} (NAT), so calls go over gRPC, which "
                 "takes about twice as long as TCP",
                 "connect the machines by a network without NAT, or run containers with the network of the host",
             )
         else:
-            yield Finding(
+            yield _finding(
                 f"calls to {_who(worker)} go over gRPC, which takes about twice as long as TCP, because its TCP "
                 f"channel is not available ({_clause(why)})",
                 "open that port in the firewall; RPCDIST_PORTS=29600-29700 restricts workers to a range of ports",
             )
 
 
-def _answer_findings(worker: WorkerFact, host: HostFacts) -> Iterator[Finding]:
+def _answer_findings(worker: WorkerFact, session: SessionFact, host: HostFacts) -> Iterator[str]:
     if worker.listen_error is not None:
-        yield Finding(f"a worker here could not listen where {_who(worker)} would look", _clause(worker.listen_error))
-    answer = worker.answer
-    if answer is None:
-        return
-    if answer.failure_of_question:
-        yield Finding(
-            f"{_who(worker)} opens a session, but then does not answer ({_clause(answer.failure_of_question)})",
+        yield _finding(f"a worker here could not listen where {_who(worker)} would look", _clause(worker.listen_error))
+    if session.failure_of_question:
+        yield _finding(
+            f"{_who(worker)} opens a session, but then does not answer ({_clause(session.failure_of_question)})",
             "check what blocks it: a debugger, a stopped process, a machine without memory",
         )
     here = next((port.own_host for port in worker.ports if not is_loopback(port.own_host)), None)
-    if answer.failure and here is not None and is_loopback(split_address(answer.own_address)[0]):
-        yield Finding(
-            f"a worker here listens at {answer.own_address}, where {_who(worker)} cannot reach it",
+    if session.failure and here is not None and is_loopback(split_address(session.own_address)[0]):
+        yield _finding(
+            f"a worker here listens at {session.own_address}, where {_who(worker)} cannot reach it",
             f"set RPCDIST_HOST to an address of this machine that it can reach, such as {here}, or unset it: every "
             "worker must be able to connect to every other",
         )
-    elif answer.failure:
-        yield Finding(
-            f"{_who(worker)} cannot connect to this machine at {answer.own_address}, although this machine can connect "
-            f"to it ({_clause(answer.failure)})",
+    elif session.failure:
+        yield _finding(
+            f"{_who(worker)} cannot connect to this machine at {session.own_address}, although this machine can "
+            f"connect to it ({_clause(session.failure)})",
             "let connections of that machine in through the firewall here, or set RPCDIST_HOST to an address of this "
             "machine that it can reach: every worker must be able to connect to every other",
         )
-    if answer.large_failure:
+    if session.large_failure:
         mtus = [port.mtu_bytes for port in worker.ports if port.mtu_bytes]
         known = f"; here it is {mtus[0]} bytes" if mtus else ""
-        yield Finding(
-            f"small messages reach {_who(worker)}, but 20 kB do not ({_clause(answer.large_failure)})",
+        yield _finding(
+            f"small messages reach {_who(worker)}, but 20 kB do not ({_clause(session.large_failure)})",
             "give the network interfaces on both machines an MTU that the path between them supports" + known,
         )
     yield from _mtu_findings(worker)
-    yield from _clock_findings(worker, answer)
-    yield from _version_findings(worker, answer, host)
+    yield from _clock_findings(worker, session)
+    yield from _version_findings(worker, session, host)
 
 
-def _mtu_findings(worker: WorkerFact) -> Iterator[Finding]:
+def _mtu_findings(worker: WorkerFact) -> Iterator[str]:
     for port in worker.ports:
         if port.mtu_bytes is not None and port.mtu_bytes < _MIN_MTU_BYTES:
-            yield Finding(
+            yield _finding(
                 f"the path to {port.host} supports packets of only {port.mtu_bytes} bytes, so large tensors are slow",
                 "set the MTU of the interface or tunnel to 1400 or more",
             )
 
 
-def _clock_findings(worker: WorkerFact, answer: WorkerAnswer) -> Iterator[Finding]:
+def _clock_findings(worker: WorkerFact, session: SessionFact) -> Iterator[str]:
     if (
-        answer.clock_offset_s is None
-        or abs(answer.clock_offset_s) - answer.clock_error_s <= 60 * MAX_CLOCK_OFFSET_MINUTES
+        session.clock_offset_s is None
+        or abs(session.clock_offset_s) - session.clock_error_s <= 60 * MAX_CLOCK_OFFSET_MINUTES
     ):
         return
-    way = "ahead of" if answer.clock_offset_s > 0 else "behind"
-    yield Finding(
-        f"the clock of {_who(worker)} is {_duration(abs(answer.clock_offset_s))} {way} the clock of this machine, and "
+    way = "ahead of" if session.clock_offset_s > 0 else "behind"
+    yield _finding(
+        f"the clock of {_who(worker)} is {_duration(abs(session.clock_offset_s))} {way} the clock of this machine, and "
         "certificates tolerate a day",
         "set both clocks by NTP",
     )
 
 
-def _version_findings(worker: WorkerFact, answer: WorkerAnswer, host: HostFacts) -> Iterator[Finding]:
+def _version_findings(worker: WorkerFact, session: SessionFact, host: HostFacts) -> Iterator[str]:
     for name, num_parts in _FIRST_OF_VERSION.items():
-        theirs, ours = answer.versions.get(name), host.versions.get(name)
+        theirs, ours = session.versions.get(name), host.versions.get(name)
         if theirs is None or ours is None:
             continue
         if theirs.split(".")[:num_parts] != ours.split(".")[:num_parts]:
-            yield Finding(
+            yield _finding(
                 f"{_who(worker)} has {name} {theirs}, but this process has {name} {ours}",
                 f"install the same version of {name} for all processes of the job",
             )
@@ -372,9 +361,7 @@ def summary(worker: WorkerFact) -> str:
     if session is None:
         return f"{_who(worker)}: not reached"
     trip = "" if session.round_trip_s is None else f", a question takes {session.round_trip_s * 1000:.1f} ms"
-    back = ", which reaches this machine" if worker.answer is not None and worker.answer.own_address else ""
-    if worker.answer is not None and worker.answer.failure:
-        back = ""
+    back = ", which reaches this machine" if session.own_address and not session.failure else ""
     return f"{worker.address}: {session.name}{back}, by the channel {session.channel}{trip}"
 
 

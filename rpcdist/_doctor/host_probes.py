@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
-from rpcdist._doctor.doctor_facts import GpuFacts, HostFacts
+from rpcdist._doctor.doctor_facts import HostFacts
 from rpcdist.errors import ConfigError, TransportError
 from rpcdist.own_shortage import check_can_start
 from rpcdist.transport._channels.channel import CHANNELS_VARIABLE, allowed_channels
@@ -32,7 +32,10 @@ def host_facts() -> HostFacts:
     shm = _shm()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     is_token_missing = TOKEN_VARIABLE not in os.environ and _is_token_file_missing()
-    gpu = _gpu()  # imports torch, whose version is read below
+    import torch
+
+    shown_gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
+    can_use_gpu = torch.cuda.is_available()
     return HostFacts(
         setting_error=_error_of(_check_settings),
         token_error=None if is_token_missing else _error_of(job_token),
@@ -48,7 +51,11 @@ def host_facts() -> HostFacts:
         free_shm_bytes=shm[1],
         memfd_error=_error_of(_check_memfd),
         abstract_error=_error_of(_check_abstract_socket),
-        gpu=gpu,
+        has_gpu_driver=os.path.exists("/dev/nvidiactl"),
+        torch_cuda=torch.version.cuda,
+        can_use_gpu=can_use_gpu,
+        hides_gpus=shown_gpus is not None and shown_gpus.strip() in ("", "-1", "none", "void", "NoDevFiles"),
+        nccl_error=_nccl_error() if can_use_gpu else None,
         versions=library_versions(),
     )
 
@@ -145,29 +152,12 @@ def _check_abstract_socket() -> None:
         probe.bind(f"\0rpcdist-doctor-{secrets.token_hex(8)}")
 
 
-def _gpu() -> GpuFacts:
-    import torch
-
-    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
-    is_available = torch.cuda.is_available()
-    nccl, nccl_error = _nccl() if is_available else (None, None)
-    return GpuFacts(
-        has_driver=os.path.exists("/dev/nvidiactl"),
-        torch_cuda=torch.version.cuda,
-        is_available=is_available,
-        is_hidden=shown is not None and shown.strip() in ("", "-1", "none", "void", "NoDevFiles"),
-        nccl=nccl,
-        nccl_error=nccl_error,
-    )
-
-
-def _nccl() -> tuple[str | None, str | None]:
-    """Returns the version of CuPy's NCCL, or why it cannot be used although CuPy is installed."""
+def _nccl_error() -> str | None:
+    """Returns why CuPy, if it is installed, cannot load its NCCL."""
     if find_spec("cupy") is None:
-        return None, None
+        return None
     try:
-        from cupy.cuda import nccl
+        import cupy.cuda.nccl  # noqa: F401
     except Exception as exc:  # CuPy passes on any error of its loader
-        return None, f"CuPy cannot load NCCL: {exc}"
-    number = nccl.get_version()
-    return f"{number // 10000}.{number // 100 % 100}.{number % 100}", None
+        return f"CuPy cannot load NCCL: {exc}"
+    return None

@@ -20,7 +20,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.x509.oid import NameOID
 from google.protobuf.message import DecodeError
 
-from rpcdist._doctor.doctor_facts import PortAnswer, PortFact, SessionFact, Shown, WorkerAnswer, WorkerFact
+from rpcdist._doctor.doctor_facts import PortAnswer, PortFact, SessionFact, Shown, WorkerFact
 from rpcdist._proto import diagnosis_pb2, membership_pb2
 from rpcdist.errors import AuthenticationFailed, ConfigError, RpcdistError, TransportError
 from rpcdist.time_limits import ATTEMPT_LIMIT_S, MIN_ATTEMPT_S, SIDE_ATTEMPT_LIMIT_S
@@ -95,29 +95,30 @@ class WorkerProbes:
 
     def _with_session(self, facts: WorkerFact, link: Link) -> WorkerFact:
         session = SessionFact(printable(link.peer.name), link.session.channel_kind, link.passed_over)
-        facts = replace(facts, session=session)
         try:
             self._ask(link)  # the first question opens gRPC's connection
             started, sent_s = time.monotonic(), time.time()
             reply = self._ask(link)
             trip_s = time.monotonic() - started
         except (RpcdistError, TimeoutError) as exc:
-            return replace(facts, answer=WorkerAnswer(failure_of_question=str(exc) or "no answer in time"))
-        answer = WorkerAnswer(
+            session = replace(session, failure_of_question=str(exc) or "no answer in time")
+            return replace(facts, session=session)
+        session = replace(
+            session,
+            round_trip_s=trip_s,
             clock_offset_s=reply.time_s - (sent_s + trip_s / 2),
             clock_error_s=trip_s / 2,
             versions={name: printable(version[:100]) for name, version in reply.versions.items()},
         )
-        facts = replace(facts, session=session._replace(round_trip_s=trip_s))
         members = self._members(link)
         try:
             own = self._own_address(split_address(facts.address)[0])
         except (TransportError, ConfigError) as exc:
             facts = replace(facts, listen_error=str(exc))
         else:
-            answer = replace(answer, own_address=own, failure=self._failure_to_reach(link, own))
-        answer = replace(answer, large_failure=self._large_failure(link))  # last: it may leave the connection stuck
-        return replace(facts, answer=answer, members=members)
+            session = replace(session, own_address=own, failure=self._failure_to_reach(link, own))
+        session = replace(session, large_failure=self._large_failure(link))  # last: it may leave the connection stuck
+        return replace(facts, session=session, members=members)
 
     def _ask(
         self, link: Link, address: str = "", size_bytes: int = 0, limit_s: float = ATTEMPT_LIMIT_S

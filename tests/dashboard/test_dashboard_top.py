@@ -65,4 +65,4 @@ async def test_a_look_that_comes_while_the_view_is_closed_does_no_harm() -> None
 def test_text_of_a_worker_that_does_not_answer() -> None:
     row = {"state": "stopped", "detail": "it was stopped by a signal", "stacks": "stack of it"}
     assert "it was stopped by a signal" in text_of_worker("worker2", row, None)
-    assert "not in the job any more" in text_of_worker("worker2", None, None)
+    assert "no longer in the job" in text_of_worker("worker2", None, None)
