@@ -90,9 +90,9 @@ def __getattr__(name: str) -> object:
 def _imported(module: str) -> ModuleType:
     """Imports a module, which may take seconds; Ctrl-C meanwhile ends a program as in `LocalCluster`."""
     try:
-        from rpcdist._launch.supervisor import KeptInterrupt
+        from rpcdist._launch.supervisor import kept_interrupt
 
-        with KeptInterrupt():
+        with kept_interrupt():
             return importlib.import_module(module)
     except KeyboardInterrupt:
         from rpcdist._launch.progress import interrupted

@@ -29,7 +29,7 @@ from rpcdist._launch.placement import Placement, placement_from_environment
 from rpcdist._launch.progress import error_of, interrupted
 from rpcdist._launch.rank_main import check_not_importing_main
 from rpcdist._launch.reports import Raised, RankCall, main_has_a_file, pickle_call
-from rpcdist._launch.supervisor import BackgroundRanks, KeptInterrupt, StopSignals
+from rpcdist._launch.supervisor import BackgroundRanks, StopSignals, kept_interrupt
 from rpcdist.errors import (
     AlreadyInitialized,
     BlockingInLoop,
@@ -289,9 +289,9 @@ class LocalCluster(ClusterBlock):
         processes = self._processes = BackgroundRanks(range(1, len(self.names)), make_engine)
         self._check_not_cancelled()  # from here on, `_cancel` finds the processes
         processes.start()
-        with KeptInterrupt():
+        with kept_interrupt():
             importlib.import_module("rpcdist.rpc")
-        with KeptInterrupt():
+        with kept_interrupt():
             self._join(processes, address)
         self._is_worker = True
         self._check_not_cancelled()
@@ -354,7 +354,7 @@ class LocalCluster(ClusterBlock):
                 f"workers={len(self.names)}, but the launcher started WORLD_SIZE={placement.world_size} processes: "
                 "give LocalCluster as many workers, or call rpc.init_rpc(name) instead, or start one process"
             )
-        with KeptInterrupt():
+        with kept_interrupt():
             join_cluster(placement.rank, self.names, "env://", self._options, serve=placement.rank != 0)
         if placement.rank != 0:
             raise SystemExit(0)

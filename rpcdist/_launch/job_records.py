@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from types import TracebackType
-from typing import TYPE_CHECKING, Final, Self
+from itertools import count
+from typing import TYPE_CHECKING, Final
 
 from rpcdist.errors import ConfigError
 from rpcdist.private_files import runtime_folder
@@ -26,6 +26,7 @@ logger = logging.getLogger("rpcdist.launch")
 
 _SUFFIX: Final = ".json"
 _UNFINISHED: Final = ".json.new"
+_numbers: Final = count()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,50 +45,48 @@ class LaunchedJob:
         return wanted in (self.name, self.address, str(self.pid))
 
 
-class JobRecord:
-    """The file of a job of this process, within the context.
+@contextmanager
+def job_record(name: str | None, address: str, log_dir: str | None) -> Iterator[Callable[[JobPlan, Progress], None]]:
+    """Keeps the file of a job of this process within the context; yields a function that writes the ranks' states.
 
-    If no folder is available, the job runs without it, and the log says so.
+    If no folder is available, the job runs without the file, and the log says so.
 
     Raises:
         ConfigError: another job with this name is running.
     """
+    job = LaunchedJob(name or address, address, os.getpid(), start_of(os.getpid()), log_dir)
+    if other := next((other for other in jobs() if other.name == job.name), None):
+        raise ConfigError(f"process {other.pid} already runs a job {other.name!r}: choose another name")
+    path: str | None = None
 
-    def __init__(self, name: str | None, address: str, log_dir: str | None) -> None:
-        self._job = LaunchedJob(name or address, address, os.getpid(), start_of(os.getpid()), log_dir)
-        self._path: str | None = None
-
-    def __enter__(self) -> Self:
-        if other := next((job for job in jobs() if job.name == self._job.name), None):
-            raise ConfigError(f"process {other.pid} already runs a job {other.name!r}: choose another name")
+    def save() -> None:
+        nonlocal path
         try:
-            self._path = os.path.join(runtime_folder(create=True), f"{os.getpid()}-{id(self)}{_SUFFIX}")
-        except OSError as exc:
-            logger.info("`python -m rpcdist status` will not know this job: %s", exc)
-        self._save()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if self._path is not None:
-            with suppress(FileNotFoundError):
-                os.unlink(self._path)
-
-    def write(self, plan: JobPlan, progress: Progress) -> None:
-        """Writes the current states of the ranks."""
-        self._job.states.update({one.name: progress.state(rank) for rank, one in enumerate(plan.ranks)})
-        self._save()
-
-    def _save(self) -> None:
-        if self._path is None:
-            return
-        temporary = self._path.removesuffix(_SUFFIX) + _UNFINISHED
-        try:
+            if path is None:
+                return
+            temporary = path.removesuffix(_SUFFIX) + _UNFINISHED
             with open(temporary, "w") as file:
-                json.dump(asdict(self._job), file)
-            os.replace(temporary, self._path)
+                json.dump(asdict(job), file)
+            os.replace(temporary, path)
         except OSError as exc:  # for example a full disk; the job continues
             logger.info("`python -m rpcdist status` will not know this job: %s", exc)
-            self._path = None
+            path = None
+
+    def write(plan: JobPlan, progress: Progress) -> None:
+        job.states.update({one.name: progress.state(rank) for rank, one in enumerate(plan.ranks)})
+        save()
+
+    try:
+        path = os.path.join(runtime_folder(create=True), f"{os.getpid()}-{next(_numbers)}{_SUFFIX}")
+    except OSError as exc:
+        logger.info("`python -m rpcdist status` will not know this job: %s", exc)
+    save()
+    try:
+        yield write
+    finally:
+        if path is not None:
+            with suppress(FileNotFoundError):
+                os.unlink(path)
 
 
 def jobs() -> Iterator[LaunchedJob]:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, TypeVar, TypeVarTuple, overload
 
 from rpcdist._launch.job_plan import HOST, JobPlan, Role, held_port, plan_job, this_machine
-from rpcdist._launch.job_records import JobRecord
+from rpcdist._launch.job_records import job_record
 from rpcdist._launch.local_ranks import LocalRanks
 from rpcdist._launch.output import ERROR_LINES, JobOutput
 from rpcdist._launch.placement import ROLE_VARIABLE, Placement, placement_from_environment
@@ -144,8 +144,8 @@ def launch(
     with names_shortage("launch"), StopSignals() as stop, held_port(master_port) as port:
         variables = {**os.environ, "MASTER_ADDR": HOST, "MASTER_PORT": str(port)}
         engine = LocalRanks(dict(enumerate(plan.ranks)), calls, variables, stop, output)
-        with JobRecord(name, f"{HOST}:{port}", output.log_dir) as record:
-            outcome = run_job(engine, progress, stop, partial(record.write, plan, progress))
+        with job_record(name, f"{HOST}:{port}", output.log_dir) as write:
+            outcome = run_job(engine, progress, stop, partial(write, plan, progress))
     results = results_of(outcome, plan, progress, output, join_timeout_s, named=roles is not None)
     return results if roles is None else results_by_role(results, plan)
 

@@ -74,20 +74,10 @@ class RankProcess:
             self._output.write(name, data)
         return bool(data)
 
-    def terminate(self) -> None:
-        """Sends SIGTERM, which ends a process without a handler."""
+    def signal(self, number: signal.Signals) -> None:
+        """Sends a signal to the process alone."""
         with suppress(ProcessLookupError):
-            os.kill(self._popen.pid, signal.SIGTERM)
-
-    def pause(self) -> None:
-        """Stops the process until `resume`, so that it does not notice other events meanwhile."""
-        with suppress(ProcessLookupError):
-            os.kill(self._popen.pid, signal.SIGSTOP)
-
-    def resume(self) -> None:
-        """Ends `pause`; signals that came meanwhile are delivered before the program continues."""
-        with suppress(ProcessLookupError):
-            os.kill(self._popen.pid, signal.SIGCONT)
+            os.kill(self._popen.pid, number)
 
     def kill_group(self) -> None:
         """Kills the process and its children. It must not have been reaped, since its id could have been reused."""
@@ -197,10 +187,12 @@ class LocalRanks:
         self._common = common
         self._output = output
         self._selector = selectors.DefaultSelector()
+        self._wake = wake
         self._selector.register(wake, selectors.EVENT_READ)
         self._processes: list[RankProcess] = []
         self._reported: set[RankProcess] = set()
         self._looked_at: float | None = None
+        self._is_ending = False
         self._reaping = threading.Lock()  # no process is reaped while it is held, since its id could be reused
 
     def start(self, rank: int, attempt: int) -> None:
@@ -239,22 +231,22 @@ class LocalRanks:
         with self._reaping:
             for process in self._processes:
                 if not process.has_ended:
-                    process.pause()
+                    process.signal(signal.SIGSTOP)
 
     def end(self) -> None:
         """Asks running processes to end, waits, kills the rest, and reaps all.
 
         They are paused during the request, so that none sees another die and reports that before its own signal comes.
         """
-        running = [process for process in self._processes if not process.has_ended]
-        for process in running:
-            process.pause()
-        for process in running:
-            process.terminate()
-        for process in running:
-            process.resume()
-        self._wait_for_ends(running, Deadline.after(CLOSE_LIMIT_S))
-        for process in running:
+        for number in (signal.SIGSTOP, signal.SIGTERM, signal.SIGCONT):
+            for process in self._processes:
+                process.signal(number)
+        self._selector.unregister(self._wake)
+        self._is_ending = True
+        deadline = Deadline.after(CLOSE_LIMIT_S)
+        while self._processes and not deadline.expired():
+            self.reports(deadline.remaining_s())
+        for process in list(self._processes):
             process.kill_group()
             self._reap(process)
         self._selector.close()
@@ -270,7 +262,7 @@ class LocalRanks:
             self._reported.add(process)
         if not process.has_ended:
             return reports
-        if process not in self._reported:
+        if self._is_ending or process not in self._reported:
             process.kill_group()  # before it is reaped
         return [*reports, ProcessEnded(self._reap(process), alive_at)]
 
@@ -288,18 +280,3 @@ class LocalRanks:
     def _unregister(self, file: object) -> None:
         if file in self._selector.get_map():
             self._selector.unregister(file)  # type: ignore[arg-type]
-
-    def _wait_for_ends(self, processes: Sequence[RankProcess], deadline: Deadline) -> None:
-        """Waits until all have ended, and reads their output meanwhile, so that no pipe becomes full."""
-        while not (all(process.has_ended for process in processes) or deadline.expired()):
-            for key, _ in self._selector.select(deadline.remaining_s()):
-                if key.data is None:
-                    self._selector.unregister(key.fileobj)
-                    continue
-                process, stream = key.data
-                if stream is None:
-                    process.read()
-                    if process.has_ended:
-                        self._selector.unregister(key.fileobj)
-                elif not process.copy_output(stream):
-                    self._selector.unregister(key.fileobj)

@@ -10,8 +10,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType, TracebackType
 from typing import Any, NoReturn, Protocol, Self
 
@@ -64,32 +64,34 @@ class StopSignals:
                 os.write(self._write_end, b"\0")
 
 
-class KeptInterrupt:
+@contextmanager
+def kept_interrupt() -> Iterator[None]:
     """Within this context, no Ctrl-C is lost: if other code swallows one, it is raised again at the end.
 
     C++ code that imports Python modules, such as torch's, drops errors of the import, `KeyboardInterrupt` included. It
     has no effect with handlers of the program, and outside the main thread.
     """
+    has_come = False
 
-    def __init__(self) -> None:
-        self._is_installed = False
-        self._has_come = False
+    def interrupt(number: int, _: FrameType | None) -> NoReturn:
+        nonlocal has_come
+        has_come = True
+        raise KeyboardInterrupt
 
-    def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-                self._is_installed = True
-                signal.signal(signal.SIGINT, self._interrupt)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if self._is_installed:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-        if self._has_come and not isinstance(error, KeyboardInterrupt):
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    except BaseException as error:
+        if has_come and not isinstance(error, KeyboardInterrupt):
             raise KeyboardInterrupt from error
-
-    def _interrupt(self, number: int, _: FrameType | None) -> NoReturn:
-        self._has_come = True
+        raise
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if has_come:
         raise KeyboardInterrupt
 
 

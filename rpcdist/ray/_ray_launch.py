@@ -17,7 +17,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from rpcdist._launch.job_plan import JobPlan, RankPlan, Role, plan_job
-from rpcdist._launch.job_records import JobRecord
+from rpcdist._launch.job_records import job_record
 from rpcdist._launch.launching import check_join_timeout, progress_of, results_by_role, results_of, roles_of, run_here
 from rpcdist._launch.output import JobOutput
 from rpcdist._launch.placement import placement_from_environment
@@ -149,8 +149,8 @@ def _run(
         engine = RayRanks(
             plans, calls, common, token, main_module(), group, runtime_env, stop, placed=partial(say_where, plans)
         )
-        with JobRecord(name, address, None) as record:
-            return run_job(engine, progress, stop, partial(record.write, plan, progress))
+        with job_record(name, address, None) as write:
+            return run_job(engine, progress, stop, partial(write, plan, progress))
     finally:
         store.close()
 

@@ -13,7 +13,7 @@ import torch
 from values_helpers import encode
 
 from rpcdist import rpc
-from rpcdist._launch.job_records import JobRecord, jobs
+from rpcdist._launch.job_records import job_record, jobs
 from rpcdist._launch.output import JobOutput
 from rpcdist._proto import membership_pb2 as pb
 from rpcdist._proto import rpc_pb2
@@ -157,7 +157,7 @@ def test_files_that_are_no_records_of_jobs_stop_no_command(tmp_path: Path, monke
     (folder / "1-2.json").write_text("[" * 100_000)
     (folder / "1-3.json").write_text("3")
     (folder / "note.json.new").write_text("")
-    with JobRecord("training", "127.0.0.1:1", None):
+    with job_record("training", "127.0.0.1:1", None):
         assert [job.name for job in jobs()] == ["training"]
 
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 
-from rpcdist._launch.supervisor import KeptInterrupt
+from rpcdist._launch.supervisor import kept_interrupt
 
 
 def press_ctrl_c() -> None:
@@ -23,12 +23,12 @@ def handler_of_python() -> None:
 
 def test_one_that_is_swallowed_comes_again_at_the_end() -> None:
     is_over = False
-    with pytest.raises(KeyboardInterrupt), KeptInterrupt():
+    with pytest.raises(KeyboardInterrupt), kept_interrupt():
         with suppress(KeyboardInterrupt):
             press_ctrl_c()
         is_over = True
     assert is_over
-    with pytest.raises(KeyboardInterrupt) as caught, KeptInterrupt():
+    with pytest.raises(KeyboardInterrupt) as caught, kept_interrupt():
         try:
             press_ctrl_c()
         except KeyboardInterrupt:
@@ -37,7 +37,7 @@ def test_one_that_is_swallowed_comes_again_at_the_end() -> None:
 
 
 def test_one_that_is_raised_passes_at_once() -> None:
-    with pytest.raises(KeyboardInterrupt) as caught, KeptInterrupt():
+    with pytest.raises(KeyboardInterrupt) as caught, kept_interrupt():
         press_ctrl_c()
         raise AssertionError("it goes on")
     assert caught.value.__cause__ is None
@@ -47,14 +47,14 @@ def test_handlers_of_the_program_and_other_threads_are_left_alone() -> None:
     pressed: list[object] = []
     signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
     try:
-        with KeptInterrupt():
+        with kept_interrupt():
             press_ctrl_c()
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     assert pressed == [signal.SIGINT]
 
     def enter() -> None:
-        with KeptInterrupt():
+        with kept_interrupt():
             pressed.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=enter)
