@@ -44,11 +44,11 @@ __all__ = ["MemoryConnection", "MemoryNetwork", "MemoryNode"]
 
 
 class Path:
-    """The path from one worker to another: delay, loss and cuts of all data on it. Used on the I/O loop.
+    """The path from one worker to another: delay, loss and cuts of all data on it. Data moves on the I/O loop.
 
     Attributes:
-        delay_s: the delay of all data, in seconds.
-        drops: whether data disappears, as behind a firewall that answers nothing.
+        delay_s: the delay of all data, in seconds; set on any thread.
+        drops: whether data disappears, as behind a firewall that answers nothing; set on any thread.
     """
 
     __slots__ = ("_num_intact", "_on_break", "_timer", "_under_way", "delay_s", "drops")
@@ -63,7 +63,8 @@ class Path:
 
     def break_after(self, num_envelopes: int, on_break: Callable[[], object]) -> None:
         """Lets `num_envelopes` more envelopes arrive; drops the next one and all later ones, and calls `on_break`."""
-        self._num_intact, self._on_break = num_envelopes, on_break
+        self._num_intact = num_envelopes
+        self._on_break = on_break  # last, since the loop reads it first
 
     def carry(self, channel: MemoryChannel, data: bytes | None) -> None:
         """Carries data to the far end of a channel, in order; None is the end of the channel."""
@@ -356,19 +357,22 @@ class MemoryNetwork:
 
     def delay(self, a: str, b: str, seconds: float) -> None:
         """Delays messages between two workers; they arrive in order."""
-        self._run(self._set(a, b, delay_s=seconds))
+        for path in self._paths_between(a, b):
+            path.delay_s = seconds
 
     def drop(self, a: str, b: str) -> None:
         """Drops messages between two workers: neither hears anything from the other."""
-        self._run(self._set(a, b, drops=True))
+        for path in self._paths_between(a, b):
+            path.drops = True
 
     def cut(self, a: str, b: str) -> None:
         """Breaks the connections of two workers, and refuses new ones."""
-        self._run(self._cut(a, b))
+        self.refuse(a, b)
+        self._io.run(self._break(a, b), LIMIT_S)
 
     def refuse(self, a: str, b: str) -> None:
         """Refuses new connections of two workers; existing ones continue to work, as through some firewalls."""
-        self._run(self._refuse(a, b))
+        self._cuts.add(frozenset((a, b)))
 
     def break_after(self, a: str, b: str, num_envelopes: int) -> threading.Event:
         """Lets `num_envelopes` more envelopes from `a` reach `b`; at the next one breaks their connections, once.
@@ -379,39 +383,6 @@ class MemoryNetwork:
             An event that is set when the connections have broken.
         """
         broken = threading.Event()
-        self._run(self._break_after(a, b, num_envelopes, broken))
-        return broken
-
-    def heal(self, a: str, b: str) -> None:
-        """Ends all faults between two workers. Connections that have lost something break, as TCP's do in the end."""
-        self._run(self._heal(a, b))
-
-    def kill(self, node: MemoryNode) -> None:
-        """Simulates the death of a worker's process: its connections break, and its address does not answer."""
-        self._run(node.close("the process was killed"))
-
-    def close(self) -> None:
-        """Ends the network; idempotent, bounded."""
-        self._io.close()
-
-    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return self._io.run(coroutine, LIMIT_S)
-
-    # ------------------------------------------------------------ I/O loop
-
-    async def _set(self, a: str, b: str, *, delay_s: float | None = None, drops: bool | None = None) -> None:
-        for path in (self._path(a, b), self._path(b, a)):
-            path.delay_s = path.delay_s if delay_s is None else delay_s
-            path.drops = path.drops if drops is None else drops
-
-    async def _refuse(self, a: str, b: str) -> None:
-        self._cuts.add(frozenset((a, b)))
-
-    async def _cut(self, a: str, b: str) -> None:
-        await self._refuse(a, b)
-        await _break([session for session, _ in self._between(a, b)])
-
-    async def _break_after(self, a: str, b: str, num_envelopes: int, broken: threading.Event) -> None:
         path = self._path(a, b)
 
         def break_now() -> None:
@@ -421,11 +392,30 @@ class MemoryNetwork:
             broken.set()
 
         path.break_after(num_envelopes, lambda: self._io.call_soon(break_now))
+        return broken
 
-    async def _heal(self, a: str, b: str) -> None:
+    def heal(self, a: str, b: str) -> None:
+        """Ends all faults between two workers. Connections that have lost something break, as TCP's do in the end."""
         self._cuts.discard(frozenset((a, b)))
-        await self._set(a, b, delay_s=0.0, drops=False)
-        await _break([session for session, channel in self._between(a, b) if channel.has_lost])
+        for path in self._paths_between(a, b):
+            path.delay_s, path.drops = 0.0, False
+        self._io.run(self._break(a, b, only_with_losses=True), LIMIT_S)
+
+    def kill(self, node: MemoryNode) -> None:
+        """Simulates the death of a worker's process: its connections break, and its address does not answer."""
+        self._io.run(node.close("the process was killed"), LIMIT_S)
+
+    def close(self) -> None:
+        """Ends the network; idempotent, bounded."""
+        self._io.close()
+
+    # ------------------------------------------------------------ I/O loop
+
+    async def _break(self, a: str, b: str, *, only_with_losses: bool = False) -> None:
+        sessions = [session for session, channel in self._between(a, b) if channel.has_lost or not only_with_losses]
+        for session in sessions:
+            session.close("the connection broke")
+        await asyncio.gather(*(session.ended(CONNECTION_CLOSE_LIMIT_S) for session in sessions))
 
     def _between(self, a: str, b: str) -> Iterator[tuple[Session, MemoryChannel]]:
         """Both ends of the connections of two workers."""
@@ -461,8 +451,5 @@ class MemoryNetwork:
     def _path(self, source: str, target: str) -> Path:
         return self._paths.setdefault((source, target), Path())
 
-
-async def _break(sessions: list[Session]) -> None:
-    for session in sessions:
-        session.close("the connection broke")
-    await asyncio.gather(*(session.ended(CONNECTION_CLOSE_LIMIT_S) for session in sessions))
+    def _paths_between(self, a: str, b: str) -> tuple[Path, Path]:
+        return self._path(a, b), self._path(b, a)

@@ -20,6 +20,10 @@ from typing import Any, TypeVar
 from rpcdist.testing.limits import END_LIMIT_S, LIMIT_S
 from rpcdist.testing.worker import Pending, Worker, WorkerTimeout
 
+__all__ = ["RankPool", "RpcWorld", "WorkerPool"]
+
+T = TypeVar("T")
+
 
 class RpcWorld:
     """The workers of one RPC job.
@@ -74,9 +78,6 @@ def leave(**arguments: Any) -> None:
     from rpcdist import rpc
 
     rpc.shutdown(**arguments)
-
-
-__all__ = ["WorkerPool"]
 
 
 class WorkerPool:
@@ -174,9 +175,6 @@ class WorkerPool:
             worker.end()
         self._workers.clear()
         self._folder.cleanup()
-
-
-T = TypeVar("T")
 
 
 class RankPool:

@@ -67,7 +67,7 @@ def test_a_cut_ends_connections_that_are_being_made(cluster: InProcessCluster) -
         connecting = asyncio.ensure_future(a.connect(str(b.address), "probe", 2 * PEER_TIMEOUT_S))
         for _ in range(5):
             await asyncio.sleep(0)  # it waits for the role now
-        await cluster.network._cut("a", "b")
+        cluster.network.refuse("a", "b")
         b.handle_role("probe", NullHandler())
         await connecting
 
