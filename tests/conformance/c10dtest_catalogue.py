@@ -20,18 +20,18 @@ WAYS: Final = {
     "backend": "torch's own groups and DDP on the backend `rpcdist`",
 }
 
-_EVENTS: Final = "looks in a profile for events that torch's C++ code writes for its own backends"
+_EVENTS: Final = "expects events in a profile that torch's C++ code records only for its own backends"
 
-_USED_MAP: Final = "reads the map of used parameters of torch's reducer in C++"
+_USED_MAP: Final = "reads the map of used parameters of torch's C++ reducer"
 
 DIFFERENT: Final[dict[str, dict[str, str]]] = {
     "compat": {
-        "test_all_reduce_complex_unsupported_ops": "expects that products of complex numbers fail; here they work",
+        "test_all_reduce_complex_unsupported_ops": "expects the product of complex numbers to fail; here it works",
         "test_ddp_control_flow_different_across_ranks": _USED_MAP,
         "test_ddp_control_flow_same_across_ranks": _USED_MAP,
         "test_ddp_profiling_torch_profiler": _EVENTS,
-        "test_ddp_unused_params_rebuild_buckets_exception": "expects an error that advises debug mode to learn the "
-        "parameters' names; here it names them in every mode",
+        "test_ddp_unused_params_rebuild_buckets_exception": "expects an error that recommends debug mode for the "
+        "parameters' names; here the error always has them",
     },
     "backend": {"test_ddp_profiling_torch_profiler": _EVENTS},
 }

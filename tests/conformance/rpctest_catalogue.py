@@ -42,18 +42,20 @@ NOT_WATCHED = ("DistOptimizerTest",)
 DIFFERENT = {
     "DistAutogradTest.test_dist_autograd_profiling": "expects the names of torch's C++ nodes, SendRpcBackward and "
     "RecvRpcBackward, in a profile",
-    "DistAutogradTest.test_post_hooks": "expects hooks of AccumulateGrad nodes, before which gradients are captured",
-    "RemoteModuleTest.test_unsupported_methods": "expects that `to`, `state_dict`, `load_state_dict`, "
-    "`named_parameters` and `requires_grad_` raise; here they work",
-    "RpcTest.test_custom_exception_throw_during_reconstruction": "expects a RuntimeError for a class whose constructor "
-    "takes more than the text; here the exception arrives as what it was",
-    "RpcTest.test_rref_proxy_non_exist": "expects that `remote()` of a method that does not exist raises; here "
-    "the reference that it returns does",
-    "TensorPipeAgentRpcTest.test_rref_proxy_timeout": "expects that `remote()` of a method waits for a value that is "
-    "not there yet; here it returns at once, and the reference that it returns raises",
-    "RpcTest.test_shutdown_errors": "makes `_broadcast_to_followers` fail, a private step that gathering here lacks",
-    "TensorPipeAgentRpcTest.test_op_with_invalid_args": "expects the text of TorchScript's dispatcher, which no call "
-    "goes through here",
+    "DistAutogradTest.test_post_hooks": "expects hooks of AccumulateGrad nodes to run; here gradients are captured "
+    "before these nodes",
+    "RemoteModuleTest.test_unsupported_methods": "expects `to`, `state_dict`, `load_state_dict`, `named_parameters` "
+    "and `requires_grad_` to raise; here they work",
+    "RpcTest.test_custom_exception_throw_during_reconstruction": "expects a RuntimeError for a class whose "
+    "constructor takes further arguments; here the caller gets the original exception",
+    "RpcTest.test_rref_proxy_non_exist": "expects `remote()` of a method that does not exist to raise; here the "
+    "returned reference raises when it is used",
+    "TensorPipeAgentRpcTest.test_rref_proxy_timeout": "expects `remote()` of a method to wait for a value that does "
+    "not exist yet; here it returns at once, and the returned reference raises",
+    "RpcTest.test_shutdown_errors": "makes the private function `_broadcast_to_followers` fail, which does not exist "
+    "here",
+    "TensorPipeAgentRpcTest.test_op_with_invalid_args": "expects the error text of TorchScript's dispatcher, which "
+    "calls here do not use",
 }
 
 GPU = "gpu"
@@ -75,10 +77,10 @@ WITHOUT_GPUS = (
 CATEGORIES = {
     "plain": "counted",
     "autograd": "uses distributed autograd, counted",
-    "node names": "asks for the names of torch's C++ graph nodes, optional",
+    "node names": "expects the names of torch's C++ graph nodes, optional",
     "profiler": "uses torch's older profiler, counted",
     "TorchScript": "sends TorchScript functions or modules, optional",
-    GPU: "needs one GPU or several; run where there is one",
+    GPU: "needs GPUs; run on machines with a GPU",
 }
 
 
