@@ -1,4 +1,4 @@
-"""What the benchmark of distributed autograd measures; both libraries run this code on their own modules."""
+"""The cases of the benchmark of distributed autograd; both libraries run this code on their own modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the benchmarks of RPC and of autograd have in common: cases, their rows in the table, and how to time calls."""
+"""The common parts of the benchmarks of RPC and of autograd: cases, their rows in the table, and how to time calls."""
 
 from __future__ import annotations
 

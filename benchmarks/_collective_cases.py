@@ -1,4 +1,4 @@
-"""What benchmarks/collectives.py measures: the cases, and the measuring code that runs on every rank."""
+"""The cases of benchmarks/collectives.py, and the measuring code that runs on every rank."""
 
 from __future__ import annotations
 

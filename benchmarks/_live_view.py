@@ -26,14 +26,14 @@ NUM_UPDATES = 40
 
 
 class LiveView(NamedTuple):
-    """What was measured.
+    """The measurements.
 
     Attributes:
         late_s, latest_s: the time from a number that a worker publishes until the browser has it: what nine of ten do
             not exceed, and the longest.
         coordinator: processor time of the coordinator for its answers, as a part of a core.
         all_workers: the same of all workers together.
-        page: processor time of the process but for the answers: of the page, and of workers that have nothing to do.
+        page: processor time of the process without the answers: of the page, and of idle workers.
     """
 
     late_s: float

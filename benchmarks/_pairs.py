@@ -132,7 +132,7 @@ def free_port() -> int:
 
 
 def live(pipe: Connection, make: Callable[..., Peer], *arguments: object) -> None:
-    """Obeys orders until the benchmark says stop or is gone; what an order raises is its answer."""
+    """Obeys orders until the benchmark says stop or is gone; the error of an order is its answer."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the benchmark decides; when it dies, the pipe ends
     peer = make(*arguments)
     name = ""

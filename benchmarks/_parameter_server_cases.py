@@ -1,4 +1,4 @@
-"""What `parameter_server.py` measures: a trainer's step, by our classes and by a server written for torch's RPC."""
+"""The cases of `parameter_server.py`: a trainer's step, by our classes and by a server written for torch's RPC."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WARM_UP_STEPS = 5
 
 
 class PlainServer:
-    """What a user would write for torch's RPC: all gradients in one call, all new values in its answer."""
+    """A server as a user would write it for torch's RPC: all gradients in one call, all new values in its answer."""
 
     def __init__(self, values: list[Tensor]) -> None:
         self.parameters = [nn.Parameter(value) for value in values]

@@ -42,7 +42,7 @@ class ThreadProfiler:
         self._wall_before = time.monotonic()
 
     def report(self) -> str:
-        """What every thread did since `reset`, the busiest first."""
+        """The functions of every thread since `reset`, the busiest first."""
         wall_s = time.monotonic() - self._wall_before
         used = {thread: now_s - self._cpu_before.get(thread, 0.0) for thread, now_s in cpu_seconds().items()}
         lines = [f"CPU of {wall_s:.2f} s by thread:"]
@@ -82,7 +82,9 @@ class ThreadProfiler:
 
 
 class _Snapshot:
-    """What `pstats` reads of a profile; unlike `Profile.create_stats` it leaves other threads' profilers running."""
+    """The part of a profile that `pstats` reads; unlike `Profile.create_stats` it leaves other threads' profilers
+    running.
+    """
 
     def __init__(self, profile: cProfile.Profile) -> None:
         profile.snapshot_stats()

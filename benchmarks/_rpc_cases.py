@@ -1,4 +1,4 @@
-"""What the RPC benchmark measures: each case runs on the caller of a pair, with the callee as its only peer.
+"""The cases of the RPC benchmark: each runs on the caller of a pair, with the callee as its only peer.
 
 Both libraries run the same Python code: `rpc` is the module `rpcdist.rpc` or `torch.distributed.rpc`.
 """

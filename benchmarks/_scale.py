@@ -1,4 +1,4 @@
-"""What happens in a world of many workers on one machine: all join, nobody has connections, all call all others."""
+"""The steps of a world of many workers on one machine: all join, nobody has connections, all call all others."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class WorkerState(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """What was measured.
+    """The measurements.
 
     Attributes:
         start_s: from the start of the first process until the last one has joined.
@@ -133,7 +133,7 @@ def measure_agents(num_agents: int, elastic: bool) -> AgentScale:
 
 
 def call_all(names: list[str]) -> list[tuple[str, str]]:
-    """Calls all others at once; who answered, and whom they were called by."""
+    """Calls all others at once; returns the name of each, and the name by which it knows the caller."""
     me = rpc.get_worker_info().name
     futures = [rpc.rpc_async(name, answer, args=(me,)) for name in names if name != me]
     return [future.wait() for future in futures]

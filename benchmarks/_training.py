@@ -1,4 +1,4 @@
-"""What the benchmarks of data parallelism train, how they time its steps, their command line and their tables."""
+"""The models of the benchmarks of data parallelism, the timing of their steps, their command line and their tables."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ LIMIT_S = 60.0
 
 
 def train(folder: Path, num_ranks: int, name: str) -> None:
-    """What each process does until it is killed."""
+    """The work of each process until it is killed."""
     import torch
     from torch import nn
 

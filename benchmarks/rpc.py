@@ -145,7 +145,7 @@ def name_of_table(arguments: argparse.Namespace) -> str:
 
 
 def sum_up(lines: list[Line], arguments: argparse.Namespace) -> list[str]:
-    """What the table says as a whole."""
+    """The summary of the table."""
     titles = head("torch")
     verdicts = [line[titles.index("ok")] for line in lines if line[titles.index("ok")]]
     kept = sum(verdict != "NO" for verdict in verdicts)

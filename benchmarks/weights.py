@@ -254,7 +254,7 @@ def pull(name: str) -> float:
 
 
 def look(name: str) -> float:
-    """The same without a copy. What is viewed is given back at once, for the rounds that follow."""
+    """The same without a copy. A viewed tensor is given back at once, for the rounds that follow."""
     published, version = held[f"{name}/published"], held[f"{name}/version"]
     limit = time.monotonic() + LIMIT_S
     while time.monotonic() < limit:
@@ -433,7 +433,7 @@ def gloo_broadcast(name: str) -> float:
 
 
 def no_operation(*_: object) -> None:
-    """What is called."""
+    """The called function."""
 
 
 def time_calls(workers: Sequence[str], mib: int) -> float:

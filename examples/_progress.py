@@ -1,4 +1,4 @@
-"""Who has done what, as one process sees it: the progress of trainers, by bars or lines, and other happenings."""
+"""The progress of trainers as one process sees it, by bars or lines, and other events."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def most_ahead(yielded_at: Sequence[float], read_at: Sequence[float]) -> int:
 
 
 class TrainingProgress:
-    """What trainers report: a bar for each on a terminal, lines elsewhere.
+    """The reports of trainers: a bar for each on a terminal, lines elsewhere.
 
     One process shows them all, so lines never mix. Calls of one trainer come one after the other, and touch its own
     lists only; those of different trainers may come on different threads (tqdm locks the terminal).

@@ -1,4 +1,4 @@
-"""What the examples share: options of the command line, and the start of the processes.
+"""The parts that the examples share: options of the command line, and the start of the processes.
 
 Nothing here imports torch, and every example defines its options before it imports torch: `--help` and the mistakes of
 a command line are answered at once.

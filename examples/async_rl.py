@@ -156,7 +156,7 @@ class Judge:
                 seed, die_at = seed + 1000, None
 
     async def judge(self, tokens: Tensor) -> Tensor:
-        """Which places are right; what is asked for at the same time is answered by one pass."""
+        """The places that are right; one pass answers simultaneous requests."""
         answer = asyncio.get_running_loop().create_future()
         self.to_judge.append((tokens, answer))
         if len(self.to_judge) == 1:
@@ -194,7 +194,7 @@ class Judge:
                 await self.changed.wait()
 
     async def end(self) -> tuple[list[tuple[str, float, float]], int, int, int]:
-        """The streams end; who was away, how many batches were judged, in how many passes, and how many dropped."""
+        """Ends the streams; returns the absences, and the numbers of judged lists, verdicts and dropped lists."""
         async with self.changed:
             self.is_over = True
             self.buffer.clear()
@@ -258,7 +258,7 @@ def train(options: Options) -> float:
 
 
 def run_process(rank: int, options: Options) -> None:
-    """What each process of the launcher does."""
+    """The work of each process of the launcher."""
     if options.kill and options.names[rank] == "generator0":
         replace_when_killed(run_worker, rank, options)
     run_worker(rank, options)

@@ -173,7 +173,7 @@ def train_by_averaging(options: Options) -> float:
 
 
 def run_process(rank: int, options: Options) -> None:
-    """What each process does."""
+    """The work of each process."""
     dist.init_process_group()
     show_collectives(rank, options.ranks)
     show_ring(rank)

@@ -115,7 +115,7 @@ class Trainer:
         return 100 * num_right.item() / len(self.test_set)
 
     def state(self, num_epochs: int) -> dict[str, Any]:
-        """What a checkpoint holds; without the wrapper, any program can load the model."""
+        """The contents of a checkpoint; without the wrapper, any program can load the model."""
         return {"model": self.model.module, "optimizer": self.optimizer, "epochs": num_epochs}
 
 
@@ -149,7 +149,7 @@ def say(text: str) -> None:
 
 
 def run_process(rank: int, options: Options) -> None:
-    """What each process does."""
+    """The work of each process."""
     dist.init_process_group()
     accuracy = train(options)
     dist.destroy_process_group()

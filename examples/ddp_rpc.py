@@ -138,7 +138,7 @@ def run_master(options: Options) -> float:
 
 
 def run_process(rank: int, options: Options) -> None:
-    """What each process does: rank 0 is the master, the others serve its calls."""
+    """The work of each process: rank 0 is the master, the others serve its calls."""
     torch.sparse.check_sparse_tensor_invariants.disable()  # the default, but torch warns unless it is set
     number = rank - 1 - options.servers
     if number >= 0:  # the trainers form a process group; its keys in the job's store get a prefix

@@ -66,7 +66,7 @@ EVENT_LIMIT_S = 120.0
 
 
 def train(_: int, folder: Path, options: Options) -> None:
-    """What each process does, the first ones and those that come later."""
+    """The work of each process, of the first ones and of those that come later."""
     torch.set_num_threads(1)  # the processes share the cores already
     torch.manual_seed(options.seed)
     (images, labels), (test_images, test_labels) = load_digits(options.seed)

@@ -149,7 +149,7 @@ def train(rank: int, options: Options, dies_after: int | None) -> None:
 
 
 def work(rank: int, options: Options, dies_after: int | None = None) -> None:
-    """What each process does: rank 0 is the server, the others are trainers."""
+    """The work of each process: rank 0 is the server, the others are trainers."""
     global server
     torch.set_num_threads(1)  # the processes share the cores already
     server = Server(options) if rank == 0 else None  # before anybody can call it

@@ -9,7 +9,7 @@ on its own share of the images. With `--servers 3` each of three servers has a t
               trainer that is more than 4 steps ahead of the slowest one waits (Ho et al., 2013).
 --mode sync   The servers wait for the gradients of all trainers, average them and take one step.
 
-`ParameterServer` of `rpcdist.parallel` does all that; what is here is the training, and the processes. --kill 1 kills
+`ParameterServer` of `rpcdist.parallel` does all that; this file has the training, and the processes. --kill 1 kills
 trainer 1 in the middle of its work and starts it again; the others go on, and the picture shows when.
 
 It starts its processes itself. Under torchrun the first ranks are the servers, and all others are trainers:
@@ -144,7 +144,7 @@ def drive(options: Options) -> float:
 
 
 def run_process(rank: int, options: Options) -> None:
-    """What each process of the launcher does."""
+    """The work of each process of the launcher."""
     if options.kill is not None and rank == options.servers + options.kill:
         replace_when_killed(run_worker, rank, options)
     run_worker(rank, options)

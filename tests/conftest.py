@@ -1,4 +1,4 @@
-"""What holds for every test: nothing is left behind, a job token of its own, and repeatable random examples."""
+"""Rules for every test: nothing is left behind, a job token of its own, and repeatable random examples."""
 
 from __future__ import annotations
 
@@ -96,7 +96,9 @@ def leak_guard() -> LeakGuard:
 
 @pytest.fixture
 def reported_loop_errors() -> Iterator[list[str]]:
-    """What event loops report during the test; a test that provokes an error on a loop checks it here and clears it."""
+    """The errors that event loops report during the test; a test that provokes an error on a loop checks it here and
+    clears it.
+    """
     with loop_errors() as errors:
         yield errors
 

@@ -21,7 +21,7 @@ from rpcdist.rpc._rref.messages import RRefId
 
 
 class Struck(BaseException):
-    """What the handler raises, as Python's own does at Ctrl-C."""
+    """The error of the handler, as Python's own raises it at Ctrl-C."""
 
 
 class Holder:

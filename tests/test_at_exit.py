@@ -1,4 +1,4 @@
-"""What ends with the process ends after the program's own callbacks, also if it registered first."""
+"""Parts that end with the process end after the program's own callbacks, also if they registered first."""
 
 from __future__ import annotations
 

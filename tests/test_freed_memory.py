@@ -136,7 +136,7 @@ def _num_faults(choice: str) -> int:
 
 
 def _number_from(program: str, choice: str) -> int:
-    """What a program prints in a fresh process, where nothing of its memory is chosen but `choice`."""
+    """The output of a program in a fresh process, where only `choice` sets its memory."""
     chosen = ("MALLOC_", "GLIBC_", TORCH_VARIABLE)
     environment = {name: value for name, value in os.environ.items() if not name.startswith(chosen)}
     environment[KEEP_FREED_MEMORY_VARIABLE] = choice

@@ -1,4 +1,4 @@
-"""What a process lacks itself, in plain words."""
+"""The shortage of a process itself, in plain words."""
 
 from __future__ import annotations
 

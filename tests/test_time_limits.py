@@ -60,7 +60,7 @@ def literal_times(file: Path) -> list[str]:
 
 
 def parts(value: ast.expr) -> list[ast.expr]:
-    """What a wait may last: the value, or the arguments of `min` and `max`."""
+    """The length of a wait: the value, or the arguments of `min` and `max`."""
     return [part for argument in value.args for part in parts(argument)] if isinstance(value, ast.Call) else [value]
 
 

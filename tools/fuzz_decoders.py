@@ -1,8 +1,9 @@
 """Feeds the decoders of what peers send with bytes that atheris varies by the coverage that they reach.
 
-`make fuzz` calls it for each target. What a decoder raises must be an error of this package; anything else, and what
-takes longer than `-timeout` or more memory than `-rss_limit_mb`, ends the run, and its bytes are in `out/fuzz/`.
-Arguments after the target are those of libFuzzer: `python tools/fuzz_decoders.py values -max_total_time=600`.
+`make fuzz` calls it for each target. Each exception of a decoder must be an error of this package; any other, and an
+input that takes longer than `-timeout` or more memory than `-rss_limit_mb`, ends the run, and its bytes are in
+`out/fuzz/`. Arguments after the target are those of libFuzzer: `python tools/fuzz_decoders.py values
+-max_total_time=600`.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ VALUES = (
 
 
 def envelopes(data: bytes) -> None:
-    """What arrives on a session."""
+    """The messages that arrive on a session."""
     incoming = Incoming(announced=AnnouncedBytes(MAX_ANNOUNCED_BYTES))
     for message in parse(data, ["builtins:len"]):
         if isinstance(message, Chunk):
@@ -72,7 +73,7 @@ def compact_values(data: bytes) -> None:
 
 
 def passes(data: bytes) -> None:
-    """What a worker says in a backward pass, about messages of one, two and three tensors."""
+    """The messages of a worker in a backward pass, about messages of one, two and three tensors."""
     sends: Any = {id: SimpleNamespace(to=1, node=SimpleNamespace(next_functions=(None,) * id)) for id in (1, 2, 3)}
     message = read_message(CompactPass(1, 2, data), (), 1, sends)
     message.read_gradients(plain_only=True)
@@ -91,7 +92,7 @@ def examples_of_passes() -> list[bytes]:
 
 
 def messages(data: bytes) -> None:
-    """What references and handshakes say."""
+    """The messages of references and handshakes."""
     decode_messages(rref_pb2.RRefMessage.FromString(data), lambda rref, fork: True)
     identity_from_proto(handshake_pb2.Handshake.FromString(data).hello.identity)
 

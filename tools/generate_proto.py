@@ -74,7 +74,9 @@ def generate(target: Path) -> dict[str, str]:
 
 
 def differences() -> list[str]:
-    """What `make proto` would change, as the lines of a unified diff; empty when the generated code is up to date."""
+    """The changes that `make proto` would make, as the lines of a unified diff; empty when the generated code is up to
+    date.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         fresh = generate(Path(scratch))
     committed = _texts(TARGET)

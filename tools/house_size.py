@@ -54,7 +54,7 @@ def sources() -> Iterator[Path]:
 
 
 def counts() -> dict[str, int]:
-    """What `LIMITS` limits; "code" is lines that are not blank, comment, docstring or import."""
+    """The counts that `LIMITS` limits; "code" is lines that are not blank, comment, docstring or import."""
     found: Counter[str] = Counter()
     variables: set[str] = set()
     for path in sources():

@@ -150,7 +150,7 @@ class Recorder:
 
 
 def find_function(name: str) -> tuple[Any, str, Callable[..., Any]] | None:
-    """What has the function of a `Point`, under which name, and the function; None if there is none."""
+    """The owner of the function of a `Point`, its name there, and the function; None if there is none."""
     module_name, _, path = name.partition(":")
     *parents, last = path.split(".")
     try:
@@ -176,7 +176,7 @@ class CallTimes(NamedTuple):
 
 
 class CallStage(NamedTuple):
-    """What happens at one moment of a call, and how long it takes until the next stage.
+    """An event at one moment of a call, and the time until the next stage.
 
     Attributes:
         thread: the name of the thread, without its number; several if the calls differ.
@@ -366,7 +366,7 @@ class Settings(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What one process measured.
+    """The measurements of one process.
 
     Attributes:
         calls: the caller's; the callee has none.

@@ -41,7 +41,7 @@ def _is_module(name: str) -> bool:
 
 
 def public_names(module: str) -> dict[str, Any]:
-    """What a module offers, without modules, which have a place of their own."""
+    """The names that a module offers, without modules, which have a place of their own."""
     found = importlib.import_module(module)
     values = {name: getattr(found, name) for name in found.__all__ if not name.startswith("_")}
     return {name: value for name, value in values.items() if not isinstance(value, ModuleType)}

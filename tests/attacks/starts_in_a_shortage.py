@@ -97,12 +97,12 @@ STARTS: Final = {
 
 
 def start_with_few_descriptors(name: str, numbers: list[int]) -> list[str]:
-    """What came of each start with so many free descriptors, and of the last one without a limit."""
+    """The outcome of each start with so many free descriptors, and of the last one without a limit."""
     return _outcomes(name, [partial(few_descriptors, number) for number in numbers])
 
 
 def start_without_threads(name: str) -> list[str]:
-    """What comes of a start in a process that gets no thread, and of one afterwards."""
+    """The outcome of a start in a process that gets no thread, and of one afterwards."""
     return _outcomes(name, [_no_thread])
 
 

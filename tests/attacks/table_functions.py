@@ -1,4 +1,4 @@
-"""What the worker of test_tables_after_a_peer.py says about its tables."""
+"""The functions that a worker of test_tables_after_a_peer.py runs to report on its tables."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """An elastic group whose store a stranger writes to, and whose members lie, fall silent, or send no state.
 
-Each rank is a thread with a world of its own. What a stranger writes is never believed; a member, who has the token,
-can end the training of others, but by an error that says so, within the limit, and with a model that is as it was.
+Each rank is a thread with a world of its own. The text of a stranger is never believed. A member, which has the token,
+can end the training of others, but only by an error that says so, within the limit, and with an unchanged model.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ def test_who_says_that_the_job_has_ended_has_the_token() -> None:
 
 
 class Odd:
-    """What newcomers need as well; it refuses what it does not know."""
+    """An object that newcomers need as well; it refuses states that it does not know."""
 
     def __init__(self) -> None:
         self.loaded = {"odd": 1}

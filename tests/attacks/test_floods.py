@@ -31,7 +31,7 @@ LIMIT_BYTES = 1 << 20
 
 
 class Work:
-    """What the calls of a flood do, in this process: they take time until it is over."""
+    """The calls of a flood in this process: they take time until the flood is over."""
 
     num_done = itertools.count()
     is_over = threading.Event()
@@ -72,7 +72,7 @@ def call_back(caller: str, depth: int) -> int:
 
 
 def account_of(agent: Agent, name: str) -> AnnouncedBytes:
-    """What an agent counts for a worker that has called it."""
+    """The counts that an agent keeps for a worker that has called it."""
     found = [session.account for session in agent._connections.taken if session.peer.name == name]
     assert found, f"worker {name!r} has not called yet"
     return found[0]

@@ -41,7 +41,9 @@ def tell(cluster: InProcessCluster, to: int, *messages: rpc_pb2.Message | Compac
 
 
 def test_nobody_ends_or_begins_to_answer_a_pass_of_others() -> None:
-    """Numbers of passes follow each other. Whoever knew the context ended the next pass of it before it had begun."""
+    """Numbers of passes follow each other. A peer that knew the context ended its next pass before the pass had
+    begun.
+    """
     with InProcessCluster("a", "b", "c", peer_timeout=CALM_S) as cluster:
 
         def attack(context: int) -> None:
@@ -122,7 +124,9 @@ def test_a_neighbour_that_speaks_of_what_another_was_sent_ends_its_session_and_c
 
 
 def test_numbers_of_contexts_cannot_be_guessed() -> None:
-    """They were counted from a number that all workers know: who named the next one took part in it, and ended it."""
+    """They were counted from a number that all workers know: a peer that named the next one took part in it, and ended
+    it.
+    """
     table = ContextTable(7)
     numbers = [table.new().id & MAX_NUMBER for _ in range(1000)]
     assert len(set(numbers)) == 1000 and all(worker_of(id) == 7 for id in table._contexts)

@@ -99,7 +99,9 @@ def entry_of(cluster: InProcessCluster, share: ReferenceShare) -> OwnerEntry | N
 
 @pytest.mark.parametrize("use", [fetch, call_method])
 def test_a_value_goes_only_to_who_holds_the_share_that_he_names(cluster: InProcessCluster, use: Any) -> None:
-    """The owner looked for the value alone: whoever knew its number, of a process that counts them, was served."""
+    """The owner looked up the value alone: any peer that knew its number was served, although it belonged to a process
+    that counts its references.
+    """
     rref = create(cluster, "user")
     share, own = share_of(rref), UniqueId(ATTACKER, new_number(0), cluster._agents["attacker"].identity.incarnation)
     for fork in (share.fork, own, share.rref, UniqueId(USER, 1, share.fork.incarnation)):
@@ -129,7 +131,7 @@ def test_a_share_that_was_released_is_of_no_use(cluster: InProcessCluster, use: 
 
 
 def test_a_share_ends_and_is_counted_by_the_word_of_its_holder_alone(cluster: InProcessCluster) -> None:
-    """Whoever asked the owner to count a share took it from its holder, and could then end it."""
+    """A peer that asked the owner to count a share took the share from its holder, and could then end it."""
     rref = create(cluster, "user")
     share = share_of(rref)
     say(
@@ -147,7 +149,7 @@ def test_a_share_ends_and_is_counted_by_the_word_of_its_holder_alone(cluster: In
 
 
 def test_only_its_creator_gives_up_a_creation(cluster: InProcessCluster) -> None:
-    """Whoever named the reference had its call refused from then on, though its creator was about to make it."""
+    """After a peer had named the reference, its call was refused, although its creator was about to make it."""
     incarnation = cluster._agents["user"].identity.incarnation
     share = ReferenceShare(*(UniqueId(USER, new_number(0), incarnation) for _ in range(2)))
     say(
@@ -248,7 +250,7 @@ def test_a_share_is_announced_before_its_value_is_asked_for_also_to_a_worker_tha
             router.send_control(ATTACKER, request)
         assert router._peers.get(ATTACKER) is None
         known = True
-        peer = router.peer(ATTACKER)  # as whoever fetches has it made
+        peer = router.peer(ATTACKER)  # as any peer that fetches it causes it to be made
         assert [message.rref for message in peer._control._unacknowledged] == [request, request]
         assert router._for_strangers == {}
         assert rpc.rpc_sync("attacker", abs, (-1,)) == 1

@@ -211,7 +211,7 @@ def test_announcements_of_a_few_bytes_count_for_more() -> None:
 
 
 def test_sessions_of_one_peer_share_one_limit() -> None:
-    """Ten sessions took ten times `max_incoming_bytes`. Whoever is no member shares his with all such."""
+    """Ten sessions took ten times `max_incoming_bytes`. All peers that are not members share one allowance."""
     options = RpcOptions(max_incoming_bytes=LIMIT_BYTES)
     sessions = Demultiplexer(lambda *_: None, Lifetime(), options, {0: "a", 1: "b"}.get)
     first, second = (Incoming(announced=sessions.announced_by(Identity("a", 0, n))) for n in (1, 2))
@@ -289,7 +289,7 @@ def test_a_value_of_small_tensors_of_many_kinds_is_not_too_many_fields(count: in
 
 @given(st.binary(min_size=1, max_size=60), st.integers(0, 4096))
 def test_counting_fields_of_any_bytes_ends_as_parsing_does(piece: bytes, at: int) -> None:
-    """Whatever is damaged: nothing but the two errors, and no other message than protobuf's."""
+    """For any damage: only the two errors, and no other message than protobuf's."""
     data = piece * (5000 // len(piece))
     whole = rpc_pb2.Message(call=rpc_pb2.Call(function="f" * 4096)).SerializeToString()
     for mutated in (data, whole[:at] + data, field(1, data), field(1, field(ARGUMENTS, data))):

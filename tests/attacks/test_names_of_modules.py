@@ -100,7 +100,7 @@ def run():
 
 @pytest.fixture
 def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What has run of modules that are on the path, and of which some are loaded."""
+    """The code of modules on the path, some of them loaded, that has run."""
     package = tmp_path / "trapped_package"
     package.mkdir()
     for name, text in (("log", "ran = []"), ("tools", TRAPS), ("victim", VICTIM), ("lazily", VICTIM)):

@@ -1,4 +1,5 @@
-"""What a stranger costs a living worker, however much he sends and however often he connects: little, and not for long.
+"""The cost of a stranger to a living worker: little, and not for long, however much it sends and however often it
+connects.
 
 While he goes on, peers with the token are let in, and the worker's loop and pool answer.
 """

@@ -1,6 +1,6 @@
 """Certificates of one's own: strangers, workers under other names, relays, and files that are replaced meanwhile.
 
-Everybody here holds the job token, but for the certificates nobody would be turned away.
+All processes here hold the job token, so only the certificates can turn one away.
 """
 
 from __future__ import annotations

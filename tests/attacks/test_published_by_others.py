@@ -1,4 +1,6 @@
-"""What a peer with the token says about published tensors of others: what is kept is bounded, nobody is led away."""
+"""A peer with the token describes published tensors of others: the stored data is bounded, and no reader follows a
+false description.
+"""
 
 from __future__ import annotations
 

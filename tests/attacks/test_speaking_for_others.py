@@ -80,7 +80,7 @@ def test_nobody_ends_the_calls_of_another_worker_at_an_actor() -> None:
 
 
 def test_an_actor_is_kept_under_a_name_only_for_who_has_reserved_it() -> None:
-    """Whoever had the token could put a value of its own under the name of another actor, and any number of them."""
+    """A peer with the token could put a value of its own under the name of another actor, and any number of them."""
     with InProcessCluster("a", "b", "c", peer_timeout=CALM_S) as cluster:
         cluster.run("b", partial(rpc.remote, "a", Journal, (), serial=True, name="journal"))
         with cluster.use("c") as agent:

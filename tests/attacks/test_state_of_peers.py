@@ -1,4 +1,4 @@
-"""What a peer with the token makes a worker keep, or ends for others: contexts, gatherings, streams, verdicts."""
+"""State that a peer with the token makes a worker keep, or ends for others: contexts, gatherings, streams, verdicts."""
 
 from __future__ import annotations
 

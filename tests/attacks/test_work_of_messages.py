@@ -1,4 +1,4 @@
-"""What a worker computes for a message is bounded by its bytes and a few ordinary calls, whatever its kind."""
+"""The work of a worker for a message is bounded by its bytes and a few ordinary calls, whatever its kind."""
 
 from __future__ import annotations
 

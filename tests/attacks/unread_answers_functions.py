@@ -1,4 +1,4 @@
-"""What the workers of test_unread_answers.py do."""
+"""The functions that the workers of test_unread_answers.py run."""
 
 from __future__ import annotations
 

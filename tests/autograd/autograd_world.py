@@ -82,7 +82,7 @@ class World:
         self._do(0, self.states[0].start(self.graphs[0], self.neighbours[0]))
 
     def steps(self, in_order: bool = False) -> Iterator[Step]:
-        """What may happen now: messages first, then runs. `in_order` is per pair, as sessions keep it."""
+        """The possible next steps: messages first, then runs. `in_order` is per pair, as sessions keep it."""
         pairs: dict[tuple[int, int], list[int]] = {}
         for number, (sender, to, _) in enumerate(self.flying):
             pairs.setdefault((sender, to), []).append(number)
@@ -131,7 +131,9 @@ class World:
         return states, runs, tuple(sorted(map(repr, self.flying)))
 
     def fork(self) -> World:
-        """A copy that goes its own way. What never changes is shared: a deep copy would take most of a test's time."""
+        """A copy that goes its own way. Objects that never change are shared: a deep copy would take most of a test's
+        time.
+        """
         running = [
             dataclasses.replace(r, pending=r.pending.copy(), unanswered=r.unanswered.copy()) for r in self.running
         ]
@@ -204,7 +206,7 @@ class World:
                 self.flying.append((running.worker, recv.sender, Said(used={recv.id: mask})))
 
     def used_tensors(self) -> dict[int, int]:
-        """What the root depends on, by message: the right verdicts."""
+        """The messages on which the root depends: the right verdicts."""
         used: dict[int, int] = dict.fromkeys(range(len(self.hops) - 1), 0)
         todo = list(self.hops[-1].tensors[0])
         while todo:

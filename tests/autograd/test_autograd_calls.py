@@ -402,7 +402,7 @@ def test_hooks_on_what_was_received_fire_once(cluster: Cluster, where: str, num_
 
 
 def test_callbacks_of_hooks_may_replace_gradients(cluster: Cluster) -> None:
-    """What a reducer does: it starts work in the hook, and puts in the result at the end of the run."""
+    """Acts as a reducer: it starts work in the hook, and puts in the result at the end of the run."""
     x, w, *_ = inputs()
 
     def finish(captured: autograd.Captured) -> None:

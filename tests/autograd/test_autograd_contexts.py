@@ -1,4 +1,4 @@
-"""Contexts: who is inside, how they end, and what goes wrong in a backward pass; nothing may stay behind."""
+"""Contexts: their members, their ends, and failures of a backward pass; nothing may stay behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What workers say in a backward pass: it arrives as it was said, and damage is named."""
+"""The messages of a backward pass arrive as they were sent, and damage is named."""
 
 from __future__ import annotations
 

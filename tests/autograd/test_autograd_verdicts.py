@@ -65,7 +65,9 @@ def test_gates_wait_in_decreasing_stamp() -> None:
 
 
 def test_verdicts_run_ahead_of_gradients() -> None:
-    """What worker 1 got from worker 2 went on to worker 0; worker 0 says "used" before any gradient moves."""
+    """The messages that worker 1 got from worker 2 went on to worker 0; worker 0 says "used" before any gradient
+    moves.
+    """
     state = PassState(1)
     graph = LocalGraph(0, (LocalSend(5, 0, 4, 0, 1),), (LocalRecv(4, 2, 3, (0b1,)),), (0b1,))
     state.take(0, True, False, {5: None})

@@ -31,7 +31,7 @@ class ProcessorClock(threading.Thread):
 
     def lost_s(self) -> float:
         """Since the start, in seconds. Differences count."""
-        with self._lock:  # whoever looks first after a stop sees it, and not only who looks after the next tick
+        with self._lock:  # the first look after a stop sees it, without waiting for a tick
             return self._lost_s + self._late_s()
 
     def _late_s(self) -> float:

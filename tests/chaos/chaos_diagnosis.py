@@ -1,4 +1,4 @@
-"""What a worker is doing whose port does not answer, asked while another one waits for it."""
+"""The current activity of a worker whose port does not answer, read while another worker waits for it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""What the workers of the chaos tests do: threads and a coroutine call the others at random, until told to stop.
+"""The functions of the workers in the chaos tests: threads and a coroutine call the others at random, until told to
+stop.
 
-What each does next is drawn from a seed; what comes of it is in the ledger.
+The next step of each is drawn from a seed; the ledger has the outcomes.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Driver:
             try:
                 kind(self._chance.choice(self._others))
             except RpcdistError:
-                pause_s = 0.5 * UNIT_S  # the ledger has it; who is lost fails calls faster than he comes back
+                pause_s = 0.5 * UNIT_S  # calls to a lost worker fail at once, and it needs time to come back
             self.num_done += 1
             ends.wait(pause_s)
         self._held.clear()

@@ -22,7 +22,7 @@ LONG_S = 1.3 * PEER_TIMEOUT_S  # the others give the worker up; its lease goes o
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens next.
+    """The next fault.
 
     Attributes:
         kind: of `FAULTS` or `NETWORK_FAULTS`.

@@ -1,4 +1,6 @@
-"""What the workers of the chaos tests call at each other. Each writes into the ledger that it ran, first of all."""
+"""The functions that the workers of the chaos tests call at each other. Each writes into the ledger that it ran, first
+of all.
+"""
 
 from __future__ import annotations
 

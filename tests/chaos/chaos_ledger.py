@@ -1,13 +1,13 @@
-"""What became of every call, written down by caller and callee in files that survive SIGKILL, and the verdict on it.
+"""The outcome of every call, written by caller and callee into files that survive SIGKILL, and the verdict on it.
 
 Rules, for each call by its number:
 
  1. It ran at most once, and exactly once if it was answered.
  2. It was answered or it failed, never both; if its caller lived to the end, one of the two.
  3. It failed with an error that a fault explains, and its answer was the right one.
- 4. Whoever waited for it waited at most `LATE_LIMIT_S` beyond its deadline, time without a processor aside.
+ 4. A thread that waited for it waited at most `LATE_LIMIT_S` beyond its deadline, time without a processor aside.
 
-A record is one write of 64 bytes, which the kernel keeps whoever dies afterwards: records never cross a page.
+A record is one write of 64 bytes, which the kernel keeps after the death of any process: records never cross a page.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ISSUED, RAN, ANSWERED, FAILED = b"I", b"R", b"A", b"F"
 _RECORD = struct.Struct("<c7xQd40s")
 _COUNTER_BITS = 32
 
-# What a fault may do to a call. `Cancelled` where a caller's loss ends what its handler had called.
+# The possible effects of a fault on a call. `Cancelled` where a caller's loss ends what its handler had called.
 # `RRefError` where the call of a `remote()` passed its deadline.
 EXPLAINED = frozenset(
     "WorkerLost OwnerLost LeaseExpired DeadlineExceeded TimeoutError Cancelled BackwardError RRefError".split()
@@ -108,7 +108,7 @@ def read_records(folder: Path) -> Iterator[Record]:
 
 @dataclass(slots=True)
 class Verdict:
-    """What the ledgers say together.
+    """The findings of all ledgers together.
 
     Attributes:
         problems: sentences about calls that broke a rule; the first ones.

@@ -192,7 +192,7 @@ class ChaosWorld:
 
 
 def wait_until_nothing_is_held() -> str:
-    """What is still there of references, contexts, calls, streams and too many sessions when the time is over."""
+    """References, contexts, calls, streams and surplus sessions that are left when the time is over."""
     try:
         eventually(lambda: not held(), "nothing is held", 10 * PEER_TIMEOUT_S)
     except AssertionError:

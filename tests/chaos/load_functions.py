@@ -1,4 +1,4 @@
-"""What the workers of the overload and soak tests run."""
+"""The functions that the workers of the overload and soak tests run."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def flood(to: str, num_calls: int, size_bytes: int, work_s: float) -> NoOps:
 
 @dataclass(frozen=True, slots=True)
 class ResourceUse:
-    """What a worker holds at one moment."""
+    """The resources that a worker holds at one moment."""
 
     memory_bytes: int
     num_descriptors: int

@@ -81,7 +81,7 @@ def _run(world: ChaosWorld, kinds: Sequence[str], cable: Cable | None, for_s: fl
 
 
 def _replace_then_idle_then_remote(world: ChaosWorld) -> None:
-    """What used to fail: the first reference, long after a worker was replaced and before anybody has called it."""
+    """A regression: the first reference, long after a worker was replaced and before any call to it."""
     world.kill("b")
     world.start("b")
     world.stop_driving()

@@ -21,7 +21,7 @@ SHARE = 1.0 if FULL else 0.004  # of the calls
 NUM_PARTS = 5
 NO_OP_LIMIT_S = 5 * UNIT_S
 GROWTH_BYTES = 24 * MIB
-"""What a worker may grow by over the last four fifths of a soak: pools and allocators settle, and nothing more."""
+"""The allowed growth of a worker over the last four fifths of a soak: pools and allocators settle, and nothing more."""
 
 CHANNELS = ["local", *(pytest.param(kind, marks=[pytest.mark.stress, FULL_ONLY]) for kind in ("tcp", "grpc"))]
 

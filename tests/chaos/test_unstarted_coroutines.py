@@ -17,7 +17,7 @@ entered = threading.Event()
 
 
 async def hold_the_loop() -> bool:
-    """What no handler should do: others cannot begin meanwhile."""
+    """A handler that blocks, as none should: others cannot begin meanwhile."""
     entered.set()
     return opened.wait(LIMIT_S)
 

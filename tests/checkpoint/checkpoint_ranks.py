@@ -1,4 +1,4 @@
-"""What the ranks of `rank_pool` do in the tests of checkpoints."""
+"""The functions that the ranks of `rank_pool` run in the tests of checkpoints."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def go_on(rank: int, size: int, path: str, target: str) -> tuple[int, dict[str, 
 
 
 def save_and_die(rank: int, size: int, path: str, target: str, victim: int, moment: str) -> str:
-    """Saves once, then again with other values, while one rank is killed; what the others get."""
+    """Saves once, then again with other values, while one rank is killed; returns the errors of the others."""
     join(rank, size, path)
     try:
         checkpoint.save(target, {"value": torch.zeros(1000), "step": 0})
@@ -103,7 +103,7 @@ def kill_at(moment: str) -> None:
 
 
 def value_of(target: Path) -> tuple[float, int]:
-    """What is stored now."""
+    """The values that are stored now."""
     state: dict[str, Any] = {"value": torch.full((1000,), -1.0), "step": -1}
     checkpoint.load(target, state)
     values = state["value"].unique()

@@ -381,7 +381,7 @@ def part_elsewhere(folder: str, references: dict[str, rpc.RRef[Any]], algorithm:
 
 
 def test_optimizers_pipelines_and_parameter_servers(cluster: InProcessCluster, tmp_path: Path) -> None:
-    """What has a `state_dict` is saved by whoever has it."""
+    """Each rank that has an object with a `state_dict` saves it."""
     path = tmp_path / "checkpoint"
     with cluster.use("trainer"):
         parameter = rpc.remote("owner0", new_parameter, (1.0,))

@@ -1,5 +1,5 @@
-"""What the programs of the clients share: their processes, their results, the data that they train on, and the guide's
-examples.
+"""The parts that the programs of the clients share: their processes, their results, the data that they train on, and
+the guide's examples.
 """
 
 from __future__ import annotations

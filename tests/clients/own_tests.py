@@ -47,7 +47,7 @@ class Record:
 
 
 def use_our_backend() -> None:
-    """Gives torch our groups where a program asks for Gloo's or names none; what makes one of Gloo's fails."""
+    """Gives torch our groups where a program asks for Gloo's or names none; an attempt to make one of Gloo's fails."""
     import torch.distributed
 
     from rpcdist.collectives.torch_backend import torch_group

@@ -46,7 +46,7 @@ def merge_sampler_outputs(
     batch: Tensor | None,
     disjoint: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, list[int]]:
-    """What the partitions found for their seeds, in the order of the seeds."""
+    """The results of the partitions for their seeds, in the order of the seeds."""
     assert not disjoint
     nodes, edges, counts = [], [], []
     for partition, order in zip(partition_ids, partition_orders, strict=True):

@@ -35,7 +35,9 @@ LIMIT_S = 1500.0
 """Of one program. The longest starts some 20 processes, each of which imports torch and TorchRL."""
 
 KILL_LIMIT_S = 60.0
-"""Until the output ends of a program that was killed, with its processes; what left its session may hold the output."""
+"""Until the output of a program ends that was killed, with its processes; a process that left its session may hold the
+output.
+"""
 
 TEST_LIMIT_S = 120.0
 """Of one test of a client's own, and of the time before the first; the longest takes 30 s on torch."""
@@ -144,7 +146,7 @@ CLIENTS: Final = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a program said: its results, or why there are none."""
+    """The outcome of a program: its results, or the reason why there are none."""
 
     results: dict[str, Any]
     problem: str

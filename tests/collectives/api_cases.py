@@ -61,7 +61,7 @@ class Case:
     seed: int
 
     def given(self, rank: int, part: int = 0) -> torch.Tensor:
-        """What a rank brings; small whole numbers, so that most sums are exact."""
+        """The input of a rank; small whole numbers, so that most sums are exact."""
         draw = torch.Generator().manual_seed(self.seed * 1000 + rank * 50 + part)
         if self.dtype is torch.bool:
             values = torch.randint(0, 2, self.shape, generator=draw).bool()
@@ -92,7 +92,7 @@ def possible(function: str, op: ReduceOp, dtype: torch.dtype) -> bool:
 # ---------------------------------------------------------------- the calls
 
 Results = list[tuple[torch.Tensor, torch.Tensor]]
-"""What was found, and what is right."""
+"""The actual value, and the expected one."""
 Call = Callable[[Case, int, int], tuple[Work | None, Results]]
 
 
@@ -233,7 +233,7 @@ def joined(case: Case, tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def open_world(rank: int, size: int, path: str, shared_memory: bool) -> None:
-    """Makes the default group, anew if there is one."""
+    """Makes the default group, or replaces it if there is one."""
     close(rank, size)
     options = TcpOptions(shared_memory=shared_memory)
     c.init_process_group("tcp", f"file://{path}", timeout=LIMIT, world_size=size, rank=rank, pg_options=options)

@@ -1,4 +1,4 @@
-"""What every backend has to do, whatever carries it: each function is called on all ranks, with that rank's backend.
+"""The contract of every backend, whatever carries it: each function is called on all ranks, with that rank's backend.
 
 `device` is where the tensors live. References are computed in plain, wider numbers.
 """

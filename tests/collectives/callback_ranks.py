@@ -1,4 +1,4 @@
-"""What the ranks of `rank_pool` are asked to do by the tests of callbacks that communicate."""
+"""The functions that the ranks of `rank_pool` run in the tests of callbacks that communicate."""
 
 from __future__ import annotations
 

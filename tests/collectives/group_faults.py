@@ -1,4 +1,4 @@
-"""What the ranks of `rank_pool` are asked to do by the tests that kill or stop one of them, in any function."""
+"""The functions that the ranks of `rank_pool` run in the tests that kill or stop one of them, in any function."""
 
 from __future__ import annotations
 
@@ -107,7 +107,9 @@ def leave(rank: int, size: int) -> None:
 
 
 def go_on_until_it_fails(rank: int, size: int, name: str, victim: int) -> tuple[str, str, float]:
-    """Calls one function again and again, while the victim is killed at some moment; what it raised, and when."""
+    """Calls one function again and again, while the victim is killed at some moment; returns the error that it raised,
+    and when.
+    """
     call = FUNCTIONS[name]
     try:
         call(rank, size)
@@ -146,7 +148,7 @@ def sum_up(rank: int, size: int, seconds: float) -> int:
 
 
 def may_a_child_call(rank: int, size: int) -> str:
-    """What an operation says in a forked child; the group of the parents is well afterwards."""
+    """The error of an operation in a forked child; the group of the parents is well afterwards."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:

@@ -1,4 +1,4 @@
-"""What the ranks of `rank_pool` are asked to do by the tests of the `tcp` backend."""
+"""The functions that the ranks of `rank_pool` run in the tests of the `tcp` backend."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LIMIT_S = 30.0
 CLOSE_LIMIT_S = 5.0
 
 state: dict[str, TcpBackend] = {}
-"""What functions keep from one call to the next."""
+"""The objects that functions keep from one call to the next."""
 
 
 def open_group(rank: int, size: int, path: str, shared: object = True, timeout_s: float = LIMIT_S) -> str:
@@ -359,7 +359,7 @@ def close_before_sends_have_left(rank: int, size: int) -> list[str]:
 
 
 def open_things(rank: int, size: int) -> dict[str, int]:
-    """What this process holds: descriptors by kind, and threads of groups.
+    """The resources of this process: descriptors by kind, and threads of groups.
 
     Groups of earlier tests ended by errors, whose tracebacks hold them until the collector comes: it comes now.
     """

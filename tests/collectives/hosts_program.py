@@ -12,7 +12,7 @@ import rpcdist.collectives as dist
 
 
 def main() -> dict[str, object]:
-    """What this rank found out; also a line of JSON on standard output."""
+    """The results of this rank; also a line of JSON on standard output."""
     torch.set_num_threads(1)
     dist.init_process_group("tcp", timeout=timedelta(seconds=40))
     rank, size = dist.get_rank(), dist.get_world_size()

@@ -1,4 +1,4 @@
-"""What every rank runs in the tests of the `mpi` backend: `mpirun -n N python mpi_program.py FOLDER SCENARIO...`.
+"""The program of every rank in the tests of the `mpi` backend: `mpirun -n N python mpi_program.py FOLDER SCENARIO...`.
 
 Prints "ok SCENARIO" for each scenario that passed, on rank 0.
 """

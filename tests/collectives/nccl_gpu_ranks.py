@@ -1,4 +1,4 @@
-"""What two processes run on one GPU in the tests of the `nccl` backend: `serve` is the start of each of them."""
+"""The program of two processes on one GPU in the tests of the `nccl` backend: `serve` is the start of each of them."""
 
 from __future__ import annotations
 

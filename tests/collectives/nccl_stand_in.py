@@ -62,7 +62,7 @@ def combine(op: int, parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 class Clique:
-    """What the communicators of one group share."""
+    """The state that the communicators of one group share."""
 
     def __init__(self, size: int) -> None:
         self.size = size

@@ -1,4 +1,6 @@
-"""What ranks do in tests of transports, and what has to come out, by plain arithmetic on all ranks' inputs."""
+"""The operations of ranks in tests of transports, and the expected results, by plain arithmetic on all ranks'
+inputs.
+"""
 
 from __future__ import annotations
 
@@ -128,7 +130,7 @@ def _blank(case: Case, count: int) -> torch.Tensor:
 
 
 def check(case: Case, rank: int, size: int, operation: Operation) -> str:
-    """What is wrong with the tensors after the operation; nothing when all is well."""
+    """The errors in the tensors after the operation; empty when all is well."""
     untouched = tuple(as_dtype(values(case, rank, index), case.dtype) for index in range(len(operation.inputs)))
     in_place = operation.inputs is operation.outputs
     if not in_place:

@@ -1,4 +1,4 @@
-"""What the ranks of `rank_pool` do in groups on shared memory; a process is in one group at a time."""
+"""The functions that the ranks of `rank_pool` run in groups on shared memory; a process is in one group at a time."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _mapped() -> set[str]:
 
 
 class Stopped(Exception):
-    """What the control of a test raises."""
+    """The error that the control of a test raises."""
 
 
 class MemberControl(Control):
@@ -117,7 +117,7 @@ class Member:
         return own.view(torch.uint8).numpy().tobytes()
 
     def outcome(self, case: Case, sequence: int, limit_s: float, gone: int, busy_s: float) -> tuple[str, Any]:
-        """What `case` ends with, as (name, details); `gone` is a process whose end the control reports.
+        """The outcome of `case`, as (name, details); `gone` is a process whose end the control reports.
 
         A rank with `busy_s` comes so much too late.
         """
@@ -158,7 +158,7 @@ class Member:
         return [problem for problem in problems if problem]
 
     def together(self, cases: list[Case], parts: list[int]) -> list[str]:
-        """The tensor of each case in parts, of so many elements and the rest, in one operation; what went wrong."""
+        """The tensor of each case in parts, of so many elements and the rest, in one operation; returns the errors."""
         assert self._transport is not None
         rank, size = self._transport.rank, self._transport.size
         problems = []

@@ -114,7 +114,7 @@ class Ranks:
         return Running(self.transports, operations, self.controls)
 
     def run(self, operations: Sequence[Operation | None], timeout_s: float = LIMIT_S) -> list[Exception | None]:
-        """What each rank raised."""
+        """The error that each rank raised."""
         return self.start(operations, timeout_s).join()
 
     def run_well(self, operations: Sequence[Operation]) -> None:

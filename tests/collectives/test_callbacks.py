@@ -85,7 +85,7 @@ def test_an_idle_group_calls_back_at_once(callbacks: Callbacks) -> None:
 
 
 def test_a_callback_of_what_the_program_has_waited_for_runs_at_once(callbacks: Callbacks) -> None:
-    """Whatever waits its turn. Programs change after `then` what the callback reads, torchft for one."""
+    """Work that waits its turn. Programs change after `then` what the callback reads, torchft for one."""
     work, later = Work("a", [torch.ones(1)], callbacks=callbacks), Work("b", callbacks=callbacks)
     pending = [each.get_future().then(lambda _: callbacks.runs_here()) for each in (later, work)]
     work.complete()

@@ -48,7 +48,7 @@ ABSENT = {
     "timedelta": "imported there",
 }
 
-# What `barrier` takes for the default group is GroupMember.WORLD when torch is imported: None.
+# `barrier` takes GroupMember.WORLD for the default group, as it is when torch is imported: None.
 DEFAULTS_BY_NAME = {"op"}  # ReduceOp.SUM of each
 RENAMED_PARAMETERS = {("rendezvous", "kwargs"): "options"}
 LATER_PARAMETERS = {

@@ -258,7 +258,7 @@ def test_outside_of_the_group_calls_warn_and_do_nothing(what: str) -> None:
 
 
 def test_sizes_in_a_world_of_two() -> None:
-    """What a world of one cannot get wrong."""
+    """Mistakes that are impossible in a world of one."""
 
     with FakeTensorMode():
         fake = one(2)

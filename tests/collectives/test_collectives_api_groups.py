@@ -23,7 +23,7 @@ from rpcdist.errors import CollectiveMismatch, GroupAborted, RendezvousError, St
 
 
 def total(group: ProcessGroup | None, rank: int) -> float:
-    """The sum of the members' ranks in the world: who is in the group, as its operations see it."""
+    """The sum of the members' ranks in the world: it shows the members of the group as its operations see them."""
     tensor = torch.tensor([float(rank)])
     c.all_reduce(tensor, group=group)
     return tensor.item()

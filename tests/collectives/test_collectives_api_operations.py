@@ -1,4 +1,4 @@
-"""What every function leaves in the tensors, for layouts and dtypes that need care; ranks are threads."""
+"""The contents of the tensors after every function, for layouts and dtypes that need care; ranks are threads."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def cases(draw: st.DrawFn, size: int) -> Case:
 
 
 def run(pool: RankPool, size: int, shared_memory: bool, num_examples: int) -> None:
-    """An example is a few calls, one after the other; after one that fails, the group is made anew."""
+    """An example is a few calls, one after the other; after one that fails, the group is replaced."""
 
     @settings(
         max_examples=num_examples,

@@ -37,7 +37,7 @@ def world(rank_pool: RankPool) -> Iterator[Callable[..., None]]:
         rank_pool.run(SIZE, group_faults.open_world, rank_pool.new_file(), shared, timeout_s)
 
     yield open_world
-    # Who lives leaves; who was killed is replaced when it is needed.
+    # The surviving ranks leave; a killed rank is replaced when it is needed.
     for rank in range(SIZE):
         if rank_pool[rank].alive:
             rank_pool[rank].resume()

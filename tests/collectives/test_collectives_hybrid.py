@@ -40,7 +40,7 @@ def transports_of(leaders: list[int]) -> list[HierarchicalTransport]:
 
 
 def run_all(transports: Sequence[Transport], operations: Sequence[Operation], timeout_s: float = 20.0) -> list[object]:
-    """Every rank runs its operation; what each raised, or None."""
+    """Every rank runs its operation; returns the error of each, or None."""
 
     def runner(transport: Transport, operation: Operation) -> Callable[[], None]:
         return lambda: transport.run(operation, MemoryControl(operation, timeout_s=timeout_s))

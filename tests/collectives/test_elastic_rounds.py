@@ -1,4 +1,6 @@
-"""The rounds of an elastic group: who is waited for, who is in, whose state counts; and what a stranger writes."""
+"""The rounds of an elastic group: the awaited ranks, the members, the rank whose state counts, and the texts of
+strangers.
+"""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class Agents:
         self._processes[number].wait(LIMIT_S)
 
     def lines(self, begin: str) -> list[str]:
-        """What the workers of all agents have printed."""
+        """The output of the workers of all agents."""
         texts = [path.read_text(errors="replace") for path in sorted(self._folder.glob("*.out"))]
         return sorted(line for text in texts for line in text.splitlines() if line.startswith(begin))
 

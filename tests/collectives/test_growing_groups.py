@@ -22,7 +22,7 @@ from rpcdist.errors import AuthenticationFailed, ConfigError, RankLost, Rendezvo
 
 T = TypeVar("T")
 Seen = tuple[tuple[int, int, list[float], float], float]
-"""What a rank saw of the first group, and the sum in the second one."""
+"""The view of a rank on the first group, and the sum in the second one."""
 SOON = timedelta(seconds=0.3)
 
 

@@ -76,7 +76,7 @@ def quietly_imported(name: str) -> Any:
 
 
 def public_names(module: types.ModuleType) -> list[str]:
-    """What a module defines or lends: its `__all__`, or, in `torch.distributed`, all that it has."""
+    """The names that a module defines or lends: its `__all__`, or, in `torch.distributed`, all its attributes."""
     listed = getattr(module, "__all__", None)
     names = listed if listed is not None else [name for name in dir(module) if not name.startswith("_")]
     with warnings.catch_warnings():

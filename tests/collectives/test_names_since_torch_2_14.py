@@ -1,5 +1,6 @@
-"""What torch 2.14 has had since: `gather_single`, hooks, `set_timeout`, `weights_only`, and what is refused; ranks are
-threads. The expected values of hooks are those that torch's Gloo gives them."""
+"""Names of torch since 2.14: `gather_single`, hooks, `set_timeout`, `weights_only`, and refused arguments; ranks are
+threads. The expected values of hooks are those that torch's Gloo gives them.
+"""
 
 from __future__ import annotations
 

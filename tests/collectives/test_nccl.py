@@ -45,7 +45,7 @@ class Links(Reporter):
 
 
 class Rank:
-    """What a test's function gets on each rank."""
+    """The arguments of a test's function on each rank."""
 
     def __init__(self, backend: NcclBackend, runtime: StandInRuntime, links: Links) -> None:
         self.backend = backend

@@ -153,7 +153,7 @@ def test_a_peer_that_cannot_be_reached() -> None:
     for _ in range(2):
         error = prompt(lambda: send(member, number(0), 1), RankLost, "rank 1: it cannot be reached: .*nobody is there")
         assert isinstance(error, RankLost) and error.ranks == (1,)
-    assert attempts == [1, 1], "each send tries anew"
+    assert attempts == [1, 1], "each send tries again"
     member.close()
 
 

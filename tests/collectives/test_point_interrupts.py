@@ -114,7 +114,7 @@ def test_an_interrupted_read_is_named_to_every_thread() -> None:
 
 @pytest.mark.usefixtures("only_callers")
 def test_an_interrupt_while_it_is_copied_fails_the_receive() -> None:
-    """Ctrl-C in the last step: whoever waits for the same work afterwards, or on another thread, is told."""
+    """Ctrl-C in the last step: a thread that waits for the same work afterwards, or at the same time, is told."""
     with mesh(2) as made:
         a, b = made.members
 
@@ -169,7 +169,7 @@ LARGE = ["send", "recv"]  # of these always: they go other ways than small ones
     + [pytest.param(what, 100_000, marks=[] if what in LARGE else FULL_ONLY) for what in CALLS],
 )
 def test_an_interrupt_anywhere_mixes_no_messages(what: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is received afterwards is one whole message, in the order of the sends, or an error."""
+    """Each later receive gets one whole message, in the order of the sends, or an error."""
     monkeypatch.setattr(messenger, "CLOSE_LIMIT_S", 0.05)  # a thread that copies needs less
 
     def filled(value: int) -> torch.Tensor:

@@ -16,7 +16,7 @@ Event = tuple[str, int | None, int]  # "recv" or "msg", source, tag
 
 @dataclass
 class Played:
-    """What came of a list of events: the pairs (index of the receive, index of the message), and what is left."""
+    """The outcome of a list of events: the pairs (index of the receive, index of the message), and the rest."""
 
     pairs: list[tuple[int, int]] = field(default_factory=list)
     receives: list[int] = field(default_factory=list)

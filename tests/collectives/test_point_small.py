@@ -52,7 +52,9 @@ def test_a_message_whose_send_fails_with_an_earlier_refusal_is_sent_whole(asynch
 @pytest.mark.parametrize("size", [1 << 10, messenger.SMALL_BYTES // 4, messenger.SMALL_BYTES // 4 + 1])
 @pytest.mark.parametrize("cuts", [(), (7,), (50, 3), (5_000,)])
 def test_a_message_in_parts_arrives_whole(size: int, cuts: tuple[int, ...]) -> None:
-    """Whoever waits reads on while what has come may be the beginning of its message; the usual way takes the rest."""
+    """The thread that waits continues to read while the received bytes may be the beginning of its message; the usual
+    way takes the rest.
+    """
     with mesh(2) as made:
         a, b = made.members
         for number_of_round in range(3):

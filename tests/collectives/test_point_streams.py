@@ -32,7 +32,7 @@ LARGE = 70_000  # does not fit into the buffer of a stream
 
 
 def ignore(_: Request) -> None:
-    """What is sent completely."""
+    """The completely sent messages."""
 
 
 class NoDriver:

@@ -100,7 +100,7 @@ def lengths(kind: Kind, rank: int, size: int, root: int, longest: int) -> tuple[
 
 
 def play(kind: Kind, size: int, root: int, longest: int) -> list[dict[tuple[int, int], list[Byte]]]:
-    """What each rank gets, as (target, position) to all bytes that were written there."""
+    """The data that each rank gets, as (target, position) to all bytes that were written there."""
     routes = [route(kind, rank, size, root, BUFFER) for rank in range(size)]
     got: list[dict[tuple[int, int], list[Byte]]] = [{} for _ in range(size)]
     for step in range(num_steps(longest, routes[0].slice_bytes)):
@@ -188,7 +188,7 @@ def test_sizes_that_do_not_fit_name_the_ranks() -> None:
 
 
 def test_counter_of_takes_is_symmetric() -> None:
-    """Whoever publishes for a peer is taken from by that peer: nobody reads what was not written."""
+    """Each rank that publishes for a peer is read by that peer, and no rank reads data that was not written."""
     for kind, size in product((Kind.ALL_TO_ALL, Kind.REDUCE_SCATTER), SIZES):
         routes = [route(kind, rank, size, -1, BUFFER) for rank in range(size)]
         published = Counter((rank, item.offset) for rank in range(size) for item in routes[rank].publishes)

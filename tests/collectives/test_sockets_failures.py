@@ -115,7 +115,7 @@ def test_a_mismatch_is_found_and_no_rank_succeeds(group: Ranks, case: str) -> No
 
 
 def wait_for_error(group: Ranks, error: Exception | None) -> None:
-    """What the engine does: the first rank that fails tells the others."""
+    """The behaviour of the engine: the first rank that fails tells the others."""
     assert isinstance(error, TransportMismatch), error
     for control in group.controls:
         assert control is not None

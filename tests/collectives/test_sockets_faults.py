@@ -22,7 +22,7 @@ TOLD = GroupAborted("an operation", "another rank told the engine")
 
 
 class BadSocket:
-    """What a transport uses of a socket, with a fault in it.
+    """The methods of a socket that a transport uses, with a fault in it.
 
     Attributes:
         num_faults: how often it misbehaved.

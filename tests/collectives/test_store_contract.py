@@ -1,4 +1,4 @@
-"""What every store does. torch's own stores run the same tests through the adapter: the contract is torch's."""
+"""The contract of every store. torch's own stores run the same tests through the adapter: the contract is torch's."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def torch_tcp() -> torch.distributed.Store:
 
 
 class OwnMethods:
-    """What a program's own store may have: torch's methods, on a table in memory."""
+    """A store that a program might bring: torch's methods, on a table in memory."""
 
     def __init__(self) -> None:
         super().__init__()

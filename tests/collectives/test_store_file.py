@@ -215,7 +215,7 @@ def test_a_store_that_is_dropped_while_its_file_is_locked_is_closed_later(
 
 
 def test_a_file_that_a_killed_process_left_is_used_again_and_stays(tmp_path: Path) -> None:
-    """Not all that opened it have closed it; who is still there cannot be told."""
+    """Some processes that opened it have not closed it; the file does not show which of them still live."""
     path = tmp_path / "store"
     killed = FileStore(path, 2)
     killed._closer.detach()  # what a process that is killed does not do

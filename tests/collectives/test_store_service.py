@@ -208,7 +208,7 @@ def test_many_short_keys_weigh_what_they_take() -> None:
 
 
 async def test_many_parts_of_a_request_that_weigh_too_little_are_refused() -> None:
-    """What travels in pieces was not counted: 19 MiB of empty keys took 484 MiB, and 2 s of the I/O loop."""
+    """Data that travels in pieces was not counted: 19 MiB of empty keys took 484 MiB, and 2 s of the I/O loop."""
     request = store_pb2.StoreRequest(get=store_pb2.StoreKeys(keys=[""] * 200_000))
     with pytest.raises(ProtocolViolation, match="too many very small parts"):
         await served().answer_large(PEER, request.SerializeToString())

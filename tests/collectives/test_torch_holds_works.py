@@ -1,4 +1,4 @@
-"""What torch's C++ code keeps of ours when the program has dropped it: it ends, and with the right error."""
+"""Works that torch's C++ code holds after the program has dropped them: they end, and with the right error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What the ranks of `rank_pool` run in the tests of `torch_backend`: functions of torch alone, on groups of ours.
+"""The functions that the ranks of `rank_pool` run in the tests of `torch_backend`: functions of torch alone, on groups
+of ours.
 
 Each function takes the rank and the number of ranks, runs with torch's default group made, and asserts.
 """
@@ -95,7 +96,7 @@ def run_dropped(rank: int, size: int, path: str) -> None:
 
 @contextmanager
 def restarted_times(count: int) -> Iterator[None]:
-    """What torchrun says to a process that it has started again so many times."""
+    """The variables that torchrun sets for a process that it has started again so many times."""
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(count)
     try:
         yield
@@ -310,7 +311,7 @@ def watched_barrier(rank: int, size: int) -> None:
 
 
 def again(rank: int, size: int) -> None:
-    """The default group ends and begins anew in the same processes: nothing to do but being called again."""
+    """The default group ends and begins again in the same processes: the function needs only another call."""
     dist.barrier()
 
 

@@ -82,7 +82,7 @@ def memory_transports(size: int) -> list[MemoryTransport]:
 
 
 def reference(operation: Operation, rank: int, inputs: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-    """What `rank` has in its outputs afterwards, given the flat inputs of all ranks. By the table in `_operation`."""
+    """The outputs of `rank` afterwards, given the flat inputs of all ranks. By the table in `_operation`."""
     kind, root, size = operation.kind, operation.root, len(inputs)
     if kind is Kind.ALL_REDUCE or (kind is Kind.REDUCE and rank == root):
         return [reduced(operation, [tensors[0] for tensors in inputs])]

@@ -26,7 +26,7 @@ def modules_below(folder: Path, name: str) -> Iterator[str]:
 
 
 def wrong_with(name: str) -> str:
-    """What is wrong with a module; nothing if it needs a package of somebody else's."""
+    """The errors in a module; none if it needs a package of somebody else's."""
     parent, _, last = name.rpartition(".")
     found: dict[str, object] = {}
     try:

@@ -1,4 +1,4 @@
-"""What docs/coming_from_torch.md says of private names that programs use, for `names_under_compat.py`."""
+"""The statements of docs/coming_from_torch.md about private names that programs use, for `names_under_compat.py`."""
 
 import importlib
 import re
@@ -36,7 +36,7 @@ def find(name: str) -> Any:
 
 
 def as_torch_finds(expression: str) -> Any:
-    """What a module of torch finds under a name."""
+    """The object that a module of torch finds under a name."""
     return eval(expression, {"torch": torch, "__name__": "torch.somewhere"})
 
 

@@ -1,4 +1,6 @@
-"""Run under `--compat`: who finds which names, and what is refused. Prints `all as it should be` at the end."""
+"""Run under `--compat`: the names that modules find, and those that are refused. Prints `all as it should be` at the
+end.
+"""
 
 import pickle
 import sys

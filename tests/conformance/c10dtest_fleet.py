@@ -29,7 +29,7 @@ from rpctest_fleet import GRACE_S, Outcome
 
 __all__ = ["preload", "prepare", "run_test"]
 
-# What a rank exits with when the test raised, or when something around it did.
+# The exit code of a rank when the test raised, or when something around it did.
 _FAILED = 10
 _POLL_S = 0.05
 # How long the ranks may take to write their stacks.
@@ -180,7 +180,7 @@ def _start_rank(tests: ModuleType, test: str, rank: int, folder: Path) -> int:
 
 
 def _run_rank(tests: ModuleType, test: str, rank: int, folder: Path) -> int:
-    """The body of a rank, in its own process; what it exits with."""
+    """The body of a rank, in its own process; returns its exit code."""
     output = os.open(folder / f"output{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -200,7 +200,7 @@ def _run_rank(tests: ModuleType, test: str, rank: int, folder: Path) -> int:
 
 
 def _received(pipe: Connection) -> Iterator[Any]:
-    """What torch's harness sent: the traceback of a test that failed."""
+    """The report of torch's harness: the traceback of a test that failed."""
     with contextlib.suppress(EOFError):
         while pipe.poll():
             yield pipe.recv()

@@ -14,7 +14,9 @@ Pairs = Sequence[tuple[Entry, Outcome]]
 
 
 def unexplained(way: str, outcomes: Pairs) -> list[Outcome]:
-    """What did not pass and is not listed with a reason; none excuses a hang, a crash or a test that is skipped."""
+    """The tests that did not pass and are not listed with a reason; no reason excuses a hang, a crash or a skipped
+    test.
+    """
     return [one for _, one in outcomes if one.status != "passed" and not _reason(way, one)]
 
 

@@ -1,7 +1,7 @@
 """Four worker processes that stay alive from test to test, and the verdict on each test.
 
 A test that fails on one rank leaves the others waiting for it, a test that hangs leaves all of them, and one that
-crashes leaves three: then all four are killed and started anew.
+crashes leaves three: then all four are killed and replaced.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Fleet:
 
     Args:
         peer: whose RPC the tests run on, `rpcdist` or `torch`.
-        fresh: start the workers anew for each test, as torch's own harness does.
+        fresh: start new workers for each test, as torch's own harness does.
     """
 
     def __init__(self, peer: str, *, fresh: bool = False) -> None:
@@ -158,7 +158,7 @@ def _result(pending: Pending[Result]) -> Result:
 
 
 def _problems(pending: Pending[list[str]]) -> str:
-    """What is wrong after cleaning up on one rank."""
+    """The errors of one rank after it has cleaned up."""
     try:
         return "\n".join(pending.result(TIDY_LIMIT_S))
     except (WorkerEnded, WorkerTimeout) as exc:

@@ -33,7 +33,7 @@ __all__ = [
 
 
 class RpcTest(rpc_test.RpcTest, TensorPipeRpcAgentTestFixture, MultiProcessTestCase):
-    """What any RPC backend has to do."""
+    """The tests for any RPC backend."""
 
 
 class DistAutogradTest(dist_autograd_test.DistAutogradTest, TensorPipeRpcAgentTestFixture, MultiProcessTestCase):
@@ -69,14 +69,14 @@ class ThreeWorkersRemoteModuleTest(
 
 
 class TensorPipeAgentRpcTest(rpc_test.TensorPipeAgentRpcTest, TensorPipeRpcAgentTestFixture, MultiProcessTestCase):
-    """What torch asks of its default backend: options, timeouts, device maps."""
+    """The tests of torch's default backend: options, timeouts, device maps."""
 
 
 # ---------------------------------------------------------------- GPUs
 
 
 class CudaRpcTest(rpc_test.CudaRpcTest, TensorPipeRpcAgentTestFixture, MultiProcessTestCase):
-    """What any RPC backend has to do with a GPU."""
+    """The tests for any RPC backend with a GPU."""
 
 
 class TensorPipeAgentCudaRpcTest(
@@ -110,5 +110,5 @@ class DeviceMapsWithoutGpusTest(
 
 
 for _name in WITHOUT_GPUS:
-    # What torch's decorator, which looks for GPUs, has around it.
+    # The wrapper that torch's decorator, which looks for GPUs, puts around it.
     setattr(DeviceMapsWithoutGpusTest, _name, unwrap(getattr(DeviceMapsWithoutGpusTest, _name)))

@@ -1,4 +1,4 @@
-"""What the four processes do in which torch's tests run: each runs the body of a test for its rank.
+"""The program of the four processes in which torch's tests run: each runs the body of a test for its rank.
 
 `run` takes a `Case` and answers with a `Result`. Once all four have answered, `tidy` removes what the test left
 behind. torch's own harness runs each test in
@@ -122,7 +122,7 @@ def _run(suites: ModuleType, case: Case, rank: int) -> Result:
 
 @dataclass(frozen=True)
 class _State:
-    """What tests change in a process that torch would have thrown away."""
+    """State that tests change in a process, which torch would have thrown away."""
 
     environment: dict[str, str]
     backend_type: type

@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def in_own_process(peer: str, options: argparse.Namespace) -> int:
-    """What takes Gloo's place does so for a whole process."""
+    """A replacement of Gloo takes its place for a whole process."""
     sys.stdout.flush()
     process = os.fork()
     if process == 0:

@@ -38,7 +38,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--fresh",
         action=argparse.BooleanOptionalAction,
-        help="start processes anew for each test; the default for torch, which a second init_rpc in a process may hang",
+        help="start new processes for each test; the default for torch, which a second init_rpc in a process may hang",
     )
     parser.add_argument("--category", choices=sorted(catalogue.CATEGORIES), help="run this category only")
     parser.add_argument("--limit", type=float, default=60.0, metavar="SECONDS", help="a test that takes longer failed")

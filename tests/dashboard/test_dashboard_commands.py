@@ -22,7 +22,7 @@ LIMIT_S = 60.0
 
 
 def first_view(url: str, curve: str) -> Any:
-    """What a browser gets first with a curve; an answer that is a moment old may lack it."""
+    """The first view in a browser that has a curve; an answer that is a moment old may lack it."""
     opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor(CookieJar()))
     with opener.open(url, timeout=LIMIT_S) as page:
         assert b"rpcdist" in page.read()

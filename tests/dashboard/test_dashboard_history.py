@@ -1,4 +1,4 @@
-"""What a live view shows of looks that come one after the other."""
+"""The contents of a live view after successive queries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of a job: who gets in, what it is fed with, and how it looks in a browser."""
+"""The page of a job: its admission, its data, and its looks in a browser."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Answer(NamedTuple):
 
 
 async def get(app: Any, target: str, cookie: str = "") -> Answer:
-    """What a browser gets for one request."""
+    """The answer to one request of a browser."""
     path, _, query = target.partition("?")
     headers = [(b"cookie", f"{cookie_of(TOKEN)}={cookie}".encode())] if cookie else []
     scope = {"type": "http", "method": "GET", "path": path, "query_string": query.encode(), "headers": headers}

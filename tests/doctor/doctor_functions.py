@@ -1,4 +1,6 @@
-"""What worker processes do in the tests of the doctor: they run the command, in namespaces of their own."""
+"""The functions that worker processes run in the tests of the doctor: they run the command, in namespaces of their
+own.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the service that the doctor asks costs the process that answers: a bounded number of attempts and bytes."""
+"""The cost of the doctor's questions to the process that answers: a bounded number of attempts and bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ async def test_a_reply_is_never_larger_than_its_limit() -> None:
 
 
 async def unused(*_: Any, **__: Any) -> Any:
-    raise AssertionError("nothing was to be tried")
+    raise AssertionError("the request named no address to try")
 
 
 async def test_the_reason_why_the_caller_is_out_of_reach_is_told() -> None:

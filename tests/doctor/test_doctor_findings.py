@@ -1,4 +1,4 @@
-"""What the doctor makes of facts: tables, without any socket."""
+"""The findings of the doctor from facts: tables, without any socket."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def hosts(both: Hosts) -> Iterator[Hosts]:
 
 
 class Segment(NamedTuple):
-    """What the tests look at in a packet of TCP over IPv4."""
+    """The fields of a TCP packet over IPv4 that the tests read."""
 
     source_port: int
     port: int

@@ -20,7 +20,7 @@ FIRST = "RPCDIST_TEST_FOLDER"
 
 
 def place_of(rank: int) -> tuple[int, str, str, str]:
-    """What a rank finds in its environment, and of the token: it has it, and others cannot see it there."""
+    """The environment of a rank, and its token: the rank has it, and other processes cannot see it there."""
     token = job_token().decode()
     environment = Path("/proc/self/environ").read_bytes()
     seen = "RPCDIST_TOKEN" in os.environ or token.encode() in environment
@@ -28,7 +28,7 @@ def place_of(rank: int) -> tuple[int, str, str, str]:
 
 
 def call_all(rank: int) -> tuple[list[tuple[int, str, str, str]], bool]:
-    """What all ranks say of themselves, by functions of this script; and whether this is a main thread."""
+    """The reports of all ranks about themselves, by functions of this script; and whether this is a main thread."""
     rpc.init_rpc(_name())
     size = rpcdist.placement_from_environment().world_size  # type: ignore[union-attr]
     names = [info.name for info in sorted(rpc.workers(), key=lambda info: info.id)]

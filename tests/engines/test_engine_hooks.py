@@ -1,4 +1,6 @@
-"""What an engine brings to the ranks that it starts: a store that no rank serves, a token, and functions by value."""
+"""The means that an engine gives to the ranks that it starts: a store that no rank serves, a token, and functions by
+value.
+"""
 
 from __future__ import annotations
 

@@ -35,7 +35,9 @@ def last_line(result: subprocess.CompletedProcess[str] | Ran, pattern: str) -> r
 def explanation_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., str]:
-    """Calls an example with arguments that it refuses, in this process; what it says before it exits with status 2."""
+    """Calls an example with arguments that it refuses, in this process; returns its text before it exits with status
+    2.
+    """
 
     def explain(example: str, *arguments: str, **launcher: str) -> str:
         monkeypatch.syspath_prepend(EXAMPLES)

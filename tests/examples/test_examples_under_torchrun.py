@@ -42,7 +42,7 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
-    """What became of all runs, one after the other in the same five processes."""
+    """The outcome of all runs, one after the other in the same five processes."""
     programs = [Program(EXAMPLES / f"{name}.py", tuple(given.split()), size) for name, given, size in RUNS.values()]
     folder = tmp_path_factory.mktemp("examples")
     imports = ("rpcdist.parallel", "torch._dynamo", "sklearn.datasets", "matplotlib.pyplot", "gymnasium")
@@ -150,7 +150,7 @@ def test_a_parameter_server_learns(ran: dict[str, Ran]) -> None:
 
 
 def test_asynchronous_reinforcement_learning_runs(ran: dict[str, Ran]) -> None:
-    """What it learns, and that it goes on without a generator, is in the full set."""
+    """Its learning, and its progress without a generator, are in the full set."""
     result = ran["async_rl"]
     last_line(result, r"\d+ % of the lists are sorted right \(2 generators, 15 steps, .* s\), picture: .*")
     assert result.stderr == ""
@@ -176,7 +176,7 @@ def test_it_starts_its_processes_itself(ran: dict[str, Ran], name: str, tmp_path
 
 
 def without_figures(result: subprocess.CompletedProcess[str] | Ran) -> str:
-    """What its last line says before the name of a file."""
+    """The text of its last line before the name of a file."""
     return re.sub(r"\d+(\.\d+)?", "0", result.stdout.splitlines()[-1].partition(" picture: ")[0])
 
 

@@ -1,4 +1,6 @@
-"""What two ranks that share one GPU run in the tests of groups and of training: each function runs on both ranks."""
+"""The functions of two ranks that share one GPU in the tests of groups and of training: each function runs on both
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ def full(value: float, length: int = 4) -> Tensor:
 
 
 def collectives(rank: int, url: str) -> None:
-    """What the functions of torch.distributed do, on the default backend of a machine with a GPU."""
+    """The functions of torch.distributed on the default backend of a machine with a GPU."""
     with default_group(rank, url):
         assert dist.get_backend_config() == "cpu:tcp,cuda:nccl"
         _collectives(rank)

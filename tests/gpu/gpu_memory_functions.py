@@ -1,4 +1,6 @@
-"""What the tests of lent memory of GPUs run on workers: tensors that go from GPU to GPU, and in which order."""
+"""The functions that workers run in the tests of lent memory of GPUs: tensors that go from GPU to GPU, and in which
+order.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ def until_known(name: str) -> None:
 
 
 def loans() -> list[str]:
-    """What this worker lends."""
+    """The memory that this worker lends."""
     lent = sharing()._lent
     return [] if lent is None else [str(each) for each in lent._lent.values()]
 

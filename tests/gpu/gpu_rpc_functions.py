@@ -1,4 +1,6 @@
-"""What the tests of calls with tensors on a GPU run on workers: what is called, and the programs that call."""
+"""The functions that workers run in the tests of calls with tensors on a GPU: the called functions, and the programs
+that call.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +96,7 @@ def squared(output: Tensor, target: Tensor) -> Tensor:
 
 
 def values() -> None:
-    """What the GPU has still to compute when a call is made, or answered, arrives all the same."""
+    """A tensor that the GPU has not yet computed when a call is made, or answered, arrives all the same."""
     for length in (0, 1, 1000, 300_000, 5_000_000):
         value = torch.empty(length, device=GPU)
         torch.cuda._sleep(CYCLES)

@@ -1,4 +1,4 @@
-"""Asking workers from inside of a job and from outside: who may, what it costs, and what is in the answers."""
+"""Queries of workers from inside a job and from outside: their admission, their cost, and their answers."""
 
 from __future__ import annotations
 

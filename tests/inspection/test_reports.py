@@ -54,7 +54,7 @@ def test_a_killed_worker(world: RpcWorld, flight_folder: Path) -> None:
     assert "w2 wrote nothing: the process was killed (SIGKILL), crashed" in text
     first = next(line for line in text.splitlines() if line.startswith("first, at"))
     assert "the connection with 'w2' ended" in first
-    # What the others did at that moment: the call that was on its way there, and those behind it.
+    # The activity of the others at that moment: the call that was on its way there, and those behind it.
     assert "hang_functions:wait_released at w2" in text
     assert "w1: runs hang_functions:call_along for w0" in text
     assert "hang_functions:release at w2 ended after" in text, "the last calls of w0"

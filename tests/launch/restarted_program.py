@@ -1,4 +1,5 @@
-"""What `torchrun --max-restarts` starts in `test_torchrun.py`, with one rank on each node: ranks die, all start again.
+"""The program that `torchrun --max-restarts` starts in `test_torchrun.py`, with one rank on each node: ranks die, all
+start again.
 
     restarted_program.py STAGE:RANKS ...      # one for each attempt that fails, such as connected:0,2
 

@@ -72,14 +72,14 @@ def test_a_large_result_and_the_port_for_rank_0(no_launcher: None) -> None:
 
 @pytest.mark.multiproc
 def test_the_interpreter_of_a_rank_ends_properly(tmp_path: Path, no_launcher: None) -> None:
-    """What a module has not closed is written, for example."""
+    """For example, the output that a module has not flushed is written."""
     launch(functions.leave_open, (str(tmp_path),), workers=2)
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["last words"] * 2
 
 
 @pytest.mark.multiproc
 def test_the_traceback_of_the_rank_that_failed(tmp_path: Path) -> None:
-    """Only one is shown, without frames of ours inside it; what the rank printed is not lost."""
+    """Only one is shown, without our frames inside it; the output of the rank is not lost."""
     script = program(tmp_path, "launch(fail, workers=2)")
     result = run(*script)
     assert result.returncode == 1

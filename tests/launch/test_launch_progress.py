@@ -1,4 +1,4 @@
-"""The pure parts of `rpcdist.launch`: who failed first, reports cut anywhere, and places read from the environment."""
+"""The pure parts of `rpcdist.launch`: the first failure, reports cut anywhere, and places read from the environment."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def test_an_indexed_job_finds_rank_0_by_its_own_name() -> None:
     assert placement(JOB, POD) == IN_JOB
     assert placement(JOB | {"MASTER_ADDR": "10.0.0.9"}) == Placement(2, 4, 0, 2, "10.0.0.9", 29500)
     assert placement({"JOB_COMPLETION_INDEX": "2"}, POD) is None  # pods that know nothing of each other
-    # What the pod has started is none of the Job's.
+    # A process that the pod has started is not a rank of the Job.
     assert placement(JOB | {"RANK": "0"}, POD) == Placement(0, 4)
     with pytest.raises(ConfigError, match=r"JOB_COMPLETION_INDEX=2 WORLD_SIZE=2.*not from 0 to 1"):
         placement(JOB | {"WORLD_SIZE": "2"}, POD)

@@ -1,4 +1,4 @@
-"""The pure parts of roles: who gets which rank, name, environment and device, and who is started again."""
+"""The pure parts of roles: the rank, name, environment, device and restarts of each process."""
 
 from __future__ import annotations
 

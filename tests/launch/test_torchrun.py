@@ -79,7 +79,7 @@ def sources() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
-    """What all programs printed, one after the other in the same two processes."""
+    """The output of all programs, one after the other in the same two processes."""
     folder = tmp_path_factory.mktemp("torchrun")
     named = sources()
     names = ["job.py", "average.py", "rendezvous.py", "groups.py", "rpc.py", "beside.py"]

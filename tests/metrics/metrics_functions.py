@@ -1,4 +1,4 @@
-"""What worker processes do in the tests of metrics."""
+"""The functions that worker processes run in the tests of metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of the distributed optimizer call on workers; driver and workers import this module."""
+"""The functions that the tests of the distributed optimizer call on workers; driver and workers import this module."""
 
 from __future__ import annotations
 

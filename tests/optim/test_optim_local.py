@@ -1,4 +1,4 @@
-"""The local optimizer at an owner: whoever watches torch's `step` sees it, although nobody pays for it otherwise."""
+"""The local optimizer at an owner: a program that watches torch's `step` sees it, at no cost for others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of `rank_pool` are asked to do by the tests of model averaging: torch's on Gloo, and ours."""
+"""The functions that the ranks of `rank_pool` run in the tests of model averaging: torch's on Gloo, and ours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of `rank_pool` are asked to do by the tests of what goes wrong in data parallel training."""
+"""The functions that the ranks of `rank_pool` run in the tests of failures in data parallel training."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class Branches(nn.Module):
 
 @dataclass
 class Output:
-    """What `Branches` returns."""
+    """The result of `Branches`."""
 
     values: dict[str, list[torch.Tensor]]
     note: str

@@ -1,4 +1,4 @@
-"""What the ranks of `rank_pool` are asked to do by the tests of data parallel training."""
+"""The functions that the ranks of `rank_pool` run in the tests of data parallel training."""
 
 from __future__ import annotations
 

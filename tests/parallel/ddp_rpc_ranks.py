@@ -1,4 +1,4 @@
-"""What the processes of `rank_pool` are asked to do by the tests of data parallel training over RPC."""
+"""The functions that the processes of `rank_pool` run in the tests of data parallel training over RPC."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def look_up(words: torch.Tensor) -> torch.Tensor:
 
 
 def table_gradient(context_id: int) -> torch.Tensor:
-    """What a backward pass left at the owner of the table."""
+    """The gradients of a backward pass at the owner of the table."""
     return autograd.get_gradients(context_id)[table.weight].to_dense()
 
 

@@ -1,4 +1,4 @@
-"""What the ranks of `rank_pool` are asked to do by the tests of uneven inputs."""
+"""The functions that the ranks of `rank_pool` run in the tests of uneven inputs."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def join_badly(rank: int, size: int) -> list[str]:
 
 @scenario
 def two_epochs(rank: int, size: int, options: dict[str, Any], zero: str) -> list[str]:
-    """Rank i has 1 + i inputs in each of two epochs; what is in `.grad` when an epoch has ended is the rank's own."""
+    """Rank i has 1 + i inputs in each of two epochs; at the end of an epoch `.grad` has the rank's own gradients."""
     module: Any = torch.nn.Linear(1, 1, bias=False).double()
     model, weight = DistributedDataParallel(module, **options), module.weight
     wrong = []

@@ -1,4 +1,4 @@
-"""What the ranks of `rank_pool` are asked to do by the tests of `ElasticDataParallel`."""
+"""The functions that the ranks of `rank_pool` run in the tests of `ElasticDataParallel`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PHASES = {
     "gives its state": "rpcdist.parallel.elastic.send_state",
     "takes over a state": "rpcdist.parallel.elastic.take_over",
 }
-"""What is done while a group is formed, to the function that does it."""
+"""The actions during the formation of a group, and their functions."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Plan:
         victims: number of the process to where it dies in step `step`; "stops" stops it, "raises" has it fail.
         step: when that happens.
         waits_for: number of the process to the key that it waits for before it comes.
-        holds: steps inside of which all wait until somebody wants to come in; the next one is done with it. Who comes
-            earlier is not seen there, so he waits for "holds/" and the step's number.
+        holds: steps inside of which all wait until somebody wants to come in; the next one is done with it. A rank that
+        comes earlier is not seen there, so it waits for "holds/" and the step's number.
         seeds: number of the process to its seed; others have 0.
         widths: number of the process to the width of its model; others have 8.
         first_to: of `PHASES`: the first process that gets so far in forming the group dies there.
@@ -64,7 +64,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a process has at the end.
+    """The state of a process at the end.
 
     Attributes:
         state: parameters and the optimizer's state.
@@ -115,7 +115,7 @@ class Momentum:
 
 
 class Failed(Exception):
-    """What a victim raises that is to raise."""
+    """The error of a victim that must raise."""
 
 
 @patch("rpcdist.parallel.elastic.STORE_CHECK_INTERVAL_S", 0.0)

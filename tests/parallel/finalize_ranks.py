@@ -1,4 +1,4 @@
-"""What the ranks of `rank_pool` are asked to do with iterations of data parallel training that the program ends."""
+"""The functions that the ranks of `rank_pool` run with iterations of data parallel training that the program ends."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def end_by_hand(rank: int, size: int, options: dict[str, Any], hook: str) -> dic
 
 @scenario
 def end_by_hand_wrongly(rank: int, size: int) -> dict[str, str]:
-    """What a program may not do that ends its iterations itself; the errors."""
+    """The mistakes of a program that ends its iterations itself; returns the errors."""
     found = {}
     rows = torch.ones(4, 8, dtype=torch.float64) * (rank + 1)
 

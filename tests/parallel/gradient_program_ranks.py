@@ -1,4 +1,4 @@
-"""What the ranks of `rank_pool` are asked to do with random programs; see `gradient_programs`."""
+"""The functions that the ranks of `rank_pool` run with random programs; see `gradient_programs`."""
 
 from __future__ import annotations
 

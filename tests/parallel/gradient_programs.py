@@ -33,7 +33,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Use:
-    """What one forward pass uses.
+    """The parts that one forward pass uses.
 
     Attributes:
         path: numbers of the blocks, in the order in which they are applied.
@@ -69,8 +69,8 @@ class Program:
 
     Attributes:
         zero: how gradients are cleared before a step.
-        ends: who ends the iterations: "backward", or the program, by `finalize_backward` after backward, in a hook of
-            the rows where there is one pass; or as it should not: never, twice, or after a change.
+        ends: the part that ends the iterations: "backward", or the program, by `finalize_backward` after backward, in a
+        hook of the rows where there is one pass; or wrongly: never, twice, or after a change.
     """
 
     seed: int
@@ -427,7 +427,7 @@ def reference(program: Program, size: int) -> list[Gradients]:
 
 
 def problem(program: Program, size: int, rank: int, wrap: Callable[..., Any], wanted: Sequence[Gradients]) -> str:
-    """Runs a program; what was wrong with the gradients, or "refused: " and the error, or nothing."""
+    """Runs a program; returns the errors in the gradients, or "refused: " and the error, or nothing."""
     net = Net(program)
     model = wrap(net, **program.options)
     if program.ends != "backward":

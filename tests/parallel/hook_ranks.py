@@ -1,4 +1,4 @@
-"""What the ranks of `rank_pool` are asked to do by the tests of communication hooks: one training, several ways."""
+"""The functions that the ranks of `rank_pool` run in the tests of communication hooks: one training, several ways."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of `rank_pool` profile."""
+"""The functions that the ranks of `rank_pool` profile."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def profile_step(rank: int, size: int) -> tuple[list[str], int]:
     """The ranges of DDP's buckets in a step, and how many reductions the profile has."""
     model = DistributedDataParallel(plain(), bucket_cap_mb=0.0001)
     inputs = torch.randn(4, 8)
-    model(inputs).sum().backward()  # buckets are arranged anew after the first
+    model(inputs).sum().backward()  # buckets are rearranged after the first
     config = _ExperimentalConfig(profile_all_threads=True)
     with profile(activities=[ProfilerActivity.CPU], experimental_config=config) as profiled:
         model(inputs).sum().backward()

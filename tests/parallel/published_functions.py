@@ -1,4 +1,4 @@
-"""What the workers of the tests of published tensors do."""
+"""The functions that the workers run in the tests of published tensors."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def begin_held_pull() -> None:
 
 
 def end_held_pull() -> tuple[int, list[float]]:
-    """Lets it go on; what it returned."""
+    """Lets it continue; returns its result."""
     held_pulls[0].may_go_on.set()
     return held_pulls.pop().result.result(LIMIT_S)
 
@@ -124,7 +124,7 @@ def pull_in_coroutine(newer_than: int) -> int:
 
 
 def view() -> tuple[int, list[float]]:
-    """What a view shows; it stays valid until this worker's next view or pull."""
+    """The contents of a view; they stay valid until this worker's next view or pull."""
     viewed.update(weights().view())
     return weights().version, values_in(viewed)
 

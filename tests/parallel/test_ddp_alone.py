@@ -1,4 +1,4 @@
-"""What DistributedDataParallel does in a world of one: names and texts of torch's class, and the compiler."""
+"""DistributedDataParallel in a world of one: names and texts of torch's class, and the compiler."""
 
 from __future__ import annotations
 

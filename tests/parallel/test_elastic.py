@@ -77,7 +77,7 @@ def test_two_die_at_once_and_one_goes_on_alone(rank_pool: RankPool) -> None:
 
 
 def test_who_comes_later_trains_with_the_others(rank_pool: RankPool) -> None:
-    """All have other values at first: those of rank 0 count, and later those of whoever trains."""
+    """All have other values at first: those of rank 0 count, and later those of the ranks that train."""
     plan = Plan(
         num_ranks=2,
         min_ranks=2,

@@ -1,4 +1,4 @@
-"""What trains and saves, in coroutines: the forms that the errors of the blocking ones name."""
+"""Training and saving in coroutines: the forms that the errors of the blocking ones name."""
 
 from __future__ import annotations
 

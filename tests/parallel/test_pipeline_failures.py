@@ -1,4 +1,4 @@
-"""What fails in a pipeline ends the step everywhere, is named, and leaves nothing behind."""
+"""A failure in a pipeline ends the step everywhere, is named, and leaves nothing behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker of a pipeline waits in: it reads where its tensors will arrive, and others may wake it."""
+"""The mailbox of a pipeline's worker: the worker waits there for its tensors, and others may wake it."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def test_orders(name: str, numbers: tuple[int, int, int], expected: list[str]) -
 
 
 def torch_order(kind: type, num_workers: int, num_microbatches: int, stages_per_worker: int) -> Texts:
-    """What torch's schedule would do; its constructor wants process groups, its order does not."""
+    """The actions of torch's schedule; its constructor needs process groups, its order does not."""
     made: Any = object.__new__(kind)
     made._num_stages, made._n_microbatches = num_workers, num_microbatches
     made.pp_group_size, made.n_local_stages = num_workers, stages_per_worker

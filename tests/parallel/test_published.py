@@ -244,7 +244,7 @@ def test_a_version_that_was_chosen_before_the_publisher_died_keeps_its_number(mo
     world["g0"].kill()
     version = world["trainer"].run(there.publish, 3)
     found = world["g1"].run(there.end_held_pull)
-    # What the dead one published does not have a number of the new one.
+    # The tensors of the dead publisher do not have a number of the new one.
     assert found == (version, [3.0]) or (found == (2, [2.0]) and version > 2)
     assert world["g1"].run(there.pull, 0) == (version, [3.0])
 

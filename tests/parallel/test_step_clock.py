@@ -1,4 +1,4 @@
-"""Who may take the next step: tables of arrivals, and several servers whose messages arrive in any order."""
+"""The admission to the next step: tables of arrivals, and several servers whose messages arrive in any order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rpcdist.parallel.parameter_server._shard import StepClock
 
 
 def run(staleness: int, events: str) -> list[str]:
-    """What each event releases, with trainers a and b. A ticket is a trainer and the number of the event.
+    """The steps that each event releases, with trainers a and b. A ticket is a trainer and the number of the event.
 
     `a` takes its next step, `=a` the same one again, `?a` one without taking part; `-a` is its death.
     """

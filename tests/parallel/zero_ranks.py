@@ -1,4 +1,4 @@
-"""What the ranks of `rank_pool` are asked to do by the tests of `ZeroRedundancyOptimizer`."""
+"""The functions that the ranks of `rank_pool` run in the tests of `ZeroRedundancyOptimizer`."""
 
 from __future__ import annotations
 

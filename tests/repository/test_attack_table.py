@@ -29,7 +29,7 @@ def test_a_row_without_a_test_is_noticed() -> None:
 
 
 def tables_of_tests(text: str) -> Iterator[list[str]]:
-    """The rows of each table whose last column is headed "test", but for those that are headings."""
+    """The rows of each table whose last column is headed "test", without its headings."""
     for table in re.findall(r"(?:^\|.*\n?)+", text, re.MULTILINE):
         head, _, *rows = table.splitlines()
         if head.endswith("| test |"):

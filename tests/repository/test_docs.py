@@ -1,4 +1,4 @@
-"""What the documentation says is so: its programs run, its links lead somewhere, the files that it names exist."""
+"""The documentation is true: its programs run, its links lead somewhere, the files that it names exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What gets installed: every module, under `rpcdist` and nowhere else, and cheap to import."""
+"""The installed files: every module, under `rpcdist` and nowhere else, and cheap to import."""
 
 from __future__ import annotations
 

@@ -72,11 +72,15 @@ def findings(text: str) -> Iterator[str]:
                 yield f"...{flat[max(0, match.start() - 30) : match.end() + 40]}... {advice}"
 
 
-def pages() -> list[Path]:
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+def files() -> Iterator[Path]:
+    yield from house_size.sources()
+    for folder in ("tests", "tools", "benchmarks", "examples"):
+        yield from (path for path in (ROOT / folder).rglob("*.py") if path != Path(__file__))  # has bad examples
+    yield ROOT / "README.md"
+    yield from (ROOT / "docs").glob("*.md")
 
 
-FILES = {str(path.relative_to(ROOT)): path for path in (*house_size.sources(), *pages())}
+FILES = {str(path.relative_to(ROOT)): path for path in sorted(files())}
 
 
 @functools.cache

@@ -71,7 +71,7 @@ def test_an_event_that_happens_twice_in_a_call_is_two_stages() -> None:
 
 
 def test_an_event_may_happen_on_different_threads() -> None:
-    """Whoever waits for a call reads, or else the I/O thread does."""
+    """The thread that waits for a call reads, or else the I/O thread does."""
     calls = [CallTimes(100 * number, 100 * number + 50) for number in range(20)]
     readers = ["rpcdist-io"] * 6 + ["rpcdist-worker-1"] * 13 + ["MainThread"]
     rows = [(100 * number + 30, "callee", thread, "received") for number, thread in enumerate(readers)]
@@ -158,7 +158,7 @@ def test_every_point_is_a_function_of_the_call_path(name: str) -> None:
 
 
 def measured(pool: WorkerPool, settings: Settings) -> list[Measured]:
-    """What `launch` would return, from workers that are quicker to start."""
+    """The results of `launch`, from workers that are quicker to start."""
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     workers = [pool.start(f"rank{rank}", {**place, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]
     running = [worker.begin(measure, rank, settings) for rank, worker in enumerate(workers)]

@@ -1,4 +1,6 @@
-"""What the hostile workers of `test_adversary_rpc` do. All processes import this module by the same name."""
+"""The functions that the hostile workers of `test_adversary_rpc` run. All processes import this module by the same
+name.
+"""
 
 from __future__ import annotations
 
@@ -107,7 +109,7 @@ def stream_touching(path: str) -> Iterator[int]:
 
 
 def read_two(to: str, path: str) -> list[str]:
-    """What the items of a stream are, and how it ends."""
+    """The items of a stream, and its end."""
     stream: Any = rpc.rpc_stream(to, stream_touching, (path,))
     found = [str(next(stream))]
     try:
@@ -118,7 +120,7 @@ def read_two(to: str, path: str) -> list[str]:
 
 
 def shut_down_on_a_loop() -> str:
-    """What `shutdown` says on a loop; afterwards everything works as before."""
+    """The error of `shutdown` on a loop; afterwards everything works as before."""
 
     async def main() -> str:
         try:

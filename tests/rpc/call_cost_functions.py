@@ -1,4 +1,6 @@
-"""What the workers of `test_call_cost` run: how many Python functions a call runs on the thread that makes it."""
+"""The functions of the workers of `test_call_cost`: the number of Python functions that a call runs on the thread that
+makes it.
+"""
 
 from __future__ import annotations
 

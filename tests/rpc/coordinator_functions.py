@@ -1,4 +1,4 @@
-"""What workers do while their coordinator is killed and replaced; they import this module by its name."""
+"""The functions of workers while their coordinator is killed and replaced; they import this module by its name."""
 
 from __future__ import annotations
 

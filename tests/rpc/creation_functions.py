@@ -1,4 +1,4 @@
-"""What `remote()` runs in `test_rref_writes`: functions whose results travel in every way that there is."""
+"""The functions that `remote()` runs in `test_rref_writes`: their results travel in every possible way."""
 
 from __future__ import annotations
 

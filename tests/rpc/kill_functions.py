@@ -1,4 +1,4 @@
-"""What the server and the trainers of `test_kill_trainers.py` run."""
+"""The functions of the server and the trainers of `test_kill_trainers.py`."""
 
 from __future__ import annotations
 

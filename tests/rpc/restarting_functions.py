@@ -83,7 +83,7 @@ class Unsendable(Forgetful):
 
 
 broken: set[str] = set()
-"""What raises an error: "restore", "class"."""
+"""The step that raises an error: "restore", "class"."""
 
 
 class Fragile(Ledger):

@@ -1,4 +1,6 @@
-"""What the workers of `test_rpc_half_way` run: calls with large payloads, and peers that stand still or die in them."""
+"""The functions of the workers of `test_rpc_half_way`: calls with large payloads, and peers that stop or die in
+them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What the workers of `test_rpc_leading` run. Their main thread makes calls, and so reads its connections itself."""
+"""The functions of the workers of `test_rpc_leading`. Their main thread makes calls, and so reads its connections
+itself.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,7 @@ async def awaited(to: str) -> int:
 
 
 def call_until_interrupted(to: str, how: str = "rpc_sync") -> tuple[str, int]:
-    """Calls without pause; what ended it, and after how many calls."""
+    """Calls without pause; returns the error that ended them, and the number of calls."""
     number = 0
     try:
         while True:

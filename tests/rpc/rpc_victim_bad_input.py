@@ -1,4 +1,4 @@
-"""What victims send that cannot be sent, found or rebuilt. All processes import this module by the same name."""
+"""Values of victims that cannot be sent, found or rebuilt. All processes import this module by the same name."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def raise_odd(kind: str, path: str = "") -> None:
 
 
 def type_of_error(call: Callable[..., object], to: str, kind: str) -> str:
-    """What a call that raises raised, told here: the error itself does not pickle."""
+    """The error of a call that raises, as a text, because the error itself cannot be pickled."""
     try:
         call(to, raise_odd, (kind,))
     except Exception as exc:

@@ -1,4 +1,4 @@
-"""What victims do with `fork`. All processes import this module by the same name."""
+"""The functions with which victims fork. All processes import this module by the same name."""
 
 from __future__ import annotations
 

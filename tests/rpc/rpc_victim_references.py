@@ -1,4 +1,4 @@
-"""What victims do with remote references; they hold them in `rpc_victim_functions.held`."""
+"""The functions of victims with remote references; they hold them in `rpc_victim_functions.held`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def hold_remote(owner: str, count: int = 1) -> None:
 
 
 def leave_while_the_last_release_is_late() -> None:
-    """What others say of this worker's values is read only when it has begun to look for leaks."""
+    """Messages of others about this worker's values are read only after it has begun to look for leaks."""
     shell = rpc.api._get_current_rpc_agent().rrefs
     on_message, check_leaks = shell.on_message, shell.check_leaks
     unread: list[tuple[Any, ...]] = []

@@ -1,4 +1,6 @@
-"""What the workers of `test_rref_fetches` run: their main threads create values elsewhere, and wait for them."""
+"""The functions of the workers of `test_rref_fetches`: their main threads create values elsewhere, and wait for
+them.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ def create_and_wait(owner: str) -> str:
 
 
 def create_and_stop(owner: str, pid: int) -> tuple[str, int]:
-    """The owner is stopped before the creation leaves; what a short wait says, and then a patient one."""
+    """The owner is stopped before the creation leaves; returns the error of a short wait, and the result of a patient
+    one.
+    """
     rpc.rpc_sync(owner, nothing)
     rref = rpc.remote(owner, int, args=(3,))
     os.kill(pid, signal.SIGSTOP)

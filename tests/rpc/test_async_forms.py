@@ -37,7 +37,7 @@ class Thing:
 
     @off_loop("await thing.work_async(...)")
     def work(self, x: int, *, twice: bool = False) -> tuple[int, str, bool, int]:
-        """What it does."""
+        """The blocking form."""
         return 2 * x if twice else x, variable.get(), torch.is_grad_enabled(), threading.get_ident()
 
     work_async = async_form(work)
@@ -72,7 +72,7 @@ async def test_a_form_runs_on_a_thread_with_the_state_of_its_task() -> None:
     assert (await Better().work_async(1))[0] == 101
     with pytest.raises(ValueError, match="no"):
         await thing.fail_async()
-    assert Thing.work_async.__name__ == "work_async" and Thing.work.__doc__ == "What it does."
+    assert Thing.work_async.__name__ == "work_async" and Thing.work.__doc__ == "The blocking form."
 
 
 async def test_the_loop_goes_on_and_a_cancelled_task_ends_at_once() -> None:

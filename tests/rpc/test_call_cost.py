@@ -1,4 +1,4 @@
-"""What a call costs, counted and not timed: the Python functions that run on the thread that makes it, and waits.
+"""The cost of a call, counted and not timed: the Python functions that run on the thread that makes it, and waits.
 
 A function costs a few hundred nanoseconds where caches are cold, as they are between two calls. The limits are what
 these operations need now, and some more; benchmarks/NOTES.md has the figures.

@@ -60,7 +60,7 @@ def test_control_messages_are_kept_until_acknowledged_and_applied_once() -> None
 
 
 def test_a_sender_that_was_forgotten_goes_on_with_its_numbers() -> None:
-    """It was said to have left, and was only silent. What it sends first is what nobody has acknowledged."""
+    """It was said to have left, and was only silent. It sends unacknowledged messages first."""
     outbox = ControlOutbox()
     for _ in range(5):
         outbox.add(rref_pb2.RRefMessage())

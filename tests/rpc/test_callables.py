@@ -1,4 +1,4 @@
-"""What a name on the wire leads to: what its module holds at that moment."""
+"""The object that a name on the wire refers to: the one that its module holds at that moment."""
 
 from __future__ import annotations
 

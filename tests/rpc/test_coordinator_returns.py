@@ -62,7 +62,7 @@ def wait_until_taken_back(cluster: InProcessCluster, coordinator: str) -> None:
 
 
 def but_for_the_start(changes: list[str]) -> list[str]:
-    """What b has seen; that c has joined may come after b has begun to look."""
+    """The events that b has seen; that c has joined may come after b has begun to look."""
     return changes[1:] if changes[0] == "c joined" else changes
 
 
@@ -179,7 +179,7 @@ def test_the_first_call_reaches_the_new_coordinator(
         cluster.kill("a")
         for name in "bcde":
             with cluster.use(name) as agent:
-                # What a call writes into a connection that has not yet broken may have run: such a call fails.
+                # A call that was written into a connection that has not yet broken may have run: such a call fails.
                 eventually(agent.router.misses_coordinator, f"the connection of {name} has broken")
                 if noticed:
                     eventually(partial(lambda agent: not agent.directory.is_living(0), agent), f"{name} has noticed")

@@ -1,4 +1,4 @@
-"""What becomes of the call of a `remote()`: who is told, and the future for those who ask."""
+"""The outcome of the call of a `remote()`: its listeners, and the future for callers that ask."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def begun(told: Told, has_message: bool = True, timeout_s: float = 5.0) -> tuple
 
 
 def outcome(value_sink: SyncReplySink, call: PendingCall) -> object:
-    """What it got already; a wait ends at once."""
+    """The values that it got already; a wait ends at once."""
     call.deadline = Deadline(0.0)
     call.session = None
     creation: Any = call.reply_sink

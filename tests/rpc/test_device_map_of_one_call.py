@@ -1,4 +1,4 @@
-"""`device_map=` of one call: where its tensors and its results go. What a GPU would have is on the CPU here.
+"""`device_map=` of one call: where its tensors and its results go. Tensors that would be on a GPU are on the CPU here.
 
 A stand-in notes the device for which each tensor arrives, and leaves it on the CPU.
 """
@@ -143,7 +143,8 @@ def test_the_next_call_has_the_map_of_options(arrivals: Arrivals) -> None:
             assert torch.equal(cluster.run("alice", sync, twice, torch.ones(2), device_map), torch.full((2,), 2.0))
             assert arrivals == ([] if expected is None else [("bob", expected)])
             arrivals.clear()
-        # Alice's CPU is what bob's GPU 3 comes back to; what bob has on his CPU stays there, whatever his own map says.
+        # A tensor from bob's GPU 3 comes back to alice's CPU; a tensor on bob's CPU stays there, whatever his own map
+        # says.
         with cluster.use("bob"):
             rpc.rpc_sync("alice", twice, (torch.ones(2),))
         assert arrivals == []

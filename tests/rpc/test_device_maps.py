@@ -81,7 +81,7 @@ def test_a_device_that_a_map_lacks(world: RpcWorld) -> None:
 
 @pytest.mark.multiproc
 def test_results_go_by_the_map_of_the_process_that_called(worker_pool: WorkerPool) -> None:
-    """A worker is replaced by one with another map, and joins later; what it says counts from its first call on."""
+    """A worker is replaced by one with another map, and joins later; its own map counts from its first call on."""
     world = worker_pool.new_world(None)
     world.begin_join("boss", 0).result()
     for number in (1, 2):

@@ -1,4 +1,6 @@
-"""Exceptions of any class arrive as what they were, constructor or not; what cannot is still caught by its class."""
+"""Exceptions of any class arrive unchanged, with or without a constructor; those that cannot are still caught by their
+class.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What forked children do with their parent's connections."""
+"""Forked children use their parent's connections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a function by value holds (closure, defaults, globals), and what an exception holds, go as arguments do."""
+"""The values in a function by value (closure, defaults, globals), and in an exception, are sent as arguments are."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from rpcdist.testing import InProcessCluster
 
 
 class Stored:
-    """What calls have left: the value, the name of the thread, and whether the session of the call was known."""
+    """The records of calls: the value, the name of the thread, and whether the session of the call was known."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[object, str, bool]] = []

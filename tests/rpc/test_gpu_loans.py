@@ -1,6 +1,6 @@
 """Memory of GPUs that is lent and borrowed, on a stand-in for GPUs.
 
-Nothing is read before it is written, nor used again before it is read, whichever GPU is slow and whoever dies.
+Nothing is read before it is written, nor used again before it is read, whichever GPU is slow and whichever worker dies.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whatever an exception's class does, and however it is raised: the call ends, as what it was or named."""
+"""For any class of exception, however it is raised: the call ends, with the exception or its name."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def cluster() -> Iterator[InProcessCluster]:
 
 
 def outcome(cluster: InProcessCluster, way: str, to: str, kind: str) -> BaseException | None:
-    """What the caller gets within the limit."""
+    """The outcome at the caller within the limit."""
     caught: list[BaseException] = []
 
     def run() -> None:
@@ -46,14 +46,14 @@ def outcome(cluster: InProcessCluster, way: str, to: str, kind: str) -> BaseExce
     return caught[0] if caught else None
 
 
-# What the language makes of them on the way, before we see them.
+# The exceptions that Python makes of them before our code sees them.
 OF_PYTHON = {"StopIteration", "StopAsyncIteration", "CancelledError", "KeyboardInterrupt"}
 # `asyncio.run` of the caller asks the error of its coroutine for its class, and never ends.
 OF_ASYNCIO = {("await", "__class__"), ("async for", "__class__")}
 
 
 def check(way: str, kind: str, error: BaseException | None) -> str:
-    """What is wrong with what the caller got; empty if nothing is."""
+    """The errors in the caller's outcome; empty if there are none."""
     if error is None:
         return "no error"
     expected, got = type(raised(kind)), type(error)

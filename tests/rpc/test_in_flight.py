@@ -1,4 +1,4 @@
-"""The bound on the bytes of calls in flight: who is admitted, who waits, and in which order."""
+"""The bound on the bytes of calls in flight: the admitted calls, the waiting ones, and their order."""
 
 from __future__ import annotations
 

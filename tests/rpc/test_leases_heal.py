@@ -148,7 +148,7 @@ def test_what_is_dropped_while_connections_are_refused_is_told_later(cluster: In
             cluster.network.cut("b", "c")
             eventually(lambda: user.rrefs.is_lost(owner.worker_id), "the user has given the owner up")
             cluster.network.heal("b", "c")
-            assert cluster.run("c", sum_at, "b") == 3  # whoever connects first
+            assert cluster.run("c", sum_at, "b") == 3  # the worker that connects first
             eventually(lambda: owner.rrefs.debug_info()["num_forks"] == "0", "the owner counts nothing")
             assert not ended.is_set()
         del held

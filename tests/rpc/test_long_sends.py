@@ -113,7 +113,7 @@ def test_small_calls_come_and_go_while_a_large_buffer_is_copied(
 def test_a_message_that_cannot_be_sent_any_more_takes_no_other_along(
     agent: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its tensor was resized while it waited for the connection. What waited behind it was lost without a word."""
+    """Its tensor was resized while it waited for the connection. Messages behind it were lost silently."""
     gate, open_now = threading.Event(), Peer._open
 
     async def open_later(peer: Peer, timeout_s: float) -> Connection:

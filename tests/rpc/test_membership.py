@@ -1,4 +1,4 @@
-"""Who is in the job: the rules as tables, and the waiting with calls in memory."""
+"""The members of the job: the rules as tables, and the waiting with calls in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker's death, return and replacement are to the others; the workers live in this process."""
+"""A worker's death, return and replacement, as the others see them; the workers live in this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A coordinator in the place of another one: who comes back, who is asked, and who is lost."""
+"""A coordinator in the place of another one: the workers that come back, those that it asks, and those that are
+lost.
+"""
 
 from __future__ import annotations
 

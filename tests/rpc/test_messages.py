@@ -1,4 +1,4 @@
-"""What errors say to whoever made a common mistake: each says what to do instead."""
+"""The texts of errors for common mistakes: each says what to do instead."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def total(value: float) -> float:
 
 
 def total_until_error() -> str:
-    """Adds up until it fails; what the error says."""
+    """Adds up until it fails; returns the error."""
     while True:
         try:
             total(1.0)

@@ -1,4 +1,4 @@
-"""What torch's profiler shows of calls, handlers and collectives, and that nothing is recorded without one."""
+"""The contents of torch's profiler: calls, handlers and collectives; without a profiler nothing is recorded."""
 
 from __future__ import annotations
 

@@ -264,5 +264,5 @@ def test_a_killed_worker_is_replaced(worker_pool: WorkerPool) -> None:
     [(("r", None), True), (("r", (None,)), True), ((1, ()), False), ((1, (2, 3)), False), ((1, 2), False), (1, False)],
 )
 def test_an_answer_of_another_form_is_no_state(answer: object, is_answer: bool) -> None:
-    """The worker of an actor may send anything; what it sends as a state is restored elsewhere."""
+    """The worker of an actor may send anything; the state that it sends is restored elsewhere."""
     assert _is_answer(answer) is is_answer

@@ -34,7 +34,7 @@ def open_gate(worker: str, key: str) -> None:
 
 
 def on_board(worker: str, key: str, count: int = 1) -> list[Any]:
-    """What a handler noted, as soon as it is there."""
+    """The notes of a handler, as soon as they exist."""
     seen: list[Any] = rpc.rpc_sync(worker, remote_side.board_wait, (key, count))
     return seen
 

@@ -1,4 +1,4 @@
-"""What a worker gets for input that cannot work: a clear error for that call, and nothing else is lost."""
+"""The error for input that cannot work: a clear one for that call, and nothing else is lost."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ CALLS = [
     ("as_completed", WorkerLost, "announce_and_wait"),
     ("stream on a loop", WorkerLost, "stream_and_wait"),
 ]
-# How an end is noticed is a matter of the channel; what comes of it is not: so by turns.
+# The channel decides how an end is noticed, but not its consequences: so the channels take turns.
 CHANNELS = ("auto", "tcp", "grpc")
 
 
@@ -255,7 +255,7 @@ def test_ctrl_c_ends_a_program_that_does_not_expect_it(tmp_path: Path) -> None:
 
 
 def send_too_much(to: str, size: int) -> tuple[str, int]:
-    """What a call says whose argument does not fit, and how many calls that ran beside it came back."""
+    """The error of a call whose argument does not fit, and the number of calls beside it that came back."""
     beside = [rpc.rpc_async(to, functions.make, (torch.full((1 << 18,), float(i)),)) for i in range(4)]
     with pytest.raises(SerializationError) as caught:
         rpc.rpc_sync(to, functions.make, (torch.ones(size),))

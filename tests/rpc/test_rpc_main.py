@@ -117,7 +117,7 @@ def run(rank, url):
         expect(DeadlineExceeded, lambda: rpc.rpc_sync("b", never, timeout=0.2))  # nobody waits for its future any more
         late = rpc.rpc_async("b", double, (torch.ones(2),))
         rpc.shutdown()
-        kept.clear()  # by now nobody calls `never`; what is sent by value in the next life would take them along
+        kept.clear()  # by now nobody calls `never`; functions sent by value in the next life would take them along
         assert torch.equal(late.wait(), torch.full((2,), 2.0))  # shutdown waited for it
         calls_at_wrong_times()
     sys.stdout.write(f"rank {rank} is done\\n")  # one write: two processes share the pipe

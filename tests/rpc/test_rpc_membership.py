@@ -1,4 +1,4 @@
-"""Who is in a job: how it starts, who is refused, who comes later, who leaves, and who takes whose place."""
+"""The members of a job: its start, refused and later workers, departures and replacements."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ def test_workers_come_later_and_leave(worker_pool: WorkerPool) -> None:
     kind, text, _ = world["a"].run(functions.error_of, rpc.rpc_sync, "c", functions.pid)
     assert kind == "UnknownWorker" and "could not find destination c" in text and "a, b" in text
     world.join("c", 2)
-    assert world["a"].run(rpc.rpc_sync, "c", functions.pid) == world["c"].pid  # asked for anew
+    assert world["a"].run(rpc.rpc_sync, "c", functions.pid) == world["c"].pid  # requested again
     assert world["c"].run(rpc.rpc_sync, "b", functions.pid) == world["b"].pid
     assert world["b"].run(rpc.rpc_sync, 2, functions.pid) == world["c"].pid  # it has heard of it
     assert world["b"].run(rpc.rpc_sync, "a", functions.call_from_a_coroutine, ("c",)) == world["c"].pid

@@ -104,7 +104,7 @@ def test_a_user_that_comes_back_late_is_told(worker_pool: WorkerPool) -> None:
 
 
 def test_an_owner_that_comes_back_late_keeps_nothing(worker_pool: WorkerPool) -> None:
-    """Its users have given it up; what they tell it must reach it when it is back."""
+    """Its users have given it up; their messages must reach it when it is back."""
     world = worker_pool.world("owner", "user", "friend", peer_timeout=UNIT_S)
     world["user"].run(references.hold_remote, "owner", 3)
     world["user"].run(references.fork_held_to, "friend")

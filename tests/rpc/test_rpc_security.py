@@ -1,4 +1,4 @@
-"""What peers get that do not have the job token."""
+"""The outcome for peers without the job token."""
 
 from __future__ import annotations
 

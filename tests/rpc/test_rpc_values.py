@@ -1,6 +1,6 @@
 """Values across real connections: large ones, shared memory between arguments, strides, and odd types.
 
-What the codec does with each type is tested in test_values_*; here the way between two processes is.
+The codec's treatment of each type is tested in test_values_*; here the way between two processes is.
 """
 
 from __future__ import annotations

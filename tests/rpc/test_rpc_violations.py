@@ -1,4 +1,4 @@
-"""What peers get that have the job token and break the protocol, or are not who they should be."""
+"""The outcome for peers that have the job token and break the protocol, or are not the worker that they claim to be."""
 
 from __future__ import annotations
 

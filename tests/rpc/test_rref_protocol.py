@@ -41,7 +41,7 @@ CreationOver = partial(Message, MessageKind.CREATION_OVER)
 
 P = RRefProtocol
 Table = list[tuple[Callable[..., Reason | None], tuple[Any, ...], list[Action]]]
-"""What happens, as a method of the protocol and its arguments, and the actions that it calls."""
+"""An event, as a method of the protocol and its arguments, and the actions that it calls."""
 
 TABLES: dict[str, Table] = {
     "remote, then dropped before the reply": [
@@ -158,7 +158,7 @@ TABLES: dict[str, Table] = {
         ),
         (P.creation_accepted, (THEIRS, G, A), [RefuseCreation(Reason.LEASE_EXPIRED)]),
     ],
-    "G4: who comes back is told which forks are gone, and may hold new ones": [
+    "G4: a worker that comes back is told which forks are gone, and may hold new ones": [
         (P.share, (MINE, MINE, C, A), []),
         (P.handle_dropped, (MINE, MINE), []),
         (P.lease_ended, (A,), [ReleaseValue(MINE)]),
@@ -219,7 +219,7 @@ TABLES: dict[str, Table] = {
         (P.message_arrived, (A, UserDeleted(MINE, C)), [ReleaseValue(MINE)]),
         (P.fetch_arrived, (MINE, C, A), [AnswerFetch(MINE, C, A, Reason.UNKNOWN)]),
     ],
-    "G6: who waits for a creation gets what he holds then": [
+    "G6: a worker that waits for a creation gets what it holds then": [
         (P.fetch_arrived, (THEIRS, D, B), [AnswerFetch(THEIRS, D, B, Reason.UNKNOWN)]),
         (P.fetch_arrived, (THEIRS, G, A), [Send(A, CreationProbe(THEIRS))]),
         (P.fetch_arrived, (THEIRS, E, A), []),

@@ -57,7 +57,7 @@ class Host:
 
 
 class Calls:
-    """What references need of that agent: of `RRefCalls`, the calls that these tests make."""
+    """The part of that agent that references need: of `RRefCalls`, the calls that these tests make."""
 
     def __init__(self, host: Host) -> None:
         self.me = host.shell.me
@@ -136,7 +136,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 def test_numbers_of_references_cannot_be_guessed() -> None:
-    """Whoever knew one could count on: the numbers of references, and of shares, followed each other."""
+    """A peer that knew one could predict others: the numbers of references, and of shares, followed each other."""
     numbers = [new_number(count) for count in range(1000)]
     assert len(set(numbers)) == 1000 and all(0 <= number < 1 << 63 for number in numbers)
     for bit in range(24, 63):  # each is set in about half of them: a deviation of 6 standard deviations fails
@@ -463,7 +463,7 @@ def test_references_that_end_together_are_told_in_one_message(cluster: Cluster) 
 
 
 def test_a_deletion_ends_no_reference_of_another_worker(cluster: Cluster) -> None:
-    """Whoever names forks of others in one of many deletions ends its own only."""
+    """A peer that names forks of others in one of many deletions ends only its own."""
     first, deliver_first = cluster.remote(0, 1, value="of 0")
     second, deliver_second = cluster.remote(2, 1, value="of 2")
     deliver_first()

@@ -53,7 +53,7 @@ def test_creations_that_nobody_waits_for_leave_soon_and_together(cluster: Cluste
 
 
 def test_a_creation_is_there_before_a_reference_to_it(cluster: Cluster) -> None:
-    """The creation lingers, and the reference goes to another worker: who uses it there need not wait for a tick."""
+    """The creation lingers, and the reference goes to another worker: a use there need not wait for a tick."""
     for number in range(20):
         rref = rpc.remote("worker1", int, args=(number,))
         assert rpc_sync("worker2", rpc.RRef.to_here, args=(rref,)) == number

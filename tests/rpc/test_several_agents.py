@@ -255,7 +255,7 @@ async def answer_later(self: Changing) -> str:
 
 
 def test_a_method_that_was_replaced_is_found_again(agents: tuple[Agent, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was found out about it is not used any more: a coroutine function must run on an event loop."""
+    """The cached knowledge of it is not used any more: a coroutine function must run on an event loop."""
     with use_agent(agents[0]):
         changing = rpc.remote(NAMES[1], Changing)
         assert [changing.rpc_sync().answer() for _ in range(3)] == ["at first"] * 3

@@ -69,7 +69,7 @@ leave = leave_both
 
 
 def ends(code: str, *ports: int) -> list[str]:
-    """What the callbacks of the two ranks have printed; the program must end by itself."""
+    """The output of the callbacks of the two ranks; the program must end by itself."""
     with Program(code, *ports) as program:
         assert program.end() == 0, program.output
     return sorted(line for line in program.output.splitlines() if line.startswith(("0", "1")))

@@ -1,4 +1,6 @@
-"""What a graceful shutdown waits for, and whom it names when the time is over; the workers live in this process."""
+"""The work for which a graceful shutdown waits, and the workers that it names when the time is over; the workers live
+in this process.
+"""
 
 from __future__ import annotations
 

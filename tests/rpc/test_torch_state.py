@@ -37,7 +37,7 @@ def pack(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def kept_state() -> dict[str, object]:
-    """What torch keeps per thread, as far as it can be asked for."""
+    """The state that torch keeps per thread, as far as it can be read."""
     c: Any = torch._C
     return {
         "grad": torch.is_grad_enabled(),

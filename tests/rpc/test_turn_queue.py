@@ -112,7 +112,7 @@ def test_an_order_that_is_none_is_refused(parts: object) -> None:
 
 
 class Owner:
-    """What a caller tells, and when the owner has heard of it."""
+    """The messages of a caller, and the moments at which the owner has received them."""
 
     def __init__(self) -> None:
         self.told: list[tuple[int, ...]] = []

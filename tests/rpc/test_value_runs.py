@@ -25,7 +25,7 @@ COUNT = 2 * RUNS_FROM
 
 
 def echo(value: object, plain_only: bool = False) -> tuple[value_pb2.Value, list[Any]]:
-    """What was sent, and what arrived."""
+    """The sent and the received values."""
     message = value_pb2.Value()
     large = encode_into(message, value, plain_only=plain_only)
     arrived = decode(message, [copy_of(buffer) for buffer in large], plain_only=plain_only)

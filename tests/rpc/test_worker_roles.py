@@ -1,4 +1,4 @@
-"""Roles: who gives one, who finds workers by it, and waiting for a number of them."""
+"""Roles: their workers, finding workers by them, and waiting for a number of them."""
 
 from __future__ import annotations
 

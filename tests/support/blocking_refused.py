@@ -1,4 +1,4 @@
-"""What a function that blocks says on the thread of an event loop."""
+"""The error of a blocking function on the thread of an event loop."""
 
 from __future__ import annotations
 

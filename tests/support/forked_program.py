@@ -47,7 +47,7 @@ class ForkedProgram:
 
     @property
     def output(self) -> str:
-        """What it has written so far."""
+        """Its output so far."""
         return self.worker.output()
 
     def line(self, limit_s: float = LIMIT_S) -> str:

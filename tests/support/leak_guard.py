@@ -30,7 +30,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What a process held at one moment; each thing by a name that is not used again soon."""
+    """The resources of a process at one moment; each by a name that is not used again soon."""
 
     threads: frozenset[threading.Thread]
     children: frozenset[int]
@@ -41,8 +41,9 @@ class Snapshot:
 class LeakGuard:
     """Compares what this process holds before and after a test.
 
-    Worker processes and threads that outlive a test on purpose are named by `exempt_child` and `exempt_thread`. What
-    exists before the test's own fixtures run is never counted, so most pools of module or session scope need neither.
+    Worker processes and threads that outlive a test on purpose are named by `exempt_child` and `exempt_thread`.
+    Resources that exist before the test's own fixtures run are never counted, so most pools of module or session scope
+    need neither.
     """
 
     def __init__(self) -> None:
@@ -59,7 +60,9 @@ class LeakGuard:
         self._exempt_threads.add(thread)
 
     def exempt_threads(self, owned: Callable[[], Collection[threading.Thread]]) -> None:
-        """What `owned()` returns when the guard looks may stay: the threads of a pool that starts them on demand."""
+        """Resources that `owned()` returns when the guard looks may stay: the threads of a pool that starts them on
+        demand.
+        """
         self._thread_owners.append(owned)
 
     def snapshot(self) -> Snapshot:
@@ -68,7 +71,7 @@ class LeakGuard:
         )
 
     def leaks(self, before: Snapshot, grace_s: float = GRACE_S) -> list[str]:
-        """What is new since `before` and has not gone after `grace_s`, one line each."""
+        """The new resources since `before` that have not gone after `grace_s`, one line each."""
         gc.collect(1)  # a dropped task or socket says so when it is freed; the test's own objects are young
         limit = time.monotonic() + grace_s
         while found := [line for check in self._checks() for line in check(before)]:
@@ -175,8 +178,8 @@ def _listening_address(descriptor: int) -> str | None:
 def _made_here(segment: Path) -> bool:
     """Whether `segment` is a matter of this process or one below it: other programs use /dev/shm, too.
 
-    One that nobody holds may be left of a process below this one that died, so it counts. Semaphores do not: whoever
-    makes one takes its name away at once, so one without a holder is that of a stranger who is just doing so.
+    One that nobody holds may be left of a process below this one that died, so it counts. Semaphores do not: a process
+    that makes one removes its name at once, so one without a holder belongs to another process that is just making it.
     """
     try:
         if segment.stat().st_uid != os.geteuid():

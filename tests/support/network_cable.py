@@ -1,7 +1,7 @@
 """Two network namespaces that play two hosts, and a cable between them that delays, loses or cuts.
 
 The kernel's own means for that (`tc netem`) are a module that many machines lack, so the cable is a thread here: it
-moves packets between two TUN devices. What it does to them is drawn from a seed.
+moves packets between two TUN devices. Its effect on them is drawn from a seed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TUNSETIFF = 0x400454CA
 IFF_TUN_WITHOUT_HEADER = 0x0001 | 0x1000
 CLONE_NEWNET = 0x40000000
 MTU_BYTES = 16_000
-MAX_QUEUED = 4096  # packets; what is beyond is dropped, as a switch does
+MAX_QUEUED = 4096  # packets; further ones are dropped, as a switch does
 
 
 class Cable(threading.Thread):

@@ -45,7 +45,7 @@ def run(*command: str | Path, cwd: Path | None = None, limit_s: float = LIMIT_S)
 
 
 def without_notices(errors: str) -> str:
-    """What a program wrote to stderr, without the line of a `LocalCluster` that starts slowly on a busy machine."""
+    """The output of a program on stderr, without the line of a `LocalCluster` that starts slowly on a busy machine."""
     return "".join(line for line in errors.splitlines(keepends=True) if "still waiting until these have" not in line)
 
 

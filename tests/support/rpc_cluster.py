@@ -142,6 +142,6 @@ def shut_down(workers: list[Worker]) -> None:
 
 
 def errors(worker: Worker) -> list[str]:
-    """What a worker logged that is worse than a warning: handlers that fail are worth one, and tests have many."""
+    """The log records of a worker above a warning: handlers that fail are worth one, and tests have many."""
     records = re.split(r"^(?=(?:WARNING|ERROR|CRITICAL):)", worker.output(), flags=re.MULTILINE)
     return [record for record in records if record.strip() and not record.startswith("WARNING:")]

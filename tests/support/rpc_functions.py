@@ -44,7 +44,7 @@ class Board:
             self._waiters.clear()
 
     def wait(self, key: str, count: int = 1, limit_s: float = LIMIT_S) -> list[Any]:
-        """What lies under `key`, as soon as there are `count` values."""
+        """The values under `key`, as soon as there are `count` of them."""
         with self._condition:
             if not self._condition.wait_for(lambda: len(self._values[key]) >= count, limit_s):
                 raise AssertionError(f"{len(self._values[key])} of {count} values under {key!r} after {limit_s} s")
@@ -184,7 +184,7 @@ async def deadline_left_s_async() -> float:
 
 
 def deadline_left_s_at(worker: str) -> float:
-    """What a nested call sees, made without a timeout of its own."""
+    """The remaining time of a nested call, made without a timeout of its own."""
     return float(rpc_sync(worker, deadline_left_s, timeout=0))
 
 
@@ -454,7 +454,7 @@ def num_threads() -> int:
 
 
 def outstanding() -> list[str]:
-    """What this worker still does for others or waits for, this very call aside."""
+    """The calls that this worker still serves or waits for, this very call aside."""
     agent = rpc.api._get_current_rpc_agent()
     calls = [*agent.dispatcher.calls.describe(), *map(repr, agent.caller.calls)]
     streams = [f"{len(agent.streams)} streams"] if len(agent.streams) else []

@@ -66,7 +66,7 @@ def unharmed(world: RpcWorld) -> Iterator[str]:
 
 @cache
 def certificate_of_job() -> Certificate:
-    """What a peer with the token shows in TLS."""
+    """The certificate of a peer with the token."""
     return JobAuthority(os.environ["RPCDIST_TOKEN"].encode()).issue(STRANGER, "default")
 
 
@@ -141,7 +141,7 @@ def end_of_session(address: str, envelopes: list[bytes], role: str = "rpc") -> t
 
 
 def answers_of(address: str, messages: list[rpc_pb2.Message]) -> list[ReplyMessage]:
-    """What a worker answers to calls of a peer with the token."""
+    """The answers of a worker to calls of a peer with the token."""
 
     async def run() -> list[ReplyMessage]:
         async with connected(address) as channel:

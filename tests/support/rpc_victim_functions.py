@@ -1,4 +1,4 @@
-"""What victims are told to do, and what they do to each other. All processes import this module by the same name."""
+"""The functions that victims run, also at each other. All processes import this module by the same name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rpcdist.testing import eventually, wait_until_asleep
 LIMIT_S = 60.0
 
 held: list[Any] = []
-"""What this process holds on purpose."""
+"""The objects that this process holds on purpose."""
 _never = threading.Event()
 
 
@@ -204,7 +204,7 @@ def tables() -> str:
 
 
 def wait_until_empty(limit_s: float = 20.0) -> str:
-    """Waits until no reference is left in this worker's tables; what is left when the time is over."""
+    """Waits until no reference is left in this worker's tables; returns the rest when the time is over."""
     try:
         eventually(is_empty, "no reference is left", limit_s)
     except AssertionError:
@@ -296,7 +296,7 @@ def call_until_it_works(to: str, limit_s: float = 20.0) -> int:
 
 
 def left_behind() -> list[str]:
-    """What RPC has left in this process after its shutdown."""
+    """The resources of RPC that are left in this process after its shutdown."""
     try:
         eventually(lambda: not _threads_and_sockets(), "nothing is left", 20.0)
     except AssertionError:

@@ -18,7 +18,7 @@ from rpcdist.rpc._rref.users import UserFork
 
 P = ParamSpec("P")
 
-# What is under way: (kind, to, ...), compared and hashed as plain tuples.
+# The messages under way: (kind, to, ...), compared and hashed as plain tuples.
 Item = tuple[object, ...]
 Move = tuple[object, ...]
 
@@ -335,7 +335,7 @@ class World:
         self.feed(to, RRefProtocol.holder_found, node(other))
 
     def _die(self, worker: int) -> None:
-        """What was on the way to the dead is lost, and so are its own control messages that were not delivered."""
+        """Messages to the dead worker are lost, and so are its own control messages that were not delivered."""
         self.dead += (worker,)
         gone = [i for i in self.under_way if i[1] == worker or (i[0] == "control" and i[2] == worker)]
         for item in gone:
@@ -354,7 +354,7 @@ class World:
         if self.returns:
             self.send(("found", who, whom))
 
-    # What must hold in every state.
+    # The invariants of every state.
 
     def check(self) -> None:
         for name, state in self.handles.items():

@@ -11,7 +11,7 @@ LIMIT_S = 100.0
 
 
 def problems_of_threads(work: Callable[[int], Iterable[str]], num_threads: int) -> list[str]:
-    """What went wrong in threads that were started together: what they say, what they raise, and who hangs.
+    """The errors of threads that were started together: their results, their exceptions, and threads that hang.
 
     Args:
         work: gets the thread's number, and yields what it finds wrong.

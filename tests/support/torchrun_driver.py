@@ -39,7 +39,7 @@ def run(script: str) -> int:
 
 
 def run_programs(folder: Path, programs: list[tuple[str, list[str], int]]) -> None:
-    """What each rank does."""
+    """The function of each rank."""
     for inherited in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(inherited, signal.SIG_DFL)  # the agent's handlers were forked as well
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -73,7 +73,7 @@ def main() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = 0 if num_agents == 1 else free.getsockname()[1]
-    config = LaunchConfig(  # as `torchrun --standalone` has it, but for the number of agents
+    config = LaunchConfig(  # as `torchrun --standalone` has it, except for the number of agents
         min_nodes=num_agents,
         max_nodes=num_agents,
         nproc_per_node=num_ranks // num_agents,

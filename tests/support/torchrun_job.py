@@ -33,7 +33,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What became of it: the status of rank 0, and what each rank printed. `folder` was the current one."""
+    """The outcome: the status of rank 0, and the output of each rank. `folder` was the current one."""
 
     folder: Path
     returncode: int
@@ -64,8 +64,8 @@ def run_under_torchrun(
         folder: for what they print.
         limit_s: for the whole job, in seconds.
         imports: modules that several ranks need; the agent imports them once, before it forks the ranks.
-        max_restarts: how often all ranks begin anew when one ends other than by returning; what they printed before is
-            overwritten.
+        max_restarts: how often all ranks begin again when one ends other than by returning; earlier output is
+        overwritten.
         num_agents: nodes of the job, which share the ranks; each counts the failures of its own.
     """
     listed = [(str(program.script), program.arguments, program.world_size) for program in programs]

@@ -113,7 +113,7 @@ def open_link(client: Node, server: Node, role: str = "echo", **arguments: Any) 
 
 
 def kind_of(link: Link) -> str:
-    """What the session runs over: "local", "tcp" or "grpc"."""
+    """The channel of the session: "local", "tcp" or "grpc"."""
     channel = link.session._channel
     if not isinstance(channel, SocketChannel):
         return "grpc"

@@ -1,4 +1,4 @@
-"""What the tests of the value codec share: a trip over the wire, and stand-ins for remote references."""
+"""The parts that the tests of the value codec share: a trip over the wire, and stand-ins for remote references."""
 
 from __future__ import annotations
 
@@ -82,5 +82,5 @@ class Failed(NamedTuple):
 
 
 def fail(exc: BaseException, **options: Any) -> Failed:
-    """What a worker "w" sends of an exception."""
+    """The message of a worker "w" about an exception."""
     return Failed(*failure_of(exc, "w", fill_pickled, **options))

@@ -1,4 +1,4 @@
-"""What workers of the test kit are told to do by its own tests."""
+"""The functions that workers of the test kit run in its own tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What the ranks of `rank_pool` run: an engine of torch on Gloo, the same on our backend, and every number compared."""
+"""The functions of the ranks of `rank_pool`: an engine of torch on Gloo, the same on our backend, and every number
+compared.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What strangers may cost before they prove anything: handshakes over pipes in memory, and crowds at a live server."""
+"""The cost of strangers before they prove anything: handshakes over pipes in memory, and crowds at a live server."""
 
 from __future__ import annotations
 

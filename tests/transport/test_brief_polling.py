@@ -69,7 +69,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 def sleep(machine: Machine, polling: BriefPolling, sleeps_ns: list[int]) -> list[bool]:
-    """What each sleep brings about."""
+    """The effect of each sleep."""
     found = []
     for slept_ns in sleeps_ns:
         began_ns = machine.now_ns
@@ -96,7 +96,7 @@ def test_short_sleeps_are_replaced_and_long_ones_are_not(machine: Machine) -> No
 
 
 def waits(machine: Machine, polling: BriefPolling, times_ns: list[int]) -> list[str]:
-    """What is done in each of some waits, of which these are the times."""
+    """The actions in each of some waits, of which these are the times."""
     found = []
     for time_ns in times_ns:
         began_ns = machine.now_ns

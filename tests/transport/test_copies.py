@@ -1,6 +1,6 @@
 """How often the bytes of a payload are copied between two tensors; docs/architecture.md has the sums.
 
-What is counted is new memory on Python's heap: a copy needs a place, and each step below makes one at most.
+The tests count new memory on Python's heap: a copy needs a place, and each step below makes one at most.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def heap() -> Iterator[None]:
 
 
 def heap_growth(step: Callable[[], T]) -> tuple[T, int]:
-    """What the step returns, and how many bytes it took from the heap at its peak."""
+    """The result of the step, and the bytes that it took from the heap at its peak."""
     before, _ = tracemalloc.get_traced_memory()
     tracemalloc.reset_peak()
     result = step()

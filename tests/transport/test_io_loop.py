@@ -1,4 +1,4 @@
-"""What the I/O loop reports."""
+"""The reports of the I/O loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who reads a socket: threads that lead, the loop, signals that come meanwhile, and the end."""
+"""The reader of a socket: threads that lead, the loop, signals that come meanwhile, and the end."""
 
 from __future__ import annotations
 
@@ -330,7 +330,7 @@ def test_the_end_of_the_peer_ends_the_wait(reader: Reader) -> None:
 
 @pytest.fixture
 def handled() -> Iterator[list[str]]:
-    """What a handler of SIGUSR1 noted."""
+    """The notes of a handler of SIGUSR1."""
     notes: list[str] = []
     before = signal.signal(signal.SIGUSR1, lambda number, frame: notes.append("handled"))
     yield notes

@@ -69,7 +69,7 @@ async def test_a_leader_hands_on_what_may_be_handled_anywhere(pair: ChannelPair)
 
 
 async def test_what_the_loop_must_handle_keeps_back_what_comes_after_it(pair: ChannelPair) -> None:
-    """Every other message is for the loop; all arrive in order, whoever reads them."""
+    """Every other message is for the loop; all arrive in order, whichever thread reads them."""
     handler, here = pair.handlers[1], threading.current_thread()
     leaders = [Leader(pair, misses(pair, 200)) for _ in range(2)]
     for number in range(200):

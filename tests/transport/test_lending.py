@@ -1,4 +1,4 @@
-"""Lending memory to a process of the same host: who has which segment when, limits, violations, and what is freed."""
+"""Lending memory to a process of the same host: the holder of each segment, limits, violations, and freed memory."""
 
 from __future__ import annotations
 
@@ -343,7 +343,7 @@ def test_what_a_peer_may_not_say(pair: Pair) -> None:
 
 
 def test_segments_belong_to_one_session(pair: Pair) -> None:
-    """Whatever a peer says on another session, by guessing numbers, is about that session's own segments."""
+    """A peer's messages on another session, with guessed numbers, affect that session's own segments."""
     number = pair.offer()
     lent = pair.lend(memoryview(bytearray(SIZE)))
     assert number is not None and lent == number

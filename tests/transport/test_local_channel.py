@@ -1,4 +1,4 @@
-"""Who gets to whom over the local channel: names that others took, strangers, limits, fallbacks and forks."""
+"""Reachability over the local channel: names that others took, strangers, limits, fallbacks and forks."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ def stranger(server: Node) -> Iterator[socket.socket]:
 
 
 def all_of(connection: socket.socket) -> bytes:
-    """What comes until the server hangs up."""
+    """The bytes that come until the server hangs up."""
     data = b""
     with suppress(ConnectionResetError):  # something that was sent was not read
         while more := connection.recv(1 << 16):

@@ -324,7 +324,7 @@ async def test_small_messages_pass_transfers_in_both_directions(pair: ChannelPai
 
 
 async def test_a_receiver_that_stands_still_stops_the_sender(pair: ChannelPair) -> None:
-    """Credit is for what was taken; what is not taken stays with the sender, in its tensors."""
+    """Credit is for taken data; other data stays with the sender, in its tensors."""
     pair.tasks[1].cancel()
     pair.streams[1].abort = lambda reason: None
     await asyncio.wait([pair.tasks[1]], timeout=LIMIT_S)

@@ -92,7 +92,7 @@ def test_a_harmless_handler_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_ctrl_c_while_a_worker_takes_a_message_of_its_own_is_the_sender_s() -> None:
-    """What serves calls answers a call with all that is raised there, and Ctrl-C was lost to the caller."""
+    """The code that serves calls answers a call with every exception raised there, so Ctrl-C was lost to the caller."""
     taken: list[int] = []
 
     def deliver(session: object, messages: object) -> None:

@@ -22,7 +22,7 @@ from rpcdist.transport.io_loop import IoLoop
 LIMIT_MS = 20_000
 LIMIT_S = 20
 TOKEN = b"a token for these tests only"
-# What the names of sockets end with. The other `send`s are of sessions, peers and coroutines.
+# The ends of the names of sockets. The other `send`s are of sessions, peers and coroutines.
 SOCKETS = ("socket", "sock", "connection", "write_end")
 
 

@@ -1,4 +1,4 @@
-"""Raw sockets: whoever proves the token gets one, whichever side comes first; strangers harm nobody."""
+"""Raw sockets: each process that proves the token gets one, whichever side comes first; strangers harm nobody."""
 
 from __future__ import annotations
 
@@ -381,7 +381,7 @@ async def connect_all(a: SocketHub, b: SocketHub, number: int, unix: bool | None
 
 
 def number_all(b: SocketHub, ends: list[StreamSocket]) -> None:
-    """What goes into the ends comes out at the purposes."""
+    """Bytes that go into the ends come out at the purposes."""
     with ExitStack() as stack:
         for each in ends:
             stack.enter_context(each)

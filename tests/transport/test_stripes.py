@@ -156,7 +156,7 @@ def test_bytes_of_an_aborted_message_are_dropped() -> None:
     places = incoming.stripe(1, 0, 2, 10)
     assert places is not None
     incoming.abort(7)
-    places[0][:] = b"x" * 10  # whoever received them meanwhile
+    places[0][:] = b"x" * 10  # whichever thread received them meanwhile
     assert incoming.stripe_placed(1, 10) is None and incoming.stripe(1, 1, 2, 36) is None
     assert "0 of" in repr(counted)
     incoming.announce(announced(7, 100))  # the number is free again, and the ordinal another one

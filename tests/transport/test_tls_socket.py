@@ -216,7 +216,7 @@ def test_what_was_changed_on_the_way_is_an_error(
 def test_what_somebody_put_behind_a_record_is_an_error_and_no_end(
     raw: tuple[socket.socket, socket.socket], pair: tuple[TlsSocket, TlsSocket], injected: bytes, size_bytes: int
 ) -> None:
-    """Else whoever can write into the connection would make a peer look as if it had ended."""
+    """Otherwise anybody who can write into the connection could make a peer look as if it had ended."""
     assert pair[0].sendmsg([b"true"]) == 4
     raw[0].send(injected)
     room = memoryview(bytearray(size_bytes))

@@ -43,7 +43,7 @@ SERVICE = membership_pb2.DESCRIPTOR.services_by_name["Membership"]
 
 @pytest.fixture(params=["auto", "tcp", "grpc"])
 def nodes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
-    """On each channel, where a session has a taker; what only makes unary calls is on gRPC always."""
+    """On each channel, where a session has a taker; a peer that only makes unary calls always uses gRPC."""
     monkeypatch.setenv(CHANNELS_VARIABLE, request.param)
     nodes = Nodes()
     yield nodes

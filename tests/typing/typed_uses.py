@@ -1,4 +1,4 @@
-"""What users write, with the types that they mean. Type checkers check it; it is never run.
+"""Programs of users, with the types that they intend. Type checkers check it; it is never run.
 
 `assert_type` compares what a checker infers with what it should. A line that ends with `type: ignore` has to be an
 error, and an ignored error that is none is one: mypy and pyright both say so.
