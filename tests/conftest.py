@@ -24,6 +24,7 @@ from worker_fixtures import fork_server as fork_server
 from worker_fixtures import module_pool as module_pool
 from worker_fixtures import rank_pool as rank_pool
 from worker_fixtures import worker_pool as worker_pool
+from world_of_one import world_of_one as world_of_one
 
 from rpcdist.testing.limits import UNIT_S
 

@@ -11,7 +11,7 @@ import inspect
 import pdb
 import types
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -212,13 +212,6 @@ def test_methods_take_the_arguments_of_torch(name: str) -> None:
             assert wanted is not None and got is not None
             lacking = [parameter for parameter in wanted if parameter not in got]
             assert not lacking or any(text in got for text in ("kwargs", "_", "options")), (each, lacking)
-
-
-@pytest.fixture
-def world_of_one() -> Iterator[None]:
-    collectives.init_process_group("tcp", store=collectives.HashStore(), rank=0, world_size=1)
-    yield
-    collectives.destroy_process_group()
 
 
 def test_old_names_of_functions(world_of_one: None) -> None:

@@ -96,13 +96,19 @@ def test_a_later_tag_is_found_behind_more_than_the_buffer_holds(pair: Mesh) -> N
     assert first.wait() and second.wait()
 
 
-def test_both_send_before_they_receive(pair: Mesh) -> None:
-    def exchange(me: int) -> bool:
+def exchange(pair: Mesh) -> None:
+    """Both ranks send before they receive."""
+
+    def on(me: int) -> bool:
         member, sent, got = pair.members[me], torch.full((BIG,), float(me)), torch.zeros(BIG)
         works = [isend(member, sent, 1 - me), irecv(member, got, 1 - me)]
         return all(work.wait() for work in works) and bool((got == 1 - me).all())
 
-    assert in_threads(lambda: exchange(0), lambda: exchange(1)) == [True, True]
+    assert in_threads(lambda: on(0), lambda: on(1)) == [True, True]
+
+
+def test_both_send_before_they_receive(pair: Mesh) -> None:
+    exchange(pair)
 
 
 def test_blocking_sends_to_each_other_pass_below_the_limit() -> None:
@@ -332,12 +338,7 @@ async def test_the_own_thread_begins_at_once_for_an_event_loop() -> None:
 
 @pytest.mark.usefixtures("endless_grace")
 def test_threads_that_wait_need_no_other_thread(pair: Mesh) -> None:
-    def exchange(me: int) -> bool:
-        member, sent, got = pair.members[me], torch.full((BIG,), float(me)), torch.zeros(BIG)
-        works = [isend(member, sent, 1 - me), irecv(member, got, 1 - me)]
-        return all(work.wait() for work in works) and bool((got == 1 - me).all())
-
-    assert in_threads(lambda: exchange(0), lambda: exchange(1)) == [True, True]
+    exchange(pair)
 
 
 def test_tags_have_64_bits(pair: Mesh) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,15 +12,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rpcdist import collectives
 from rpcdist.parallel import DistributedDataParallel, MixedPrecision, comm_hooks
 
-
-@pytest.fixture(autouse=True)
-def world() -> Iterator[None]:
-    collectives.init_process_group("tcp", store=collectives.HashStore(), rank=0, world_size=1)
-    yield
-    collectives.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("world_of_one")
 
 
 def wrapped(module: nn.Module | None = None, **options: Any) -> DistributedDataParallel:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import averaging_ranks
 import pytest
 import torch
 
-from rpcdist import collectives
 from rpcdist.errors import ConfigError
 from rpcdist.parallel import DiLoCoOptimizer
 from rpcdist.parallel.model_averaging import (
@@ -40,13 +37,6 @@ def test_diloco_is_the_papers_algorithm_and_converges(rank_pool: RankPool) -> No
     for found in rank_pool.run(2, averaging_ranks.solve_together, rank_pool.new_file(), 5):
         assert found.pop("distance") < 0.02  # 1 at the start
         assert found == {"as in one process": True, "resumed": True}
-
-
-@pytest.fixture
-def world_of_one() -> Iterator[None]:
-    collectives.init_process_group("tcp", store=collectives.HashStore(), rank=0, world_size=1)
-    yield
-    collectives.destroy_process_group()
 
 
 def test_what_cannot_be_is_refused(world_of_one: None) -> None:

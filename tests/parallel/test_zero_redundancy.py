@@ -6,7 +6,6 @@ import pytest
 import torch
 import zero_ranks
 
-from rpcdist import collectives
 from rpcdist.errors import ConfigError
 from rpcdist.parallel import ZeroRedundancyOptimizer
 from rpcdist.testing import RankPool
@@ -39,13 +38,6 @@ def test_uneven_inputs(rank_pool: RankPool) -> None:
     sharded = rank_pool.run(2, zero_ranks.uneven, rank_pool.new_file(), True)
     plain = rank_pool.run(2, zero_ranks.uneven, rank_pool.new_file(), False)
     assert sharded[0] == sharded[1] == plain[1]
-
-
-@pytest.fixture
-def world_of_one() -> object:
-    collectives.init_process_group("tcp", store=collectives.HashStore(), rank=0, world_size=1)
-    yield
-    collectives.destroy_process_group()
 
 
 def test_more_ranks_than_parameters_and_closures(world_of_one: None) -> None:

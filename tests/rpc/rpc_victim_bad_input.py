@@ -10,6 +10,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from rpc_functions import LockedError
 from rpc_victim_functions import make, pid
 
 from rpcdist import rpc
@@ -88,12 +89,6 @@ class NeedsTwo(Exception):
         super().__init__(f"{one} and {two}")
 
 
-class HoldsALock(Exception):
-    def __init__(self) -> None:
-        super().__init__("locked")
-        self.lock = threading.Lock()
-
-
 class UnbuildableError(Exception):
     def __reduce__(self) -> Any:
         return _refuse_to_be_built, ()
@@ -130,7 +125,7 @@ def raise_odd(kind: str, path: str = "") -> None:
         case "needs two arguments":
             raise NeedsTwo(1, 2)
         case "holds a lock":
-            raise HoldsALock
+            raise LockedError
         case "breaks when rebuilt":
             raise UnbuildableError
         case "str fails":

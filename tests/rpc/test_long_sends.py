@@ -5,27 +5,23 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from agents_here import LIMIT_S, agents_here
 
 from rpcdist import rpc
-from rpcdist.collectives import HashStore
 from rpcdist.errors import TransportError
 from rpcdist.rpc._agent import Agent
-from rpcdist.rpc._current import forget_agent, use_agent
+from rpcdist.rpc._current import use_agent
 from rpcdist.rpc._peers.network import Connection
 from rpcdist.rpc._peers.peer import Peer
-from rpcdist.rpc._start import node_options, start_agent
 from rpcdist.rpc._values.buffers import TAKES_LONG_FROM_BYTES, TensorBuffer
 from rpcdist.testing import eventually
-from rpcdist.transport import Node
 from rpcdist.transport.shared_memory import unavailable
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=f"memory cannot be shared here: {unavailable()}")
 
-LIMIT_S = 30.0
 NUM_SMALL_CALLS = 3
 
 
@@ -41,30 +37,12 @@ def number() -> int:
     return 7
 
 
-def start(store: HashStore, rank: int) -> Agent:
-    options = rpc.RpcOptions(rpc_timeout=LIMIT_S)
-    network = Node(node_options(options)).start()
-    return start_agent(store=store.clone(), name="ab"[rank], rank=rank, world_size=2, options=options, network=network)
-
-
-def end(agent: Agent) -> None:
-    agent.close()
-    forget_agent(agent)
-    agent.release()
-
-
 @pytest.fixture
 def agent(job_token: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
     """That of "a"; "b" is in this process, too, and connected by a socket."""
     monkeypatch.setenv("RPCDIST_CHANNELS", "auto")  # whatever the run says: memory is shared over Unix sockets only
-    store = HashStore(LIMIT_S)
-    with ThreadPoolExecutor(2) as starting:
-        agents = tuple(starting.map(lambda rank: start(store, rank), range(2)))
-    try:
+    with agents_here("a", "b") as agents:
         yield agents[0]
-    finally:
-        for agent in reversed(agents):
-            end(agent)
 
 
 def call(agent: Agent, results: list[int]) -> None:

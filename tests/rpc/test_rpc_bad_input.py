@@ -78,7 +78,7 @@ def test_an_argument_that_cannot_be_rebuilt(world: RpcWorld) -> None:
     [
         ("local class", "LocalError"),
         ("needs two arguments", "NeedsTwo"),
-        ("holds a lock", "HoldsALock"),
+        ("holds a lock", "LockedError"),
         ("breaks when rebuilt", "UnbuildableError"),
         ("str fails", "StrFails"),
     ],

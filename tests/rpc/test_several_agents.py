@@ -5,48 +5,24 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import torch
+from agents_here import LIMIT_S, agents_here
 
 from rpcdist import autograd, rpc
-from rpcdist.collectives import HashStore
 from rpcdist.errors import AlreadyInitialized, NotInitialized, RRefError
 from rpcdist.rpc._agent import Agent
-from rpcdist.rpc._current import agent_or_none, forget_agent, use_agent
-from rpcdist.rpc._start import node_options, start_agent
+from rpcdist.rpc._current import agent_or_none, use_agent
 from rpcdist.testing import eventually
-from rpcdist.transport import Node
 
-LIMIT_S = 30.0
 NAMES = ("ada", "bob", "cy")
-
-
-def start(store: HashStore, rank: int) -> Agent:
-    options = rpc.RpcOptions(rpc_timeout=LIMIT_S)
-    network = Node(node_options(options)).start()
-    return start_agent(
-        store=store.clone(), name=NAMES[rank], rank=rank, world_size=len(NAMES), options=options, network=network
-    )
-
-
-def end(agent: Agent) -> None:
-    agent.close()
-    forget_agent(agent)
-    agent.release()
 
 
 @pytest.fixture
 def agents(job_token: str) -> Iterator[tuple[Agent, ...]]:
-    store = HashStore(LIMIT_S)
-    with ThreadPoolExecutor(len(NAMES)) as starting:
-        started = tuple(starting.map(lambda rank: start(store, rank), range(len(NAMES))))
-    with ExitStack() as stack:
-        for agent in reversed(started):
-            stack.callback(end, agent)
+    with agents_here(*NAMES) as started:
         yield started
 
 

@@ -12,14 +12,12 @@ from rpcdist._proto import rpc_pb2, value_pb2
 from rpcdist.errors import TransportError
 from rpcdist.ids import Identity
 from rpcdist.transport._channels.socket_channel import SocketChannel
-from rpcdist.transport.memory_copies import LargeBuffer
 from rpcdist.transport.session import NullHandler, Session
 from rpcdist.transport.wire_messages import CallMessage, ReplyMessage
 
 __all__ = [
     "LIMIT_S",
     "Borrowed",
-    "Bytes",
     "ChannelPair",
     "Handler",
     "Io",
@@ -31,13 +29,6 @@ __all__ = [
 ]
 
 LIMIT_S = 20.0
-
-
-class Bytes(LargeBuffer):
-    """A large buffer of the sender."""
-
-    def __init__(self, data: bytes) -> None:
-        super().__init__(memoryview(data))
 
 
 def call(id: int, body: bytes = b"") -> CallMessage:

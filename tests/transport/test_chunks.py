@@ -9,7 +9,8 @@ import pytest
 from chunk_envelopes import chunk_envelope, chunk_of, messages_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from session_pairs import Bytes, announced, call
+from session_pairs import announced, call
+from transport_nodes import Memory
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import ProtocolViolation, SerializationError
@@ -179,7 +180,7 @@ def written(outgoing: Outgoing) -> list[bytes]:
 
 def test_no_more_chunks_than_the_peer_has_granted_and_messages_pass() -> None:
     outgoing = Outgoing()
-    outgoing.add(call(1), [Bytes(bytes(CHUNK_WINDOW_BYTES + 3 * CHUNK_BYTES))])
+    outgoing.add(call(1), [Memory(bytes(CHUNK_WINDOW_BYTES + 3 * CHUNK_BYTES))])
     sent = list(iter(outgoing.next_envelope, None))
     assert [shape(envelope) for envelope in sent[:1]] == ["1"]
     assert len(sent) == 1 + CHUNK_WINDOW_BYTES // CHUNK_BYTES
@@ -235,8 +236,8 @@ def test_messages_that_wait_go_together() -> None:
 
 def test_small_messages_go_first_and_transfers_take_turns() -> None:
     outgoing = Outgoing()
-    outgoing.add(call(1), [Bytes(b"a" * (2 * CHUNK_BYTES + 3)), Bytes(b"b" * 4)])
-    outgoing.add(call(2), [Bytes(b"c" * (CHUNK_BYTES + 1))])
+    outgoing.add(call(1), [Memory(b"a" * (2 * CHUNK_BYTES + 3)), Memory(b"b" * 4)])
+    outgoing.add(call(2), [Memory(b"c" * (CHUNK_BYTES + 1))])
     outgoing.add(call(3))
     seen = []
     while (envelope := outgoing.next_envelope()) is not None:
@@ -251,7 +252,7 @@ def test_small_messages_go_first_and_transfers_take_turns() -> None:
 
 def test_a_stream_of_small_messages_does_not_starve_a_transfer() -> None:
     outgoing = Outgoing()
-    outgoing.add(call(1), [Bytes(b"a" * 3 * CHUNK_BYTES)])
+    outgoing.add(call(1), [Memory(b"a" * 3 * CHUNK_BYTES)])
     kinds = ""
     for number in range(2, 8):
         outgoing.add(call(number))
@@ -275,7 +276,7 @@ def test_a_message_too_big_for_an_envelope_is_wrapped(size: int) -> None:
     outgoing = Outgoing()
     body = random.Random(size).randbytes(size)
     outgoing.add(call(1, body))
-    outgoing.add(call(2, body), [Bytes(b"beside" * MIB), Bytes(b"")])
+    outgoing.add(call(2, body), [Memory(b"beside" * MIB), Memory(b"")])
     outgoing.add(call(3))
     envelopes = written(outgoing)
     assert max(map(len, envelopes)) <= MAX_ENVELOPE_BYTES + MAX_FRAME_BYTES
@@ -286,8 +287,8 @@ def test_a_message_too_big_for_an_envelope_is_wrapped(size: int) -> None:
 def test_an_abort_stops_a_transfer_wherever_it_is() -> None:
     for envelopes_before in range(4):
         outgoing, incoming = Outgoing(), Incoming()
-        number = outgoing.add(call(1), [Bytes(b"a" * 3 * CHUNK_BYTES)])
-        outgoing.add(call(2), [Bytes(b"b" * 10)])
+        number = outgoing.add(call(1), [Memory(b"a" * 3 * CHUNK_BYTES)])
+        outgoing.add(call(2), [Memory(b"b" * 10)])
         sent = [outgoing.next_envelope() for _ in range(envelopes_before)]
         assert outgoing.abort(number) is not None
         outgoing.add(rpc_pb2.Message(transfer_aborted=rpc_pb2.TransferAborted(transfer=number)))
@@ -298,7 +299,7 @@ def test_an_abort_stops_a_transfer_wherever_it_is() -> None:
 def test_an_abort_stops_what_is_wrapped_and_what_follows_it() -> None:
     for envelopes_before in (0, 2, 4):
         outgoing = Outgoing()
-        number = outgoing.add(call(1, b"x" * 2 * MIB), [Bytes(b"a" * 2 * CHUNK_BYTES)])
+        number = outgoing.add(call(1, b"x" * 2 * MIB), [Memory(b"a" * 2 * CHUNK_BYTES)])
         sent = [outgoing.next_envelope() for _ in range(envelopes_before)]
         assert outgoing.abort(number) is not None
         outgoing.add(rpc_pb2.Message(transfer_aborted=rpc_pb2.TransferAborted(transfer=number)))
@@ -310,7 +311,7 @@ def test_an_abort_says_which_segments_the_peer_will_not_read_of(envelopes_before
     outgoing = Outgoing()
     message = call(1, b"x" * 2 * MIB)
     set_large(message, [2 * CHUNK_BYTES, MIB], [Loan(1, 7)])
-    number = outgoing.add(message, [Bytes(b"a" * 2 * CHUNK_BYTES), Bytes(b"")])
+    number = outgoing.add(message, [Memory(b"a" * 2 * CHUNK_BYTES), Memory(b"")])
     for _ in range(envelopes_before):
         outgoing.next_envelope()
     assert outgoing.abort(number) == [7]
@@ -328,18 +329,18 @@ def test_a_message_that_is_wrapped_can_be_aborted_too() -> None:
 
 def test_an_abort_after_the_last_chunk_changes_nothing() -> None:
     outgoing = Outgoing()
-    number = outgoing.add(call(1), [Bytes(b"abc")])
+    number = outgoing.add(call(1), [Memory(b"abc")])
     envelopes = written(outgoing)
     assert outgoing.abort(number) is None and outgoing.abort(77) is None
     assert receive(envelopes) == [(1, [b"abc"])]
 
 
-def item(stream: int, index: int, size: int = 0) -> tuple[rpc_pb2.Message, list[Bytes]]:
+def item(stream: int, index: int, size: int = 0) -> tuple[rpc_pb2.Message, list[Memory]]:
     """An item of a stream: its index in the message, `size` bytes beside it."""
     message = rpc_pb2.Message()
     message.stream_item.id = stream
     message.stream_item.value.body = str(index).encode()
-    return message, [Bytes(b"i" * size)] if size else []
+    return message, [Memory(b"i" * size)] if size else []
 
 
 def stream_parts(envelopes: list[bytes]) -> dict[int, list[str]]:
@@ -406,6 +407,6 @@ def test_whatever_is_sent_arrives_whole(messages: list[tuple[int, list[int]]]) -
     expected = []
     for number, (mebibytes, sizes) in enumerate(messages, 1):
         buffers = [bytes([number]) * size for size in sizes]
-        outgoing.add(call(number, b"x" * (mebibytes * MIB // 2)), list(map(Bytes, buffers)))
+        outgoing.add(call(number, b"x" * (mebibytes * MIB // 2)), list(map(Memory, buffers)))
         expected.append((number, buffers))
     assert sorted(receive(written(outgoing))) == expected

@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator, Callable
 from contextvars import ContextVar
 
 import pytest
-from session_pairs import LIMIT_S, Bytes, ChannelPair, call, for_loop
+from session_pairs import LIMIT_S, ChannelPair, call, for_loop
+from transport_nodes import Memory
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.testing import eventually_async, wait_until_asleep
@@ -100,7 +101,7 @@ async def test_a_leader_receives_large_buffers(pair: ChannelPair, size: int) -> 
     """In chunks the first time, in lent memory the second."""
     leader = Leader(pair, misses(pair, 2)).asleep()
     for number in (1, 2):
-        pair.sessions[0].send(call(number), [Bytes(bytes([number]) * size)])
+        pair.sessions[0].send(call(number), [Memory(bytes([number]) * size)])
         assert await pair.handlers[1].next() == (number, [bytes([number]) * size])
     await leader.joined()
     assert leader.result is True

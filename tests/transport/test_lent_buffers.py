@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import pytest
-from session_pairs import LIMIT_S, Bytes, ChannelPair, call
+from session_pairs import LIMIT_S, ChannelPair, call
+from transport_nodes import Memory
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.transport._framing.frames import CHUNK_BYTES, ReturnedSegments, frame, returned_frame
@@ -37,7 +38,7 @@ async def pair() -> AsyncIterator[ChannelPair]:
 
 async def exchange(pair: ChannelPair, data: bytes, side: int = 0) -> bytes:
     """Sends a buffer; returns what arrived, whose memory is free again then."""
-    pair.sessions[side].send(call(1), [Bytes(data)])
+    pair.sessions[side].send(call(1), [Memory(data)])
     _, buffers = await pair.handlers[1 - side].next()
     return buffers[0]
 
@@ -69,7 +70,7 @@ async def until_returned(pair: ChannelPair, side: int = 0) -> None:
 
 async def test_each_message_lends_its_buffer_from_the_first_on(pair: ChannelPair) -> None:
     for letter in (b"a", b"b", b"c"):
-        pair.sessions[0].send(call(2), [Bytes(letter * LARGE)])
+        pair.sessions[0].send(call(2), [Memory(letter * LARGE)])
         async with asyncio.timeout(LIMIT_S):
             message, [buffer] = await pair.handlers[1].received.get()
         assert len(message.loans) == 1 and list(message.large) == [LARGE]
@@ -92,7 +93,7 @@ async def test_messages_in_a_row_use_few_segments_and_none_stays_lent(pair: Chan
 async def test_lent_and_other_buffers_of_one_message(pair: ChannelPair) -> None:
     sizes = [40_000, LARGE, 0, LARGE, 100]
     for _ in range(4):
-        pair.sessions[0].send(call(3), [Bytes(os.urandom(1)[:1] * size) for size in sizes])
+        pair.sessions[0].send(call(3), [Memory(os.urandom(1)[:1] * size) for size in sizes])
         number, received = await pair.handlers[1].next()
         assert number == 3 and [len(data) for data in received] == sizes
         assert all(len(set(data)) <= 1 for data in received)
@@ -100,7 +101,7 @@ async def test_lent_and_other_buffers_of_one_message(pair: ChannelPair) -> None:
 
 async def test_the_first_message_of_many_buffers_is_lent_as_a_whole(pair: ChannelPair) -> None:
     sizes = [LARGE + 1000 * number for number in range(300)]
-    pair.sessions[0].send(call(1), [Bytes(bytes([number % 256]) * size) for number, size in enumerate(sizes)])
+    pair.sessions[0].send(call(1), [Memory(bytes([number % 256]) * size) for number, size in enumerate(sizes)])
     async with asyncio.timeout(LIMIT_S):
         message, buffers = await pair.handlers[1].received.get()
     assert sorted(loan.buffer for loan in message.loans) == list(range(300))
@@ -124,7 +125,7 @@ async def test_a_receiver_without_descriptors_gets_the_first_message_too(
 
     monkeypatch.setattr(channel, "take_descriptor", close)
     for number in range(3):
-        pair.sessions[0].send(call(number), [Bytes(bytes([number]) * size) for size in sizes])
+        pair.sessions[0].send(call(number), [Memory(bytes([number]) * size) for size in sizes])
         assert await pair.handlers[1].next() == (number, [bytes([number]) * size for size in sizes])
     assert taken, "no buffer was lent"
 
@@ -132,7 +133,7 @@ async def test_a_receiver_without_descriptors_gets_the_first_message_too(
 async def test_a_receiver_that_refuses_while_messages_are_under_way(pair: ChannelPair) -> None:
     pair.sessions[1]._shared._allowed = False  # type: ignore[union-attr]
     for number in range(40):
-        pair.sessions[0].send(call(number), [Bytes(bytes([number]) * (LARGE + number)), Bytes(b"small" * 10_000)])
+        pair.sessions[0].send(call(number), [Memory(bytes([number]) * (LARGE + number)), Memory(b"small" * 10_000)])
     received = dict([await pair.handlers[1].next() for _ in range(40)])
     assert received == {n: [bytes([n]) * (LARGE + n), b"small" * 10_000] for n in range(40)}
     assert await until(lambda: repr(lender(pair)) == "<Lender 0 lent, 0 free, 0 B>")
@@ -141,7 +142,7 @@ async def test_a_receiver_that_refuses_while_messages_are_under_way(pair: Channe
 async def test_threads_that_send_at_the_same_time(pair: ChannelPair) -> None:
     def send(thread: int) -> None:
         for _ in range(20):
-            pair.sessions[0].send(call(thread), [Bytes(bytes([thread]) * LARGE)])
+            pair.sessions[0].send(call(thread), [Memory(bytes([thread]) * LARGE)])
 
     threads = [threading.Thread(target=send, args=(thread,)) for thread in range(1, 5)]
     for thread in threads:
@@ -164,8 +165,8 @@ async def test_one_side_that_does_not_share_is_enough(shares: tuple[bool, bool])
 
 
 async def test_a_descriptor_arrives_when_the_socket_was_full(pair: ChannelPair) -> None:
-    pair.sessions[0].send(call(1), [Bytes(b"x" * (64 << 20))])  # its chunks fill the socket
-    pair.sessions[0].send(call(2), [Bytes(b"y" * LARGE)])
+    pair.sessions[0].send(call(1), [Memory(b"x" * (64 << 20))])  # its chunks fill the socket
+    pair.sessions[0].send(call(2), [Memory(b"y" * LARGE)])
     received = dict([await pair.handlers[1].next(), await pair.handlers[1].next()])
     assert {number: len(buffers[0]) for number, buffers in received.items()} == {1: 64 << 20, 2: LARGE}
     await until_free(pair)
@@ -175,7 +176,7 @@ async def test_a_descriptor_arrives_when_the_socket_was_full(pair: ChannelPair) 
 async def test_memory_that_somebody_uses_outlives_the_session(pair: ChannelPair) -> None:
     await exchange(pair, b"a" * LARGE)
     await until_free(pair)
-    pair.sessions[0].send(call(2), [Bytes(b"b" * LARGE)])
+    pair.sessions[0].send(call(2), [Memory(b"b" * LARGE)])
     message, [buffer] = await pair.handlers[1].received.get()
     assert len(message.loans) == 1
     gc.collect()  # what earlier tests have dropped
@@ -252,7 +253,7 @@ async def test_a_message_that_is_aborted_gives_back_what_was_lent_for_it(pair: C
     await exchange(pair, bytes(LARGE))
     await until_free(pair)
     session = pair.sessions[0]
-    number = session.send(call(1, bytes(2 * CHUNK_BYTES)), [Bytes(bytes(LARGE))])  # too long for one envelope
+    number = session.send(call(1, bytes(2 * CHUNK_BYTES)), [Memory(bytes(LARGE))])  # too long for one envelope
     assert len(lender(pair)._lent) == 1
     session.abort_transfer(number, "for the test")
     await until_returned(pair)

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 from chunk_envelopes import chunk_envelope
-from session_pairs import LIMIT_S, Bytes, ChannelPair, announced, call
+from session_pairs import LIMIT_S, ChannelPair, announced, call
+from transport_nodes import Memory
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import TransportError
@@ -57,7 +58,7 @@ async def test_what_somebody_waits_for_is_written_at_once(
 ) -> None:
     """The loop does not run in between, so only this thread can have written it."""
     session = pair.sessions[0]
-    session.send(message, [Bytes(data) for data in buffers])
+    session.send(message, [Memory(data) for data in buffers])
     assert session._outgoing.is_empty is expected and session._writer._awake is not expected
     assert await session.drain(LIMIT_S)
 
@@ -284,7 +285,7 @@ async def test_many_threads_lose_and_reorder_nothing(
 
     def send(thread: int) -> None:
         for index in range(300):
-            buffers = [Bytes(big)] if index == 100 else []
+            buffers = [Memory(big)] if index == 100 else []
             pair.sessions[thread % 2].send(call(thread * 1000 + index + 1), buffers)
 
     await asyncio.gather(*(asyncio.to_thread(send, thread) for thread in range(6)))
@@ -314,7 +315,7 @@ async def test_small_messages_pass_transfers_in_both_directions(pair: ChannelPai
     data = os.urandom(8 << 20)
     for side in (0, 1):
         for number in range(1, 5):
-            pair.sessions[side].send(call(number), [Bytes(data)])
+            pair.sessions[side].send(call(number), [Memory(data)])
         for number in range(10, 20):
             pair.sessions[side].send(call(number))
     for side in (0, 1):
@@ -329,7 +330,7 @@ async def test_a_receiver_that_stands_still_stops_the_sender(pair: ChannelPair) 
     pair.streams[1].abort = lambda reason: None
     await asyncio.wait([pair.tasks[1]], timeout=LIMIT_S)
     session, size = pair.sessions[0], 64 << 20
-    session.send(call(1), [Bytes(bytes(size))])
+    session.send(call(1), [Memory(bytes(size))])
     await asyncio.sleep(0.1)  # in which a sender that minds no credit would send more
     [transfer] = session._outgoing._transfers
     assert transfer.at <= CHUNK_WINDOW_BYTES + CHUNK_BYTES
@@ -357,8 +358,8 @@ async def test_who_writes_to_a_peer_that_closed_learns_the_peers_reason(pair: Ch
 
 
 async def test_a_peer_that_is_gone_ends_the_session_at_once(pair: ChannelPair) -> None:
-    pair.sessions[0].send(call(1), [Bytes(bytes(64 << 20))])
-    pair.sessions[1].send(call(2), [Bytes(bytes(64 << 20))])
+    pair.sessions[0].send(call(1), [Memory(bytes(64 << 20))])
+    pair.sessions[1].send(call(2), [Memory(bytes(64 << 20))])
     await asyncio.sleep(0)
     pair.sockets[1].shutdown(socket.SHUT_RDWR)  # what the kernel does for a process that was killed
     assert await pair.sessions[0].ended(LIMIT_S) and await pair.sessions[1].ended(LIMIT_S)
@@ -397,9 +398,9 @@ async def test_a_handler_that_fails_is_named_to_the_peer(
 
 
 async def test_an_aborted_transfer_frees_the_channel(pair: ChannelPair) -> None:
-    number = pair.sessions[0].send(call(1), [Bytes(bytes(64 << 20))])
+    number = pair.sessions[0].send(call(1), [Memory(bytes(64 << 20))])
     pair.sessions[0].abort_transfer(number, "not wanted")
-    pair.sessions[0].send(call(2), [Bytes(bytes(CHUNK_BYTES))])
+    pair.sessions[0].send(call(2), [Memory(bytes(CHUNK_BYTES))])
     assert (await pair.handlers[1].next())[0] == 2
     assert await pair.sessions[0].drain(LIMIT_S) and pair.handlers[1].received.empty()
 
@@ -427,7 +428,7 @@ def test_an_envelope_in_parts_is_the_envelope() -> None:
     data = os.urandom(2 * CHUNK_BYTES + 5)
     whole, parts = Outgoing(), Outgoing()
     for outgoing in (whole, parts):
-        outgoing.add(call(1), [Bytes(data)])
+        outgoing.add(call(1), [Memory(data)])
     while (envelope := whole.next_envelope()) is not None:
         taken = parts.next_parts()
         assert taken is not None
@@ -440,7 +441,7 @@ def test_an_envelope_in_parts_is_the_envelope() -> None:
 def test_the_queue_of_a_session_stands_many_threads() -> None:
     """Credit that is granted while another thread takes chunks is not lost."""
     outgoing, rounds = Outgoing(), 100
-    outgoing.add(call(1), [Bytes(bytes(CHUNK_BYTES * rounds))])
+    outgoing.add(call(1), [Memory(bytes(CHUNK_BYTES * rounds))])
     taken: list[int] = []
 
     def take() -> None:

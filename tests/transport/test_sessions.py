@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 from chunk_envelopes import chunk_envelope
-from session_pairs import LIMIT_S, Bytes, ChannelPair, MemoryPair, Pair, announced, call
+from session_pairs import LIMIT_S, ChannelPair, MemoryPair, Pair, announced, call
+from transport_nodes import Memory
 
 from rpcdist.transport._framing.frames import CHUNK_BYTES, frame
 
@@ -55,15 +56,15 @@ async def test_a_session_delivers_from_many_threads(pair: Pair) -> None:
 
 
 async def test_small_messages_overtake_large_ones(pair: Pair) -> None:
-    pair.sessions[0].send(call(1), [Bytes(b"a" * 5 * CHUNK_BYTES)])
+    pair.sessions[0].send(call(1), [Memory(b"a" * 5 * CHUNK_BYTES)])
     pair.sessions[0].send(call(2))
     assert [(await pair.handlers[1].next())[0] for _ in range(2)] == [2, 1]
 
 
 async def test_an_aborted_transfer_never_arrives(pair: Pair) -> None:
-    number = pair.sessions[0].send(call(1), [Bytes(b"a" * 50 * CHUNK_BYTES)])
+    number = pair.sessions[0].send(call(1), [Memory(b"a" * 50 * CHUNK_BYTES)])
     pair.sessions[0].abort_transfer(number, "not wanted")
-    pair.sessions[0].send(call(2), [Bytes(b"b" * CHUNK_BYTES)])
+    pair.sessions[0].send(call(2), [Memory(b"b" * CHUNK_BYTES)])
     assert (await pair.handlers[1].next())[0] == 2
     assert await pair.sessions[0].drain(LIMIT_S)
     assert pair.handlers[1].received.empty()
@@ -114,7 +115,7 @@ async def test_silence_ends_a_session_and_heartbeats_prevent_it() -> None:
 
 async def test_draining_says_whether_all_was_written(memory_pair: MemoryPair) -> None:
     assert await memory_pair.sessions[0].drain(LIMIT_S)
-    memory_pair.sessions[0].send(call(1), [Bytes(b"a" * 3 * CHUNK_BYTES)])
+    memory_pair.sessions[0].send(call(1), [Memory(b"a" * 3 * CHUNK_BYTES)])
     assert await memory_pair.sessions[0].drain(LIMIT_S)
     assert memory_pair.streams[0].num_written == 4
     memory_pair.sessions[0].close("enough")

@@ -9,7 +9,8 @@ from typing import Any, cast
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from session_pairs import Bytes, announced, call
+from session_pairs import announced, call
+from transport_nodes import Memory
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import ProtocolViolation
@@ -222,7 +223,7 @@ class Taken:
 
 
 def queue(outgoing: Outgoing, id: int, size: int) -> int:
-    buffers: list[LargeBuffer] = [Bytes(b"x" * size)] if size else []
+    buffers: list[LargeBuffer] = [Memory(b"x" * size)] if size else []
     return outgoing.add(call(id), buffers)
 
 
@@ -249,7 +250,7 @@ def test_the_parts_of_a_stream_and_what_was_aborted_stay_here() -> None:
     outgoing.striper = cast(Striping, striper)
     item = rpc_pb2.Message()
     item.stream_item.id = 9
-    outgoing.add(item, [Bytes(b"x" * 5000)])
+    outgoing.add(item, [Memory(b"x" * 5000)])
     assert outgoing.abort(queue(outgoing, 2, 5000)) == ()
     while outgoing.next_envelope() is not None:
         pass
