@@ -7,7 +7,7 @@ import hashlib
 import hmac
 import importlib.resources
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from functools import cache
 from typing import Any, Final
@@ -27,7 +27,7 @@ from rpcdist.time_limits import LIVE_VIEW_PERIOD_S, SLOW_ANSWER_LIMIT_S
 
 MAX_VIEWERS: Final = 20
 MAX_CONNECTIONS: Final = 128  # a browser has six; silent ones take a descriptor each, and uvicorn has no limit for them
-_TYPES: Final = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
+_TYPES: Final = {"html": "text/html", "js": "text/javascript", "css": "text/css"}
 _HEADERS: Final = (
     # Plotly draws with `style` attributes, and its images are data URLs.
     (b"content-security-policy", b"default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:"),
@@ -73,7 +73,7 @@ def make_page_server(watch: JobWatch, token: str, is_ending: Callable[[], bool] 
         Route("/", _file("page.html")),
         Route("/page.js", _file("page.js")),
         Route("/page.css", _file("page.css")),
-        Route("/plotly.js", _plotly),
+        Route("/plotly.js", _file("plotly.min.js", "plotly", "package_data", {"Cache-Control": "max-age=86400"})),
         Route("/events", events),
         Route("/worker", worker),
     ]
@@ -173,23 +173,15 @@ async def _until_gone(receive: Receive) -> None:
         pass
 
 
-def _file(name: str) -> Callable[[Request], Awaitable[Response]]:
+def _file(
+    name: str, package: str = "rpcdist._dashboard", folder: str = "page", headers: Mapping[str, str] | None = None
+) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
-        return Response(_read(name), media_type=_TYPES[name.rpartition(".")[2]])
+        return Response(_read(package, folder, name), media_type=_TYPES[name.rpartition(".")[2]], headers=headers)
 
     return answer
 
 
 @cache
-def _read(name: str) -> bytes:
-    return (importlib.resources.files("rpcdist._dashboard") / "page" / name).read_bytes()
-
-
-async def _plotly(request: Request) -> Response:
-    """The charting library from its Python package."""
-    return Response(_plotly_script(), media_type=_TYPES["js"], headers={"Cache-Control": "max-age=86400"})
-
-
-@cache
-def _plotly_script() -> bytes:
-    return (importlib.resources.files("plotly") / "package_data" / "plotly.min.js").read_bytes()
+def _read(package: str, folder: str, name: str) -> bytes:
+    return (importlib.resources.files(package) / folder / name).read_bytes()

@@ -1,3 +1,1 @@
 """`python -m rpcdist doctor`: finds why the workers of a job cannot reach each other, and how to fix it."""
-
-__all__: list[str] = []

@@ -1,3 +1,1 @@
 """The commands that inspect a running job (`stacks`), or the files of a failed one (`report`)."""
-
-__all__: list[str] = []

@@ -146,8 +146,7 @@ def launch(
         engine = LocalRanks(dict(enumerate(plan.ranks)), calls, variables, stop, output)
         with job_record(name, f"{HOST}:{port}", output.log_dir) as write:
             outcome = run_job(engine, progress, stop, partial(write, plan, progress))
-    results = results_of(outcome, plan, progress, output, join_timeout_s, named=roles is not None)
-    return results if roles is None else results_by_role(results, plan)
+    return results_of(outcome, plan, progress, output, join_timeout_s, by_role=roles is not None)
 
 
 def roles_of(
@@ -214,11 +213,17 @@ def results_of(
     progress: Progress,
     output: JobOutput,
     join_timeout_s: float | None,
-    named: bool,
-) -> list[Any]:
-    """Returns the results by rank; raises if the job did not succeed."""
+    by_role: bool,
+) -> list[Any] | dict[str, list[Any]]:
+    """Returns the results by rank, or lists of them by role; raises if the job did not succeed."""
     if isinstance(outcome, Succeeded):
-        return [None if one is None else load_result(rank, one) for rank, one in enumerate(outcome.results)]
+        results = [None if one is None else load_result(rank, one) for rank, one in enumerate(outcome.results)]
+        if not by_role:
+            return results
+        lists: dict[str, list[Any]] = {}
+        for one, result in zip(plan.ranks, results, strict=True):
+            lists.setdefault(one.role.name, []).append(result)
+        return lists
     if outcome == signal.SIGINT:
         raise interrupted()
     if isinstance(outcome, signal.Signals):
@@ -227,21 +232,12 @@ def results_of(
     error = error_of(outcome, len(plan.ranks), join_timeout_s)
     if isinstance(error, ProcessFailed):
         name = plan.ranks[error.rank].name
-        error.worker = name if named else ""
+        error.worker = name if by_role else ""
         error.output = output.tail(name, ERROR_LINES)
         error.outcomes = {
             one.name: progress.state(rank) if progress.is_over(rank) else "stopped"
             for rank, one in enumerate(plan.ranks)
         }
         for rank, loss in progress.losses().items():
-            restarts = f"restarted {progress.num_restarts(rank)} of {plan.max_restarts[rank]} times"
-            error.add_note(f"{plan.ranks[rank].name} {loss}, and was {restarts}")
+            error.add_note(f"{plan.ranks[rank].name} {loss}")
     raise error
-
-
-def results_by_role(results: list[Any], plan: JobPlan) -> dict[str, list[Any]]:
-    """Converts results by rank to lists by role."""
-    by_role: dict[str, list[Any]] = {}
-    for one, result in zip(plan.ranks, results, strict=True):
-        by_role.setdefault(one.role.name, []).append(result)
-    return by_role

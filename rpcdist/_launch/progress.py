@@ -89,7 +89,7 @@ class Progress:
         self._pause_s = pause_s
         self._due = dict.fromkeys(ranks, -math.inf)  # when to start each rank
         self._starts: Counter[int] = Counter()  # by rank; with starts that the engine lost before they ran
-        self._restarts: Counter[int] = Counter()
+        self._restarts: Counter[int] = Counter()  # without those starts
         self._deaths: dict[int, ProcessEnded] = {}  # the last one of each restarted rank
         self._results: dict[int, bytes] = {}
         self._failures: dict[int, ProcessEnded | Exited | Raised] = {}
@@ -155,20 +155,15 @@ class Progress:
             state = f"{_words(self._deaths[rank])}, and starts again" if rank in self._deaths else "starts"
         else:
             state = "runs" if rank in self._ready else "starts"
-        number = self._restarts[rank]
-        return state + (f" (restarted {number} of {self._max_restarts.get(rank, 0)} times)" if number else "")
+        return f"{state} ({self._restarts_of(rank)})" if self._restarts[rank] else state
 
     def losses(self) -> dict[int, str]:
-        """Describes the end of the last process of each restarted rank: "was killed by SIGKILL ..."."""
-        return {rank: str(death) for rank, death in self._deaths.items()}
+        """Describes the losses of each restarted rank: "was killed by SIGKILL ..., and was restarted 1 of 3 times"."""
+        return {rank: f"{death}, and was {self._restarts_of(rank)}" for rank, death in self._deaths.items()}
 
     def has_ended(self, rank: int) -> bool:
         """Whether its process has ended and is not restarted."""
         return rank in self._ended
-
-    def num_restarts(self, rank: int) -> int:
-        """Returns how often it was restarted; starts that the engine lost do not count."""
-        return self._restarts[rank]
 
     def is_over(self, rank: int) -> bool:
         """Whether its function or its process has ended and is not restarted."""
@@ -179,7 +174,8 @@ class Progress:
         has_returned = rank in self._results
         if rank not in self._failures and not (has_returned and end.returncode == 0):
             death = replace(end, has_run=True, has_returned=has_returned)
-            if not has_returned and self._starts_again(rank, end.has_run):
+            may_restart = not end.has_run or self._restarts[rank] < self._max_restarts.get(rank, 0)
+            if not has_returned and may_restart:
                 self._restarts[rank] += end.has_run
                 self._deaths[rank] = death
                 self._ready.discard(rank)
@@ -188,8 +184,8 @@ class Progress:
             self._fail(rank, death, now)
         self._ended.add(rank)
 
-    def _starts_again(self, rank: int, has_run: bool) -> bool:
-        return not has_run or self._restarts[rank] < self._max_restarts.get(rank, 0)
+    def _restarts_of(self, rank: int) -> str:
+        return f"restarted {self._restarts[rank]} of {self._max_restarts.get(rank, 0)} times"
 
     def _fail(self, rank: int, cause: ProcessEnded | Exited | Raised, now: float) -> None:
         self._failures[rank] = cause

@@ -214,7 +214,8 @@ class BackgroundRanks:
         def is_ready() -> bool:
             self._check_watched()
             self._check_not_ended()
-            self._raise_failure()
+            if isinstance(outcome := self._progress.outcome(time.monotonic()), Failed):
+                raise error_of(outcome, len(self._ranks))
             return not self._progress.not_ready()
 
         if self._wait_for(is_ready, Deadline.after(notice_s).earlier(deadline)):
@@ -296,8 +297,3 @@ class BackgroundRanks:
     def _check_not_ended(self) -> None:
         if self._must_end:
             raise DeadlineExceeded("the start of the cluster was cancelled")
-
-    def _raise_failure(self) -> None:
-        outcome = self._progress.outcome(time.monotonic())
-        if isinstance(outcome, Failed):
-            raise error_of(outcome, len(self._ranks))

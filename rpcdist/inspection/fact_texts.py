@@ -16,16 +16,6 @@ from rpcdist.inspection import facts as facts_module
 from rpcdist.inspection.facts import Frame, LiveNotes, WorkerFacts
 from rpcdist.inspection.waits import Chain, Explanation, WaitLink
 
-__all__ = [
-    "MAX_FACTS_BYTES",
-    "describe",
-    "facts_from_json",
-    "facts_to_json",
-    "fields_of",
-    "notes_from_json",
-    "printable_lines",
-]
-
 MAX_FACTS_BYTES: Final = 3 << 20
 """The limit of one worker's JSON."""
 

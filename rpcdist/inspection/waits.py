@@ -23,8 +23,6 @@ from rpcdist.inspection.facts import (
 )
 from rpcdist.time_limits import LONG_WAIT_S
 
-__all__ = ["Chain", "Explanation", "WaitLink", "explain"]
-
 GATHERING_CALLS: Final = {
     "rpcdist.rpc._membership.gatherings:contribute": "barrier",
     "rpcdist.rpc._membership.shutdown:depart": "shutdown",

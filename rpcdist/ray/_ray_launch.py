@@ -18,7 +18,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 
 from rpcdist._launch.job_plan import JobPlan, RankPlan, Role, plan_job
 from rpcdist._launch.job_records import job_record
-from rpcdist._launch.launching import check_join_timeout, progress_of, results_by_role, results_of, roles_of, run_here
+from rpcdist._launch.launching import check_join_timeout, progress_of, results_of, roles_of, run_here
 from rpcdist._launch.output import JobOutput
 from rpcdist._launch.placement import placement_from_environment
 from rpcdist._launch.progress import Late, Outcome, Progress
@@ -118,8 +118,7 @@ def launch(
             outcome: Any = stop.received or Late(tuple(range(len(plan.ranks))))
         else:
             outcome = _run(plan, calls, group, runtime_env, progress, stop, name)
-    results = results_of(outcome, plan, progress, JobOutput(), join_timeout_s, named=roles is not None)
-    return results if roles is None else results_by_role(results, plan)
+    return results_of(outcome, plan, progress, JobOutput(), join_timeout_s, by_role=roles is not None)
 
 
 def _run(
@@ -224,8 +223,8 @@ def _free(bundles: Sequence[Mapping[str, float]]) -> str:
 
 
 def say_where(plans: Mapping[int, RankPlan], where: Mapping[int, Where]) -> None:
+    """Shows the user, once, where each rank runs."""
     by_node: dict[str, list[str]] = {}
     for rank, place in where.items():
         by_node.setdefault(f"{place.node} ({place.address})", []).append(plans[rank].name)
-    """Shows the user, once, where each rank runs."""
     print("; ".join(f"{node}: {', '.join(names)}" for node, names in by_node.items()), file=sys.stderr)

@@ -1,7 +1,7 @@
 """The worker's side: it handles one request after the other on its main thread, until the test's process ends.
 
-A request is a number and a pickled (function, args, kwargs); the answer is the number and the pickled value or
-`CallFailure`.
+A request is a number and a pickled (function, args, kwargs). The answer is the number, whether the function failed, and
+the pickled value, or the pickled error and its traceback.
 """
 
 from __future__ import annotations
@@ -17,17 +17,8 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
-
-
-@dataclass(frozen=True, slots=True)
-class CallFailure:
-    """The error that a function raised, and its traceback."""
-
-    error: BaseException
-    trace: str
 
 
 def pack(what: object) -> bytes:
@@ -92,18 +83,19 @@ def _carry_out_next(connection: Connection[Any, Any]) -> None:
     """Handles one request and keeps nothing: a worker holds only the objects that its functions stored."""
     connection.poll(None)
     number, packed = unpack(connection.recv_bytes())
-    connection.send_bytes(pack((number, _outcome_of(packed))))
+    connection.send_bytes(pack((number, *_outcome_of(packed))))
 
 
-def _outcome_of(packed: bytes) -> bytes:
+def _outcome_of(packed: bytes) -> tuple[bool, bytes]:
+    value: object
     try:
-        value = _call(packed)
+        has_failed, value = False, _call(packed)
     except BaseException as exc:
-        value = CallFailure(exc, traceback.format_exc())
+        has_failed, value = True, (exc, traceback.format_exc())
     try:
-        return pack(value)
+        return has_failed, pack(value)
     except Exception as exc:  # it cannot be pickled
-        return pack(CallFailure(RuntimeError(f"{exc!r} when sending {value!r}"), traceback.format_exc()))
+        return True, pack((RuntimeError(f"{exc!r} when sending {value!r}"), traceback.format_exc()))
     finally:
         del value  # or the error's traceback would keep this frame, and through it the error, alive
 

@@ -28,8 +28,6 @@ from rpcdist.rpc._start import start_agent
 from rpcdist.testing.limits import LIMIT_S
 from rpcdist.testing.memory_network import MemoryNetwork, MemoryNode
 
-__all__ = ["InProcessCluster"]
-
 MAX_CALLS = 64  # at the same time; threads start on demand
 
 T = TypeVar("T")

@@ -40,8 +40,6 @@ from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.roles import Roles
 from rpcdist.transport.session import NullHandler, Session, SessionHandler
 
-__all__ = ["MemoryConnection", "MemoryNetwork", "MemoryNode"]
-
 
 class Path:
     """The path from one worker to another: delay, loss and cuts of all data on it. Data moves on the I/O loop.

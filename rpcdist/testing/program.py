@@ -19,8 +19,6 @@ from collections.abc import Mapping
 
 from rpcdist.testing.limits import LIMIT_S
 
-__all__ = ["Program", "free_port"]
-
 
 class Program:
     """A Python program; the end of the `with` block kills it and the processes that it started, if they still run.

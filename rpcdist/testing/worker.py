@@ -63,8 +63,6 @@ def server_pid() -> int:
     return pid
 
 
-__all__ = ["Pending", "Worker", "WorkerEnded", "WorkerTimeout", "wait_for_any"]
-
 OUTPUT_TAIL_CHARS = 8000
 
 T = TypeVar("T")
@@ -129,7 +127,7 @@ class Worker:
         self._output = output
         self._num_begun = 0
         self._num_answered = 0
-        self._outcomes: dict[int, bytes] = {}
+        self._outcomes: dict[int, tuple[bool, bytes]] = {}  # as `_child` sends them
         server_pid()  # starts the server
         self._connection, theirs = _context.Pipe()
         _limit_waits(self._connection)
@@ -281,13 +279,13 @@ class Worker:
         try:
             if not self._connection.poll():
                 raise EOFError
-            number, packed = _child.unpack(self._connection.recv_bytes())
+            number, *outcome = _child.unpack(self._connection.recv_bytes())
         except (EOFError, ConnectionResetError):
             raise WorkerEnded(f"{self!r} has ended, with status {self.wait()}") from None
         except BlockingIOError:  # a stopped process, or a dead one whose child holds the connection
             raise WorkerTimeout(f"{self!r} stopped in the middle of an answer") from None
         self._num_answered = number
-        self._outcomes[number] = packed
+        self._outcomes[number] = outcome
 
     def _outcome(self, number: int, what: str, limit_s: float) -> Any:
         try:
@@ -296,10 +294,12 @@ class Worker:
             raise WorkerEnded(f"{what}: {exc}\n{self._tail()}") from None
         if not answered:
             raise WorkerTimeout(f"{what} did not return within {limit_s} s\n{self.stacks()}\n{self._tail()}")
-        value = _child.unpack(self._outcomes.pop(number))
-        if isinstance(value, _child.CallFailure):
-            value.error.add_note(f"In {self!r}:\n{value.trace}")
-            raise value.error
+        has_failed, packed = self._outcomes.pop(number)
+        value = _child.unpack(packed)
+        if has_failed:
+            error, trace = value
+            error.add_note(f"In {self!r}:\n{trace}")
+            raise error
         return value
 
     def _tail(self) -> str:

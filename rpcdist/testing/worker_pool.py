@@ -15,12 +15,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from rpcdist.testing.limits import END_LIMIT_S, LIMIT_S
 from rpcdist.testing.worker import Pending, Worker, WorkerTimeout
-
-__all__ = ["RankPool", "RpcWorld", "WorkerPool"]
 
 T = TypeVar("T")
 
@@ -99,7 +97,7 @@ class WorkerPool:
         self._num_files = 0
         self._num_started = 0
 
-    def __enter__(self) -> WorkerPool:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -177,7 +175,7 @@ class WorkerPool:
         self._folder.cleanup()
 
 
-class RankPool:
+class RankPool(WorkerPool):
     """Workers by rank; they start when they are first needed, and dead or hung ones are replaced.
 
     ranks = RankPool()
@@ -185,43 +183,26 @@ class RankPool:
 
     A worker keeps the objects that its functions store in their modules.
 
-    Args:
-        environment: variables that all workers get in addition to those of this process; None removes one.
-
     Attributes:
         workers: the process of each rank.
     """
 
     def __init__(self, environment: Mapping[str, str | None] | None = None) -> None:
+        super().__init__(environment)
         self.workers: list[Worker] = []
-        self._pool = WorkerPool(environment)
         self._written: dict[Worker, int] = {}
-
-    def __enter__(self) -> RankPool:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __getitem__(self, rank: int) -> Worker:
         return self.workers[rank]
 
-    def new_file(self) -> str:
-        """An unused path, for a file store."""
-        return self._pool.new_file()
-
-    def new_url(self) -> str:
-        """An `init_method` for a new job."""
-        return self._pool.new_url()
-
     def prepare(self, size: int) -> list[Worker]:
         """The workers of the first `size` ranks, all alive and idle."""
         while len(self.workers) < size:
-            self.workers.append(self._new(len(self.workers)))
+            self.workers.append(self.start(f"rank{len(self.workers)}"))
         for rank, worker in enumerate(self.workers[:size]):
             if not worker.alive or not worker.is_idle(END_LIMIT_S):  # kills workers that a failed test has left hanging
-                self._pool.discard(worker)
-                self.workers[rank] = self._new(rank)
+                self.discard(worker)
+                self.workers[rank] = self.start(f"rank{rank}")
         self._written = {worker: worker.num_output_bytes() for worker in self.workers[:size]}
         return self.workers[:size]
 
@@ -258,11 +239,8 @@ class RankPool:
 
     def close(self) -> None:
         """Ends all workers; idempotent."""
-        self._pool.close()
+        super().close()
         self.workers.clear()
-
-    def _new(self, rank: int) -> Worker:
-        return self._pool.start(f"rank{rank}")
 
 
 def _outcome(pending: Pending[Any], limit: float) -> Any:

@@ -126,8 +126,7 @@ def test_a_lost_process_is_started_again_after_a_pause_that_grows() -> None:
     assert job.to_start(31.9) == [] and job.to_start(32.0) == [(1, 2)]
     take(job, (33.0, 1, DONE), (33.0, 0, DONE), (33.0, 1, ProcessEnded(0, 33.0)), (33.0, 0, ProcessEnded(0, 33.0)))
     assert job.outcome(33.0) == Succeeded((b"done", b"done"))
-    assert job.losses() == {1: "was killed by SIGKILL before its function returned"}
-    assert (job.num_restarts(0), job.num_restarts(1)) == (0, 2)
+    assert job.losses() == {1: "was killed by SIGKILL before its function returned, and was restarted 2 of 2 times"}
 
 
 def test_the_last_restart_is_the_last() -> None:
@@ -141,7 +140,7 @@ def test_the_last_restart_is_the_last() -> None:
 def test_what_the_engine_lost_before_it_ran_counts_as_no_restart() -> None:
     job = progress()
     take(job, (1.0, 0, ProcessEnded(None, 1.0, "the node died", has_run=False)))
-    assert job.to_start(11.0) == [(0, 1)] and job.num_restarts(0) == 0
+    assert job.to_start(11.0) == [(0, 1)] and job.state(0) == "starts"
     take(job, (12.0, 0, ProcessEnded(None, 12.0, "the node died")))
     assert job.outcome(12.0) == Failed(0, ProcessEnded(None, 12.0, "the node died"))
     assert job.state(0) == "was lost: the node died"
@@ -160,7 +159,7 @@ def test_a_rank_that_fails_because_another_one_is_restarted_is_the_one_that_fail
     take(job, (1.0, 0, LOST), (1.0, 1, KILLED))
     assert job.outcome(1.5) is None
     assert job.outcome(2.0) == Failed(0, LOST)
-    assert job.losses() == {1: "was killed by SIGKILL before its function returned"}
+    assert job.losses() == {1: "was killed by SIGKILL before its function returned, and was restarted 1 of 1 times"}
 
 
 def test_a_job_does_not_wait_for_daemons() -> None:
