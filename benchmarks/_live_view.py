@@ -99,7 +99,7 @@ async def _watch(asker: Asker, address: str, coordinator: str, spent: dict[str, 
         began, began_cpu = time.monotonic(), time.process_time()
         times_s: list[float] = []
         for number in range(NUM_UPDATES):
-            await asyncio.sleep(number / NUM_UPDATES * LIVE_VIEW_PERIOD_S)  # at all times between two looks
+            await asyncio.sleep(number / NUM_UPDATES * LIVE_VIEW_PERIOD_S)  # at all times between two queries
             publish("update", number)
             published = time.monotonic()
             while view["curves"].get(f"{coordinator}: update", [[0, -1]])[-1][1] != number:

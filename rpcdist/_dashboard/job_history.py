@@ -48,7 +48,6 @@ class JobHistory:
         self._is_lost = False
 
     def add(self, answers: JobFacts, at_s: float) -> None:
-        """Adds the result of a query."""
         if answers.error:
             if not self._is_lost:
                 self._note(at_s, "lost", "", f"no worker answers: {answers.error}")

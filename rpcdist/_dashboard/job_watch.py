@@ -28,13 +28,13 @@ class JobWatch:
 
     def __init__(self, asker: Asker, address: str, period_s: float) -> None:
         self.history = JobHistory()
-        self.num_looks = 0
+        self.num_queries = 0
         self._asker = asker
         self._addresses = [address]
         self._period_s = period_s
         self.num_viewers = 0
         self._wanted = asyncio.Event()
-        self._looked = asyncio.Condition()
+        self._queried = asyncio.Condition()
 
     def __repr__(self) -> str:
         return f"<JobWatch of {self._addresses[0]}, {self.num_viewers} viewers>"
@@ -54,9 +54,9 @@ class JobWatch:
             if not answers.error:
                 others = [facts.address for facts in answers.workers if facts.address != self._addresses[0]]
                 self._addresses[1:] = others[:3]
-            self.num_looks += 1
-            async with self._looked:
-                self._looked.notify_all()
+            self.num_queries += 1
+            async with self._queried:
+                self._queried.notify_all()
             await asyncio.sleep(max(0.0, self._period_s - (time.monotonic() - began)))
 
     async def ask(self, worker: str) -> WorkerFacts | None:
@@ -70,18 +70,17 @@ class JobWatch:
             logger.debug("%s does not answer: %s", worker, error)
             return last
 
-    async def next_look(self, after: int, limit_s: float) -> int:
+    async def next_query(self, after: int, limit_s: float) -> int:
         """Waits until there were more queries than `after`, or for `limit_s`; returns the number of queries."""
-        async with self._looked:
+        async with self._queried:
             try:
                 async with asyncio.timeout(limit_s):
-                    await self._looked.wait_for(lambda: self.num_looks > after)
+                    await self._queried.wait_for(lambda: self.num_queries > after)
             except TimeoutError:
                 pass  # the job takes long to answer: the number shows that
-        return self.num_looks
+        return self.num_queries
 
     def enter(self) -> None:
-        """Counts a viewer."""
         self.num_viewers += 1
         self._wanted.set()
 

@@ -29,7 +29,6 @@ MAX_COMMAND: Final = 100
 
 
 def add_live_commands(commands: Commands) -> None:
-    """Adds the commands."""
     dashboard = commands.add_parser("dashboard", help="serves a web page that shows a job live")
     dashboard.set_defaults(run=_run_dashboard)
     dashboard.add_argument(

@@ -49,13 +49,13 @@ def make_page_server(watch: JobWatch, token: str, is_ending: Callable[[], bool] 
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        looking = asyncio.create_task(watch.run())
+        querying = asyncio.create_task(watch.run())
         try:
             yield
         finally:
-            looking.cancel()
+            querying.cancel()
             with suppress(asyncio.CancelledError):
-                await looking
+                await querying
 
     async def events(request: Request) -> ASGIApp:
         if watch.num_viewers >= MAX_VIEWERS:
@@ -143,12 +143,12 @@ def _events(watch: JobWatch, is_ending: Callable[[], bool]) -> ASGIApp:
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         seen = 0
         while not is_ending():
-            looks = await watch.next_look(seen, LIVE_VIEW_PERIOD_S)
-            if looks > seen:
+            queries = await watch.next_query(seen, LIVE_VIEW_PERIOD_S)
+            if queries > seen:
                 text = f"data: {json.dumps(watch.history.view(), separators=(',', ':'))}\n\n"
             else:
                 text = ": the job has not answered yet\n\n"
-            seen = looks
+            seen = queries
             async with asyncio.timeout(SLOW_ANSWER_LIMIT_S):
                 await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
         await send({"type": "http.response.body"})  # the server logs an error for responses without an end

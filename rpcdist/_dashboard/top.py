@@ -48,8 +48,6 @@ class _WorkerPage(Screen[None]):
 
 
 class Top(App[None]):
-    """The table."""
-
     BINDINGS: ClassVar[list[BindingType]] = [
         ("q", "quit", "quit"),
         ("s", "sort", "sort by the next column"),
@@ -77,21 +75,19 @@ class Top(App[None]):
 
     @work(exclusive=True)
     async def follow(self) -> None:
-        """Shows the result of each query."""
         self.watch_job.enter()
-        looking = asyncio.create_task(self.watch_job.run())
+        querying = asyncio.create_task(self.watch_job.run())
         seen = 0
         try:
             while True:
-                seen = await self.watch_job.next_look(seen, LIVE_VIEW_PERIOD_S)
-                if looking.done():
-                    looking.result()  # raises its error
+                seen = await self.watch_job.next_query(seen, LIVE_VIEW_PERIOD_S)
+                if querying.done():
+                    querying.result()  # raises its error
                 self.show()
         finally:
-            looking.cancel()
+            querying.cancel()
 
     def show(self) -> None:
-        """Draws the result of the last query."""
         view = self.watch_job.history.view()
         rows = {row["name"]: row for row in view["workers"]}
         if isinstance(self.screen, _WorkerPage):
@@ -136,7 +132,6 @@ class Top(App[None]):
 
 
 def text_of_worker(name: str, row: Mapping[str, Any] | None, facts: WorkerFacts | None) -> str:
-    """The facts of a worker, in lines."""
     if row is None:
         return f"{name} is no longer in the job"
     if row["state"] != "answers" or facts is None:

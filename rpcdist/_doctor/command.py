@@ -25,7 +25,6 @@ The exit status is 1 if something was found."""
 
 
 def add_doctor(commands: Commands) -> None:
-    """Adds the command."""
     parser = commands.add_parser("doctor", help="says why workers cannot reach each other", description=_DESCRIPTION)
     parser.add_argument("addresses", nargs="*", type=_address, metavar="ADDRESS", help="host:port of a worker")
     parser.set_defaults(run=_run)

@@ -116,7 +116,6 @@ def _gpu_findings(host: HostFacts) -> Iterator[str]:
 
 
 def worker_findings(worker: WorkerFact, host: HostFacts) -> list[str]:
-    """Finds the problems between this machine and a worker."""
     if worker.name_error is not None:
         name = split_address(worker.address)[0]
         return [

@@ -61,7 +61,6 @@ def host_facts() -> HostFacts:
 
 
 def _error_of(check: Callable[[], object]) -> str | None:
-    """Returns the error that a check raises, as a text."""
     try:
         check()
     except OSError as exc:

@@ -76,7 +76,6 @@ class Asker:
         self.close()
 
     def close(self) -> None:
-        """Releases all resources."""
         try:
             self._node.run(self._close_links(), CONNECTION_CLOSE_LIMIT_S)
         finally:
@@ -93,7 +92,7 @@ class Asker:
 
     def facts_at(self, address: str) -> WorkerFacts:
         """All facts of the worker that serves at an address. Raises as `job_at` does."""
-        return self._node.run(self._look(address, inspection_pb2.LookRequest()), None)
+        return self._node.run(self._query(address, inspection_pb2.LookRequest()), None)
 
     def jobs_here(self) -> tuple[list[JobFacts], dict[str, RpcdistError]]:
         """The jobs that have a worker on this host and, by address, the errors of other workers on this host.
@@ -139,7 +138,6 @@ class Asker:
         return JobFacts(first.job, tuple(sorted(workers, key=lambda facts: facts.id)), seen)
 
     async def _all(self, items: Iterable[S], ask: Callable[[S], Awaitable[T]]) -> list[T]:
-        """Queries several items, a limited number at a time."""
         places = asyncio.Semaphore(MAX_AT_ONCE)
 
         async def one(item: S) -> T:
@@ -155,7 +153,7 @@ class Asker:
         answer: WorkerFacts | FrozenProcess | RpcdistError
         if member.is_lost:  # no query, so that many lost workers cost no time
             lost = FrozenProcess("lost", "the first worker that answered has declared it lost")
-            answer = await self._look_from_outside(member.address, answered) or lost
+            answer = await self._inspect_from_outside(member.address, answered) or lost
         else:
             answer = await self._ask(member.address, answered)
         if isinstance(answer, WorkerFacts):
@@ -170,13 +168,13 @@ class Asker:
         self, address: str, answered: Sequence[WorkerFacts], has_members: bool = False
     ) -> WorkerFacts | FrozenProcess | RpcdistError:
         """The answer of a worker. If it takes long, the worker's process is inspected at the same time."""
-        asking = asyncio.ensure_future(self._look_or_error(address, has_members))
+        asking = asyncio.ensure_future(self._query_or_error(address, has_members))
         try:
             await asyncio.wait({asking}, timeout=LOOK_PATIENCE_S)
             answer = asking.result() if asking.done() else None
             if isinstance(answer, WorkerFacts) or (isinstance(answer, RpcdistError) and not _is_silence(answer)):
                 return answer
-            seen = await self._look_from_outside(address, answered)
+            seen = await self._inspect_from_outside(address, answered)
             if seen is not None and not asking.done():
                 if seen.runs:  # many threads that compute in Python slow down the answering thread
                     await asyncio.wait({asking}, timeout=None if _is_busy() else LOOK_LATE_S)
@@ -188,17 +186,17 @@ class Asker:
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
 
-    async def _look_or_error(self, address: str, has_members: bool) -> WorkerFacts | RpcdistError:
+    async def _query_or_error(self, address: str, has_members: bool) -> WorkerFacts | RpcdistError:
         live = self._is_live
         try:
             request = inspection_pb2.LookRequest(is_live=live, is_brief=live, has_members=has_members)
-            return await self._look(address, request)
+            return await self._query(address, request)
         except RpcdistError as exc:
             return exc
         except (ValueError, OSError) as exc:  # the address that another worker reported is invalid
             return TransportError(str(exc))
 
-    async def _look(self, address: str, request: inspection_pb2.LookRequest) -> WorkerFacts:
+    async def _query(self, address: str, request: inspection_pb2.LookRequest) -> WorkerFacts:
         link, seen = self._links.pop(address, (None, 0))
         try:
             async with asyncio.timeout(LOOK_LIMIT_S):
@@ -226,16 +224,16 @@ class Asker:
         for link, _ in links:
             await link.close()
 
-    async def _look_from_outside(self, address: str, answered: Sequence[WorkerFacts]) -> FrozenProcess | None:
-        return await self._look_from_here(address) or await self._look_from_there(address, answered)
+    async def _inspect_from_outside(self, address: str, answered: Sequence[WorkerFacts]) -> FrozenProcess | None:
+        return await self._inspect_from_here(address) or await self._inspect_from_there(address, answered)
 
-    async def _look_from_here(self, address: str) -> FrozenProcess | None:
+    async def _inspect_from_here(self, address: str) -> FrozenProcess | None:
         pid = process_at(address)
         if pid is None:
             return None
         return await run_in_thread(lambda: inspect_process(pid), lambda: None, "rpcdist-inspect")
 
-    async def _look_from_there(self, address: str, answered: Sequence[WorkerFacts]) -> FrozenProcess | None:
+    async def _inspect_from_there(self, address: str, answered: Sequence[WorkerFacts]) -> FrozenProcess | None:
         """Asks a worker on the same host to inspect the process."""
         host = _host_of(address)
         neighbours = [facts for facts in answered if host is not None and _host_of(facts.address) == host]

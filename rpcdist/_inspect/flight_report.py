@@ -176,7 +176,6 @@ def _call_text(call: dict[str, Any]) -> str:
 
 
 def story(files: Sequence[FlightFile], notes: Iterable[str] = (), groups: Iterable[Incident] = ()) -> str:
-    """The text of the report."""
     members = {member.name: member for file in files if file.facts is not None for member in file.facts.members}
     present = {file.worker for file in files}
     absent = sorted(set(members) - present)
@@ -284,7 +283,6 @@ def _what_they_did(files: Sequence[FlightFile], absent: Sequence[MemberFacts]) -
 
 
 def add_report(commands: Commands) -> None:
-    """Adds the command."""
     report = commands.add_parser("report", help="explains why a job failed, from the files of its workers")
     report.set_defaults(run=_show_report)
     report.add_argument(
@@ -324,7 +322,6 @@ def _failed_operations(folder: Path, workers: dict[int, str]) -> list[Incident]:
 
 
 def add_stacks(commands: Commands) -> None:
-    """Adds the command."""
     stacks = commands.add_parser("stacks", help="shows what the long-running calls of a job wait for")
     stacks.set_defaults(run=_show_stacks)
     stacks.add_argument(

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 
 def add_launch_commands(commands: Commands) -> None:
-    """Adds the commands for jobs."""
     add = commands.add_parser("launch", help="runs a function in processes of this machine, in one role or several")
     add.set_defaults(run=_launch)
     add.add_argument(

@@ -41,7 +41,6 @@ class LaunchedJob:
     states: dict[str, str] = field(default_factory=dict)
 
     def is_called(self, wanted: str) -> bool:
-        """Whether the job has this name or address."""
         return wanted in (self.name, self.address, str(self.pid))
 
 

@@ -101,7 +101,6 @@ class RankProcess:
 
 
 def start_rank(rank: int, call: RankCall, environment: Mapping[str, str], output: WorkerOutput) -> RankProcess:
-    """Starts a process that calls a function."""
     reports, report_fd = os.pipe()
     try:
         task = Task(rank, os.getpid(), report_fd, _preparation(rank, call), call)
@@ -252,7 +251,6 @@ class LocalRanks:
         self._selector.close()
 
     def running(self) -> list[int]:
-        """Returns the ranks whose processes have not ended."""
         with self._reaping:
             return [process.rank for process in self._processes if not process.has_ended]
 

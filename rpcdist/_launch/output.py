@@ -85,7 +85,6 @@ class WorkerOutput:
         self._begun = {"stdout": b"", "stderr": b""}  # lines without an end so far
 
     def write(self, stream: str, data: bytes) -> None:
-        """Copies bytes from `stdout` or `stderr`."""
         if self._file is not None:
             try:
                 self._file.write(data)
@@ -117,7 +116,6 @@ class WorkerOutput:
             self._file = None
 
     def tail(self, num_lines: int) -> str:
-        """Returns the last lines."""
         return b"".join(list(self._kept)[-num_lines:]).decode(errors="replace")
 
     def _named(self, stream: str, lines: list[bytes]) -> bytes:

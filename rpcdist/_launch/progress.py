@@ -107,7 +107,6 @@ class Progress:
         return [(rank, self._starts[rank] - 1) for rank in ranks]
 
     def take(self, rank: int, event: Event, now: float) -> None:
-        """Handles an engine's report about a rank."""
         if isinstance(event, ProcessEnded):
             self._take_end(rank, event, now)
         elif isinstance(event, Ready):

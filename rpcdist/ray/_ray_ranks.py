@@ -87,7 +87,6 @@ class RankActor:
         self._call = call
 
     def run(self, rank: int) -> Report:
-        """Calls the function."""
         try:
             return Returned(self._call.dump_result(self._function(rank, *self._args)))
         except BaseException as error:  # SystemExit, too, for which Ray would end the actor

@@ -19,10 +19,10 @@ from rpcdist.inspection import ActorFacts, CallMade, CurveFacts, FunctionTimes, 
 from rpcdist.inspection.facts import JobFacts
 
 
-def after(*looks: JobFacts, period_s: float = 2.0) -> dict[str, Any]:
+def after(*queries: JobFacts, period_s: float = 2.0) -> dict[str, Any]:
     history = JobHistory()
-    for number, look in enumerate(looks):
-        history.add(look, 100.0 + number * period_s)
+    for number, answers in enumerate(queries):
+        history.add(answers, 100.0 + number * period_s)
     view = history.view()
     json.dumps(view, allow_nan=False)
     return view
@@ -36,7 +36,7 @@ def texts(view: dict[str, Any]) -> list[tuple[str, str]]:
     return [(event["kind"], event["text"]) for event in view["events"]]
 
 
-def test_rates_are_differences_of_two_looks() -> None:
+def test_rates_are_differences_of_two_queries() -> None:
     first = facts(num_made=10, num_served=100, channels=(channel("s", 1000, 500),))
     second = replace(first, num_made=14, num_served=130, channels=(channel("s", 3000, 900), channel("t", 400)))
     view = after(job(first), job(second))
@@ -60,7 +60,7 @@ def test_actors_and_their_restarts() -> None:
     calm = ActorFacts("0.1", kind="Counter")
     again = ActorFacts("0.2", "add", 1.5, 3, kind="Counter", num_restarts=1)
     view = after(job(facts(actors=(again,))))
-    assert not [text for kind, text in texts(view) if kind == "restarted"], "it was so before anybody looked"
+    assert not [text for kind, text in texts(view) if kind == "restarted"], "it was so before the first query"
     replaced = facts(incarnation="b", actors=(calm, again))
     view = after(job(facts(actors=(calm,))), job(replaced), job(replaced))
     assert [text for kind, text in texts(view) if kind == "restarted"] == [
@@ -108,7 +108,7 @@ def test_events_of_a_job() -> None:
     ]
 
 
-def test_the_last_look_stays_when_nobody_answers() -> None:
+def test_the_last_answers_stay_when_nobody_answers() -> None:
     view = after(job(facts()), JobFacts(error="refused"), JobFacts(error="refused"), job(facts()))
     assert view["error"] == ""
     assert [kind for kind, _ in texts(view)] == ["joined", "lost", "back"]
@@ -139,8 +139,8 @@ def test_times_of_a_function_are_those_of_all_workers() -> None:
 
 
 def test_curves_go_on_where_they_were() -> None:
-    looks = [((1.0, 5.0), (2.0, 4.0)), ((2.0, 4.0), (3.0, 3.0))]
-    view = after(*[job(facts(curves=(CurveFacts("loss", points),))) for points in looks])
+    queries = [((1.0, 5.0), (2.0, 4.0)), ((2.0, 4.0), (3.0, 3.0))]
+    view = after(*[job(facts(curves=(CurveFacts("loss", points),))) for points in queries])
     assert view["curves"] == {"worker0: loss": [(1.0, 5.0), (2.0, 4.0), (3.0, 3.0)]}
 
 

@@ -1,4 +1,4 @@
-"""The page of a job: its admission, its data, and its looks in a browser."""
+"""The page of a job: its admission, its data, and its appearance in a browser."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ async def read_events(app: Any, count: int, between: Any = None) -> list[Any]:
     return found
 
 
-async def test_a_browser_gets_each_look_and_the_job_is_asked_while_somebody_looks() -> None:
+async def test_a_browser_gets_each_answer_and_the_job_is_queried_while_somebody_watches() -> None:
     job = MadeUpJob(facts(num_served=5), facts("worker1"))
     watch = JobWatch(job, "127.0.0.1:2000", 0.01)
     app = make_page_server(watch, TOKEN)
@@ -145,11 +145,11 @@ async def test_a_browser_gets_each_look_and_the_job_is_asked_while_somebody_look
         assert watch.num_viewers == 0
         asked = len(job.asked)
         await asyncio.sleep(0.2)  # twenty periods
-        assert len(job.asked) <= asked + 1  # a look that had begun
+        assert len(job.asked) <= asked + 1  # a query that had begun
 
 
 async def test_an_answer_has_an_end_when_the_server_ends() -> None:
-    """Otherwise the server logs an error about each browser that looks at the page."""
+    """Otherwise the server logs an error about each browser that shows the page."""
     is_ending = False
     sent: list[MutableMapping[str, Any]] = []
 
@@ -197,7 +197,7 @@ async def test_two_pages_of_one_host_have_cookies_of_their_own() -> None:
     assert cookie_of(TOKEN) != cookie_of("another-token")
 
 
-async def test_a_look_that_fails_is_shown(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_query_that_fails_is_shown(caplog: pytest.LogCaptureFixture) -> None:
     class Broken(MadeUpJob):
         def job_at(self, address: str) -> JobFacts:
             raise ZeroDivisionError("of the asker")

@@ -14,9 +14,9 @@ MARKUP = "[/b][@click=app.quit]x"
 """Ended `top` with an error of the markup, which had no start."""
 
 
-async def shown(top: Top, pilot: object, looks: int) -> None:
-    while top.watch_job.num_looks < looks:
-        await top.watch_job.next_look(top.watch_job.num_looks, 10.0)
+async def shown(top: Top, pilot: object, queries: int) -> None:
+    while top.watch_job.num_queries < queries:
+        await top.watch_job.next_query(top.watch_job.num_queries, 10.0)
     await pilot.pause()  # type: ignore[attr-defined]
 
 
@@ -46,20 +46,20 @@ async def test_the_table_shows_the_workers_and_sorts() -> None:
         assert row(table, 2)[0] == "worker1"
         table.move_cursor(row=2)
         await pilot.press("enter")
-        await shown(top, pilot, top.watch_job.num_looks + 2)
+        await shown(top, pilot, top.watch_job.num_queries + 2)
         assert "work for worker1: running, 5.0 s" in str(top.screen.query_one("#facts", Static).render())
         await pilot.press("escape")
         job.gone = {"127.0.0.1:2000", "127.0.0.1:2001"}
-        await shown(top, pilot, top.watch_job.num_looks + 2)
+        await shown(top, pilot, top.watch_job.num_queries + 2)
         assert "NO ANSWER" in str(top.query_one("#head", Static).render())
 
 
-async def test_a_look_that_comes_while_the_view_is_closed_does_no_harm() -> None:
+async def test_a_query_that_comes_while_the_view_is_closed_does_no_harm() -> None:
     top = Top(MadeUpJob(facts(), facts("worker1")), "127.0.0.1:2000", 0.05)
     async with top.run_test(size=(160, 40)) as pilot:
         await shown(top, pilot, 1)
         await top.screen.remove_children()
-        await shown(top, pilot, top.watch_job.num_looks + 2)
+        await shown(top, pilot, top.watch_job.num_queries + 2)
 
 
 def test_text_of_a_worker_that_does_not_answer() -> None:

@@ -1,4 +1,4 @@
-"""Log lines and timelines that the page shows, made of the notes of workers: tables of looks."""
+"""Log lines and timelines that the page shows, made of the notes of workers: tables of queries."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def spans_of(lane: str, *named: tuple[str, float, float], first: int = 1) -> lis
     return [SpanFacts(number, lane, *one) for number, one in enumerate(named, first)]
 
 
-def view_of(*looks: list[WorkerFacts]) -> dict[str, Any]:
+def view_of(*queries: list[WorkerFacts]) -> dict[str, Any]:
     notes = JobNotes()
-    for workers in looks:
+    for workers in queries:
         notes.add(workers, {one.worker for one in workers})
     return notes.view()
 
 
-def timeline_of(name: str, *looks: list[WorkerFacts]) -> Any:
-    return view_of(*looks)["timelines"][name]
+def timeline_of(name: str, *queries: list[WorkerFacts]) -> Any:
+    return view_of(*queries)["timelines"][name]
 
 
 def test_lines_of_all_workers_are_in_the_order_of_their_time() -> None:
@@ -67,7 +67,7 @@ def test_only_so_much_is_kept() -> None:
 
 
 @pytest.mark.parametrize("is_there", [True, False])
-def test_a_worker_that_is_silent_for_a_look_repeats_nothing(is_there: bool) -> None:
+def test_a_worker_that_is_silent_for_a_query_repeats_nothing(is_there: bool) -> None:
     notes = JobNotes()
     notes.add([worker("worker0", [line(1)])], {"worker0"})
     notes.add([], {"worker0"} if is_there else {"another"})
