@@ -82,14 +82,14 @@ def make_page_server(watch: JobWatch, token: str, is_ending: Callable[[], bool] 
 
 def few_connections() -> Any:
     """uvicorn's option `http`: its own protocol, but beyond `MAX_CONNECTIONS` the oldest connection is closed."""
-    came = keep_newest(MAX_CONNECTIONS)
+    add = keep_newest(MAX_CONNECTIONS)
 
     def protocol(**options: Any) -> Any:
         made: Any = AutoHTTPProtocol(**options)
         begin = made.connection_made
 
         def connection_made(transport: asyncio.Transport) -> None:
-            came(lambda: not transport.is_closing(), transport.abort)
+            add(lambda: not transport.is_closing(), transport.abort)
             begin(transport)
 
         made.connection_made = connection_made
@@ -124,9 +124,8 @@ def _check_token(app: ASGIApp, token: str) -> ASGIApp:
         answer: ASGIApp = app
         if is_token(request.query_params.get("token")):
             # Removes the token from the address, which appears in histories and on shared screens.
-            came = RedirectResponse("/", 303)
-            came.set_cookie(cookie, token, httponly=True, samesite="strict")
-            answer = came
+            answer = redirect = RedirectResponse("/", 303)
+            redirect.set_cookie(cookie, token, httponly=True, samesite="strict")
         elif not is_token(request.cookies.get(cookie)):
             text = "This page needs its token: open the address that `python -m rpcdist dashboard` has printed.\n"
             answer = PlainTextResponse(text, 403)

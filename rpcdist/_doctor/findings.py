@@ -155,7 +155,7 @@ def _no_session(worker: WorkerFact, host: HostFacts) -> Iterator[str]:
 
 
 def _closed_port(worker: WorkerFact) -> Iterator[str]:
-    """Explains why no connection could be opened, for the address of a name that came furthest."""
+    """Explains why no connection could be opened, by the address of the worker's name that got furthest."""
     name, number = split_address(worker.address)
     order = (PortAnswer.REFUSED, PortAnswer.SILENT, PortAnswer.UNREACHABLE, PortAnswer.FAILED)
     port = min(worker.ports, key=lambda port: order.index(port.answer), default=None)

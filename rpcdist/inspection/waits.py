@@ -416,10 +416,10 @@ class _WaitGraph:
         text = f"{what} {thread.name or thread.id}"
         if thread.lock:
             holder = thread.lock_holder
-            whose = "whose holder is unknown" if holder is None else "which another thread of this worker holds"
+            of_holder = "whose holder is unknown" if holder is None else "which another thread of this worker holds"
             if holder == thread.id:
-                whose = "which it holds itself"
-            text += f" waits for the lock `{thread.lock}`, {whose}"
+                of_holder = "which it holds itself"
+            text += f" waits for the lock `{thread.lock}`, {of_holder}"
         return text
 
     def _ages(self, call: CallServed) -> str:

@@ -253,7 +253,7 @@ class MemoryNode:
                 if not (self._wires.path(self, target).drops or self._wires.path(target, self).drops):
                     return target
                 await asyncio.sleep(deadline.remaining_s())
-                raise ConnectFailed(address, "nobody answered there", timeout_s)
+                raise ConnectFailed(address, "no process answered there", timeout_s)
             if not retry or deadline.expired():
                 raise ConnectFailed(address, "connection refused", timeout_s)
             await asyncio.sleep(next(pauses))
