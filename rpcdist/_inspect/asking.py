@@ -225,16 +225,10 @@ class Asker:
             await link.close()
 
     async def _inspect_from_outside(self, address: str, answered: Sequence[WorkerFacts]) -> FrozenProcess | None:
-        return await self._inspect_from_here(address) or await self._inspect_from_there(address, answered)
-
-    async def _inspect_from_here(self, address: str) -> FrozenProcess | None:
+        """Inspects the process at an address if it is on this host; otherwise asks a worker on its host to do that."""
         pid = process_at(address)
-        if pid is None:
-            return None
-        return await run_in_thread(lambda: inspect_process(pid), lambda: None, "rpcdist-inspect")
-
-    async def _inspect_from_there(self, address: str, answered: Sequence[WorkerFacts]) -> FrozenProcess | None:
-        """Asks a worker on the same host to inspect the process."""
+        if pid is not None:
+            return await run_in_thread(lambda: inspect_process(pid), lambda: None, "rpcdist-inspect")
         host = _host_of(address)
         neighbours = [facts for facts in answered if host is not None and _host_of(facts.address) == host]
         for facts in neighbours[:MAX_NEIGHBOURS]:
