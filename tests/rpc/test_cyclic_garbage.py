@@ -1,4 +1,4 @@
-"""What a call holds is freed when it has ended, and not by the next garbage collection, which may be far away.
+"""The objects of a call are freed when it has ended, and not by the next garbage collection, which may be far away.
 
 A cycle of references would keep arguments, results, and the graph of a context, with the activations in it. Both ends
 are in this process, whose collector is off.
