@@ -187,7 +187,7 @@ def test_the_rest_of_a_record_is_read_although_no_poll_tells_of_it(small: bool) 
         stack.callback(transport.close)
         transport._spin_policy.spin_s = transport._spin_policy._longest_s = 0.0
         if not small:
-            transport._pair_exchange._peer = -1  # the other way to run the same plan
+            transport._peer = -1  # the other way to run the same plan
         link = mine.connect(theirs.address, "test group/link/0.0", LIMIT_S, unix=False)
         stack.callback(link.close)
         given = [operation_for(Kind.ALL_REDUCE, 1, 2, 4) for _ in range(3)]

@@ -1,6 +1,6 @@
 """`SocketTransport`: the collective operations of a group over sockets.
 
-Small all_reduces of two ranks follow the plan `doubling_all_reduce` without a `PlanRunner` (`PairExchange`): each rank
+Small all_reduces of two ranks follow the plan `doubling_all_reduce` without a `PlanRunner`: each rank
 makes one system call per message, since header and numbers are adjacent in memory that is reused by the next operation.
 The bytes on the wire are the same, so the other rank may run the plan.
 """
@@ -58,127 +58,6 @@ class _MessageBuffers:
         self.target = boxes[1].data_ptr() + 64
 
 
-class PairExchange:
-    """One rank's part in small all_reduces of two ranks."""
-
-    def __init__(
-        self, rank: int, size: int, connections: PairConnections, pollers: Pollers, spin_policy: SpinPolicy
-    ) -> None:
-        self._rank = rank
-        self._peer = 1 - rank if size == 2 else -1
-        self._connections = connections
-        self._pollers = pollers
-        self._spin_policy = spin_policy
-        self._messages: dict[tuple[int, torch.dtype, int], _MessageBuffers] = {}
-
-    def takes(self, operation: Operation) -> bool:
-        """Whether the operation is such an all_reduce, and the connection is open already."""
-        if operation.kind is not _ALL_REDUCE or self._peer < 0 or operation.reduce_op is _PREMUL_SUM:
-            return False
-        tensor = operation.outputs[0]
-        return (
-            0 < tensor.nbytes <= SMALL_BYTES
-            and self._connections.established(self._peer) is not None
-            and not (tensor.requires_grad or tensor.is_inference())
-        )
-
-    def run(self, operation: Operation, control: Control) -> None:
-        tensor, connection = operation.outputs[0], self._connections.established(self._peer)
-        assert connection is not None
-        message = self._message(operation, tensor)
-        frame = OperationFrame(self._rank, control.fingerprint, control.sequence, 0)
-        header = frame.header(0, message.num_bytes)
-        message.outbox[:HEADER_BYTES] = header
-        copy_bytes(message.target, tensor.data_ptr(), message.num_bytes)
-        self._send(connection, message.outbox, control)
-        self._receive(connection, message.inbox, header, frame, control)
-        kernel, received = message.kernel, message.received
-        flat = tensor.view(-1).view(kernel.dtype)
-        if self._peer < self._rank:
-            kernel.combine(received, flat, out=flat)
-        else:
-            kernel.combine(flat, received, out=flat)
-        if kernel.finish is not None:
-            kernel.finish(flat, 2)
-
-    def _message(self, operation: Operation, tensor: torch.Tensor) -> _MessageBuffers:
-        op = operation.reduce_op
-        assert op is not None
-        key = (id(op), tensor.dtype, tensor.numel())  # enum members are never freed, and their hash is slow
-        message = self._messages.get(key)
-        if message is None:
-            if len(self._messages) >= _MAX_MESSAGES:
-                self._messages.clear()
-            message = self._messages[key] = _MessageBuffers(op, tensor)
-        return message
-
-    def clear(self) -> None:
-        self._messages.clear()
-
-    # ------------------------------------------------------------ messages
-
-    def _send(self, connection: StreamSocket, data: memoryview, control: Control) -> None:
-        while len(data):
-            try:
-                data = data[connection.send(data, NO_SIGPIPE) :]
-            except BlockingIOError:
-                self._wait(connection, select.POLLOUT, control)
-            except OSError as exc:
-                raise TransportPeerLost(self._peer, exc.strerror or str(exc)) from exc
-
-    def _receive(
-        self, connection: StreamSocket, room: memoryview, expected: bytes, frame: OperationFrame, control: Control
-    ) -> None:
-        """Fills `room`; compares the header as soon as it has arrived."""
-        got, size = 0, len(room)
-        while got < size:
-            number = self._receive_some(connection, room[got:] if got else room, control)
-            before, got = got, got + number
-            if before < HEADER_BYTES <= got and room[:HEADER_BYTES] != expected:
-                raise frame.mismatch(self._peer, expected, bytes(room[:HEADER_BYTES]))
-
-    def _receive_some(self, connection: StreamSocket, room: memoryview, control: Control) -> int:
-        spin_policy = self._spin_policy
-        try:
-            began = now = time.monotonic()
-            while now - began < spin_policy.spin_s:
-                try:
-                    number = connection.recv_into(room)
-                except BlockingIOError:
-                    os.sched_yield()
-                    now = time.monotonic()
-                    continue
-                spin_policy.spin_succeeded()
-                return self._not_ended(number)
-            while True:
-                self._wait(connection, select.POLLIN, control)
-                spin_policy.slept(time.monotonic() - now)
-                try:
-                    return self._not_ended(connection.recv_into(room))
-                except BlockingIOError:
-                    now = time.monotonic()  # a spurious wakeup
-        except OSError as exc:
-            raise TransportPeerLost(self._peer, exc.strerror or str(exc)) from exc
-
-    def _not_ended(self, number: int) -> int:
-        if not number:
-            raise TransportPeerLost(self._peer, "it closed the connection")
-        return number
-
-    def _wait(self, connection: StreamSocket, mask: int, control: Control) -> None:
-        if mask == select.POLLIN and has_buffered(connection):
-            return
-        wakeup_fd = control.wakeup_fd
-        poller = self._pollers.get({connection.fileno(): mask}, wakeup_fd)
-        while True:
-            ready = poller.poll(1000 * CHECK_INTERVAL_S)
-            control.check()
-            if any(descriptor != wakeup_fd for descriptor, _ in ready):
-                return
-            if control.deadline.expired():
-                raise TransportTimeout(frozenset([self._peer]))
-
-
 _INPUT_SLOT, _RESULT_SLOT, _SECOND_SLOT = 0, 1, 2
 
 
@@ -210,7 +89,8 @@ class SocketTransport(Transport):
         self._scratch = Scratch()
         self._pollers = Pollers()
         self._spin_policy = SpinPolicy(ranks_here(rank, addresses))
-        self._pair_exchange = PairExchange(rank, size, self._connections, self._pollers, self._spin_policy)
+        self._peer = 1 - rank if size == 2 else -1
+        self._messages: dict[tuple[int, torch.dtype, int], _MessageBuffers] = {}
         self._buffers: dict[Kind, Callable[[Operation], list[torch.Tensor]]] = {
             Kind.ALL_REDUCE: self._for_all_reduce,
             Kind.REDUCE: self._for_reduce,
@@ -224,8 +104,8 @@ class SocketTransport(Transport):
         }
 
     def run(self, operation: Operation, control: Control) -> None:
-        if self._pair_exchange.takes(operation):
-            self._pair_exchange.run(operation, control)
+        if self._is_small_exchange(operation):
+            self._exchange(operation, control)
             return
         op = operation.reduce_op
         reducer = None
@@ -256,7 +136,7 @@ class SocketTransport(Transport):
     def close(self) -> None:
         self._connections.close()
         self._scratch.clear()
-        self._pair_exchange.clear()
+        self._messages.clear()
 
     def _counts(self, operation: Operation) -> tuple[tuple[int, ...], tuple[int, ...]]:
         inputs, outputs = operation.inputs, operation.outputs
@@ -272,6 +152,110 @@ class SocketTransport(Transport):
             case Kind.ALL_TO_ALL:
                 return tuple(tensor.numel() for tensor in inputs), tuple(tensor.numel() for tensor in outputs)
         return (), ()
+
+    # ------------------------------------------------------------ small all_reduces of two ranks
+
+    def _is_small_exchange(self, operation: Operation) -> bool:
+        """Whether it is a small all_reduce of two ranks, whose connection is open already."""
+        if operation.kind is not _ALL_REDUCE or self._peer < 0 or operation.reduce_op is _PREMUL_SUM:
+            return False
+        tensor = operation.outputs[0]
+        return (
+            0 < tensor.nbytes <= SMALL_BYTES
+            and self._connections.established(self._peer) is not None
+            and not (tensor.requires_grad or tensor.is_inference())
+        )
+
+    def _exchange(self, operation: Operation, control: Control) -> None:
+        tensor, connection = operation.outputs[0], self._connections.established(self._peer)
+        assert connection is not None
+        message = self._message(operation, tensor)
+        frame = OperationFrame(self.rank, control.fingerprint, control.sequence, 0)
+        header = frame.header(0, message.num_bytes)
+        message.outbox[:HEADER_BYTES] = header
+        copy_bytes(message.target, tensor.data_ptr(), message.num_bytes)
+        self._send(connection, message.outbox, control)
+        self._receive(connection, message.inbox, header, frame, control)
+        kernel, received = message.kernel, message.received
+        flat = tensor.view(-1).view(kernel.dtype)
+        if self._peer < self.rank:
+            kernel.combine(received, flat, out=flat)
+        else:
+            kernel.combine(flat, received, out=flat)
+        if kernel.finish is not None:
+            kernel.finish(flat, 2)
+
+    def _message(self, operation: Operation, tensor: torch.Tensor) -> _MessageBuffers:
+        op = operation.reduce_op
+        assert op is not None
+        key = (id(op), tensor.dtype, tensor.numel())  # enum members are never freed, and their hash is slow
+        message = self._messages.get(key)
+        if message is None:
+            if len(self._messages) >= _MAX_MESSAGES:
+                self._messages.clear()
+            message = self._messages[key] = _MessageBuffers(op, tensor)
+        return message
+
+    def _send(self, connection: StreamSocket, data: memoryview, control: Control) -> None:
+        while len(data):
+            try:
+                data = data[connection.send(data, NO_SIGPIPE) :]
+            except BlockingIOError:
+                self._wait_for(connection, select.POLLOUT, control)
+            except OSError as exc:
+                raise TransportPeerLost(self._peer, exc.strerror or str(exc)) from exc
+
+    def _receive(
+        self, connection: StreamSocket, room: memoryview, expected: bytes, frame: OperationFrame, control: Control
+    ) -> None:
+        """Fills `room`; compares the header as soon as it has arrived."""
+        got, size = 0, len(room)
+        while got < size:
+            number = self._receive_some(connection, room[got:] if got else room, control)
+            before, got = got, got + number
+            if before < HEADER_BYTES <= got and room[:HEADER_BYTES] != expected:
+                raise frame.mismatch(self._peer, expected, bytes(room[:HEADER_BYTES]))
+
+    def _receive_some(self, connection: StreamSocket, room: memoryview, control: Control) -> int:
+        spin_policy = self._spin_policy
+        try:
+            began = now = time.monotonic()
+            while now - began < spin_policy.spin_s:
+                try:
+                    number = connection.recv_into(room)
+                except BlockingIOError:
+                    os.sched_yield()
+                    now = time.monotonic()
+                    continue
+                spin_policy.spin_succeeded()
+                return self._not_ended(number)
+            while True:
+                self._wait_for(connection, select.POLLIN, control)
+                spin_policy.slept(time.monotonic() - now)
+                try:
+                    return self._not_ended(connection.recv_into(room))
+                except BlockingIOError:
+                    now = time.monotonic()  # a spurious wakeup
+        except OSError as exc:
+            raise TransportPeerLost(self._peer, exc.strerror or str(exc)) from exc
+
+    def _not_ended(self, number: int) -> int:
+        if not number:
+            raise TransportPeerLost(self._peer, "it closed the connection")
+        return number
+
+    def _wait_for(self, connection: StreamSocket, mask: int, control: Control) -> None:
+        if mask == select.POLLIN and has_buffered(connection):
+            return
+        wakeup_fd = control.wakeup_fd
+        poller = self._pollers.get({connection.fileno(): mask}, wakeup_fd)
+        while True:
+            ready = poller.poll(1000 * CHECK_INTERVAL_S)
+            control.check()
+            if any(descriptor != wakeup_fd for descriptor, _ in ready):
+                return
+            if control.deadline.expired():
+                raise TransportTimeout(frozenset([self._peer]))
 
     # ------------------------------------------------------------ buffers, in the order that the plans name them
 
