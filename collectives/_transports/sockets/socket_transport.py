@@ -296,10 +296,9 @@ class SocketTransport(Transport):
         return list(operation.inputs)
 
     def _for_reduce_scatter(self, operation: Operation) -> list[torch.Tensor]:
-        inputs, output = (
-            [reduce_kernels.premultiplied(operation, each) for each in operation.inputs],
-            operation.outputs[0],
-        )
+        inputs, output = operation.inputs, operation.outputs[0]
+        if operation.reduce_op is ReduceOp.PREMUL_SUM:
+            inputs = tuple(reduce_kernels.premultiplied(operation, tensor) for tensor in inputs)
         largest = max(tensor.numel() for tensor in inputs) if self.size > 2 else 0
         scratch = [self._scratch.get(slot, largest, output.dtype) for slot in (_RESULT_SLOT, _SECOND_SLOT)]
         return [*inputs, output, *scratch]
