@@ -17,7 +17,7 @@ from typing import Final, TypeVar
 from rpcdist.at_exit import AtEnd
 from rpcdist.transport.lending import MAX_FREE_COMMON, MAX_LENT_BYTES, Pack, offsets, packs, size_class
 from rpcdist.transport.memory_copies import LargeBuffer
-from rpcdist.transport.shared_memory import MappedSegment, Segment, SegmentError, unavailable
+from rpcdist.transport.shared_memory import MappedSegment, Segment, SegmentError
 
 B = TypeVar("B", bound=LargeBuffer)
 
@@ -112,6 +112,6 @@ class CommonBuffers(list[B]):
         super().__init__(buffers)
         self.packs = {
             pack[0][0]: CommonPack(pack, free, readers)
-            for pack in (packs(self) if unavailable() is None else ())
+            for pack in packs(self)
             if offsets(buffer.size for _, buffer in pack)[1] <= MAX_COMMON_BYTES
         }

@@ -118,7 +118,7 @@ def wait_all_from(
     finally:
         completions.close()
     if error is None:
-        return [_value_of(member) for member in members]
+        return [member.wait() for member in members]
     try:
         raise error  # not inside: leaving a `contextmanager` sets attributes of the error, which its class may refuse
     finally:
@@ -214,7 +214,8 @@ class Completions(FutureObserver, Generic[T]):
     def close(self) -> None:
         """Stops observing; the futures themselves continue."""
         for future in self._observed:
-            future._forget(self)
+            if not future._finished:
+                future._forget(self)
         self._observed.clear()
 
     def note_done(self, future: torch.futures.Future[T]) -> None:
@@ -404,10 +405,6 @@ def _error_of(future: torch.futures.Future[T]) -> BaseException | None:
 
 def _has_failed(future: torch.futures.Future[T]) -> bool:
     return (future._error if isinstance(future, Future) else _error_of(future)) is not None
-
-
-def _value_of(future: torch.futures.Future[T]) -> T:
-    return future.wait()
 
 
 def _cancel_all(futures: Sequence[torch.futures.Future[T]]) -> None:
