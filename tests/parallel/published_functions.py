@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from rpcdist import rpc
+from rpcdist.deadline import Deadline
 from rpcdist.errors import RpcdistError, UnknownActor
 from rpcdist.parallel import Published
+from rpcdist.parallel._published import _reader
 from rpcdist.parallel._published._layout import VersionLayout
 from rpcdist.parallel._published._parts import pieces_of
 from rpcdist.parallel._published._reader import VersionReader
@@ -54,6 +56,26 @@ def layout_bytes() -> int:
 def values_in(tensors: dict[str, Tensor]) -> list[float]:
     """The different values; only two of each tensor, which tells one value from several and takes little time."""
     return sorted({value for tensor in tensors.values() if tensor.numel() for value in map(float, tensor.aminmax())})
+
+
+def waits_that_each_version_ends(num_readers: int, num_versions: int) -> list[bool]:
+    """The results of waits that only a version can end in time."""
+    publisher = Published("waits")
+    publisher.publish({"a": torch.ones(3)})
+    source = publisher._origin
+    assert source is not None
+    readers = [source.reader() for _ in range(num_readers)]
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(num_readers) as threads:
+        patch.setattr(_reader, "CHECK_INTERVAL_S", LIMIT_S)
+        deadline = Deadline.after(LIMIT_S / 2)
+        found = []
+        for version in range(1, num_versions + 1):
+            waits = [threads.submit(reader.wait_for_newer, version, deadline) for reader in readers]
+            publisher.publish({"a": torch.ones(3)})
+            found += [wait.result(LIMIT_S) for wait in waits]
+        assert not deadline.expired()
+    source.close()
+    return found + [reader.wait_for_newer(num_versions + 1, Deadline.after(LIMIT_S)) for reader in readers]
 
 
 def publish(value: float, **options: Any) -> int:

@@ -96,6 +96,14 @@ def test_a_version_that_comes_just_before_the_wait_ends_it(
         weights.close()
 
 
+def test_each_version_ends_the_waits_of_all_readers(mortal_world: RpcWorld) -> None:
+    assert mortal_world["trainer"].run(there.waits_that_each_version_ends, 3, 20) == [True] * 60 + [False] * 3
+
+
+def test_each_version_ends_the_waits_of_all_readers_in_its_process(cluster: InProcessCluster) -> None:
+    assert cluster.run("trainer", there.waits_that_each_version_ends, 3, 20) == [True] * 60 + [False] * 3
+
+
 def test_all_on_a_host_share_the_memory_of_the_publisher(world: RpcWorld) -> None:
     world["trainer"].run(there.publish, 1)
     for name in ("g0", "g1"):

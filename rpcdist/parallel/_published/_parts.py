@@ -243,7 +243,7 @@ def check_targets(targets: Pieces, purpose: str) -> None:
 # ---------------------------------------------------------------- words that a source and its readers share
 #
 # A source and its readers communicate through words of 8 bytes, without messages. The source has a page that its
-# readers can only read; each reader shares one page, with three words, with the source. A version and its segment
+# readers can only read; each reader shares one page, with two words, with the source. A version and its segment
 # are one word, so both change at once.
 #
 # [Note: hazards] The source has one word for each segment: the version in it, or 0 while it is written. A reader
@@ -251,8 +251,11 @@ def check_targets(targets: Pieces, purpose: str) -> None:
 # version. A source that wants to overwrite a segment sets the segment's word to 0, and then checks the words of its
 # readers. If no load moves before the store, one of the two sees the other. A source that finds a reader restores the
 # word and takes another segment; a reader that finds another version starts again. Only a locked instruction prevents
-# a processor from moving the load, and taking a lock contains one. The same applies to the words with which one side
-# asks the other for a byte that wakes it.
+# a processor from moving the load, and taking a lock contains one. The same applies to the word with which a source
+# asks its readers for a byte that wakes it.
+#
+# Readers sleep on the word of the newest version (futex), so one system call of the source wakes all of them. If it
+# sent each a byte, the first reader could take the source's core, and the others would sleep until it has its version.
 #
 # This relies on the store order of x86-64 ([Note: store order] in `collectives/_transports/shm/signals.py`). On other
 # processors each process keeps its own versions, and only threads share words.
@@ -270,8 +273,6 @@ READING: Final = 0
 """A word of a reader: the version that it reads now, and its segment; 0 for none."""
 HAVE: Final = 1
 """A word of a reader: the number of the version that it last read."""
-WAITING: Final = 2
-"""A word of a reader: not 0 while the source should send it a byte for a new version."""
 
 MAX_SEGMENTS: Final = 8
 

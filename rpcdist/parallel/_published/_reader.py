@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import operator
-import select
 import socket
 import struct
 import threading
@@ -21,6 +20,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from rpcdist.collectives._transports.shm import futex
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ConfigError, TransportError
 from rpcdist.parallel._published._layout import VersionLayout
@@ -33,16 +33,12 @@ from rpcdist.parallel._published._parts import (
     PAGE_BYTES,
     READING,
     VERSION_IN,
-    WAITING,
     packed,
     unpacked,
 )
 from rpcdist.time_limits import CHECK_INTERVAL_S, SLOW_ANSWER_LIMIT_S
 from rpcdist.transport._tls.tls_socket import NO_SIGPIPE
 from rpcdist.transport.shared_memory import MappedSegment, Segment
-
-MAX_RECEIVES: Final = 64
-"""Receives of 4 KiB, more than a socket usually holds, before a thread goes on that reads what wakes it up."""
 
 HELLO: Final = struct.Struct("<8sQQ")
 """The bytes in the message with the descriptors of a source's page, the reader's page and the segments."""
@@ -59,7 +55,15 @@ def memory_of_segment(mapped: MappedSegment) -> Tensor:
 
 def words_of(page: Segment, is_writable: bool) -> memoryview:
     """Returns the words of a page."""
-    return memoryview(page.map(is_writable)).cast("q")
+    mapped = MappedSegment(0, page, is_writable=is_writable, is_filled=False)
+    memory = (ctypes.c_char * mapped.size_bytes).from_address(mapped.address)
+    memory.mapped = mapped  # type: ignore[attr-defined]
+    return memoryview(memory).cast("B").cast("q")
+
+
+def address_of(words: memoryview) -> int:
+    """Returns the address of the first of the words of a page."""
+    return ctypes.addressof(words.obj)  # type: ignore[arg-type]
 
 
 _MAX_LOOKS: Final = 1000  # attempts that each find another version
@@ -74,6 +78,7 @@ class VersionReader:
         own_page: words of this reader.
         segments: memory of the versions.
         connection: a socket to the source, which ends when the source does.
+        changed: notified of versions of a source in this process; None if the source's page is shared memory.
 
     Attributes:
         beginning: the number of the version that `begin` last returned.
@@ -88,12 +93,14 @@ class VersionReader:
         own_page: memoryview,
         segments: Sequence[Tensor],
         connection: socket.socket,
+        changed: threading.Condition | None = None,
     ) -> None:
         self.layout = layout
         self._source = source_page
         self._own = own_page
         self._segments = segments
         self._connection = connection
+        self._changed = changed
         self._views: dict[int, list[Tensor]] = {}
         self.small = small_ones(layout)
         self.large = sorted(set(range(len(layout.names))) - set(self.small))
@@ -146,10 +153,7 @@ class VersionReader:
         if not self._has_ended:
             with suppress(BlockingIOError, InterruptedError):
                 try:
-                    for _ in range(MAX_RECEIVES):
-                        if not self._connection.recv(4096):  # otherwise bytes that woke this reader
-                            self._has_ended = True
-                            break
+                    self._has_ended = not self._connection.recv(4096)
                 except (ConnectionError, ValueError):
                     self._has_ended = True
         return self._has_ended
@@ -220,22 +224,24 @@ class VersionReader:
                 self._connection.send(b"r", NO_SIGPIPE)
 
     def wait_for_newer(self, version: int, deadline: Deadline) -> bool:
-        """Waits for a newer version, or the end of the source; returns whether a newer version exists."""
-        poller = select.poll()
-        poller.register(self._connection, select.POLLIN)
-        self._own[WAITING] = 1
-        try:
-            while True:
-                has_ended = self.has_ended  # first: it reads the bytes for versions that are seen below
-                with self._fence:
-                    pass
-                if self.newest > version:
-                    return True
-                if has_ended or deadline.expired():
-                    return False
-                poller.poll(1 + 1000 * min(CHECK_INTERVAL_S, deadline.remaining_s()))
-        finally:
-            self._own[WAITING] = 0
+        """Waits for a newer version, or the end of the source, which it notices within `CHECK_INTERVAL_S`.
+
+        Returns:
+            Whether a newer version exists.
+        """
+        while True:
+            word = self._source[NEWEST]
+            if unpacked(word)[0] > version:
+                return True
+            if self.has_ended or deadline.expired():
+                return False
+            limit_s = min(CHECK_INTERVAL_S, deadline.remaining_s())
+            if self._changed is None:
+                futex.wait(address_of(self._source), word, limit_s)  # unless the word has changed already
+                continue
+            with self._changed:
+                if self._source[NEWEST] == word:
+                    self._changed.wait(limit_s)
 
     def close(self) -> None:
         """Ends the connection. Tensors of `begin` stay mapped while referenced, but may be overwritten."""

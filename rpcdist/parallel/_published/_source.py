@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rpcdist import rpc
-from rpcdist.collectives._transports.shm.futex import unsupported_here
+from rpcdist.collectives._transports.shm import futex
 from rpcdist.deadline import Deadline
 from rpcdist.errors import CallRefused, DeadlineExceeded, TransportError, abridged
 from rpcdist.parallel._published._layout import VersionLayout
@@ -27,15 +27,14 @@ from rpcdist.parallel._published._parts import (
     PAGE_BYTES,
     READING,
     VERSION_IN,
-    WAITING,
     packed,
     unpacked,
 )
 from rpcdist.parallel._published._reader import (
     HELLO,
     HELLO_MAGIC,
-    MAX_RECEIVES,
     VersionReader,
+    address_of,
     memory_of_segment,
     words_of,
 )
@@ -43,7 +42,7 @@ from rpcdist.rpc._current import current_agent
 from rpcdist.rpc._peers.network import check_speaks_for, functions_that_ask
 from rpcdist.time_limits import CHECK_INTERVAL_S, PARKED_LIMIT_S, SLOW_ANSWER_LIMIT_S
 from rpcdist.transport import Node
-from rpcdist.transport._tls.tls_socket import NO_SIGPIPE, StreamSocket
+from rpcdist.transport._tls.tls_socket import StreamSocket
 from rpcdist.transport.addresses import split_address
 from rpcdist.transport.shared_memory import MappedSegment, Segment, SegmentError
 from rpcdist.transport.sockets import SocketHub
@@ -64,6 +63,9 @@ _CALLED_BY_PEERS: Final = frozenset(
 
 MAX_SOURCES_OF_WORKER: Final = 16
 """The limit of a worker's sources for one name: it needs one, and another while the first is closed."""
+
+MAX_RECEIVES: Final = 64
+"""Receives of 4 KiB, more than a socket usually holds, before a thread goes on that reads what wakes it up."""
 
 _PURPOSE: Final = "read/"
 _SEPARATOR: Final = "/"  # names of workers do not contain it
@@ -138,10 +140,6 @@ class _AdmittedReader:
                 return True
         return False  # not now, or it sends as fast as this thread reads
 
-    def wake(self) -> None:
-        with suppress(OSError):  # the reader has ended, or has unread bytes that wake it
-            self.socket.send(b"n", NO_SIGPIPE)
-
 
 class _Memory:
     """The words of a source and its segments, shared with other processes if possible."""
@@ -213,7 +211,7 @@ class VersionSource:
         size_bytes = max(1, layout.offsets()[1])
         self._num_chunks = -(-size_bytes // CHUNK_BYTES)
         network = agent.network
-        is_shared = agent.options.share_payloads and isinstance(network, Node) and unsupported_here() is None
+        is_shared = agent.options.share_payloads and isinstance(network, Node) and futex.unsupported_here() is None
         try:
             self._memory = _Memory(size_bytes, keep + 1, is_shared)
         except SegmentError as exc:
@@ -248,7 +246,7 @@ class VersionSource:
         own = memoryview(bytearray(PAGE_BYTES)).cast("q")
         with self._changed:
             self._connections.append(_AdmittedReader(self._me, own, ours))
-        return VersionReader(self.layout, self._memory.words, own, self._memory.tensors, theirs)
+        return VersionReader(self.layout, self._memory.words, own, self._memory.tensors, theirs, self._changed)
 
     def _on_connection(self, purpose: str, connection: StreamSocket) -> None:
         """Admits a reader of this host; runs on the I/O loop."""
@@ -336,11 +334,9 @@ class VersionSource:
             self._contents[segment] = version
             self._memory.words[VERSION_IN + segment] = version
             self._memory.words[NEWEST] = packed(version, segment)
-            connections = list(self._connections)
-            self._changed.notify_all()  # taking or releasing the lock is the fence of [Note: hazards]
-        for connection in connections:
-            if connection.words[WAITING]:
-                connection.wake()
+            self._changed.notify_all()
+        if self._memory.descriptors:
+            futex.wake(address_of(self._memory.words))
 
     def _holders(self) -> list[str]:
         """Returns the workers that prevent older versions from being overwritten."""
