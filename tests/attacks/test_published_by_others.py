@@ -60,7 +60,7 @@ def test_a_peer_adds_a_bounded_number_of_hosts_to_the_chain(
     cluster: InProcessCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     origin = publisher_of(cluster)
-    monkeypatch.setattr(origin, "_tell", lambda *_: None)  # an attacker would not say that it has no such source
+    monkeypatch.setattr(origin, "_announce_to", lambda *_: None)  # an attacker would not say that it has no such source
     names = [f"evil/{number}" for number in range(MAX_SOURCES_OF_WORKER)]
     with cluster.use("evil"):
         with pytest.raises(CallRefused, match="cannot speak for worker 'nobody'"):
