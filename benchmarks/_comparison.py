@@ -45,14 +45,15 @@ def channel_in_use() -> str:
 
 
 def measure_in_turns(case: Case, ours: Pair, peer: Pair, rounds: int, effort: float, module: str) -> list[Sample]:
-    """Measures a case on two pairs that live at the same time, in changing order."""
+    """Measures a case on two pairs, in changing order; the one that is not measured is stopped."""
 
-    def ask(pair: Pair) -> Metrics:
-        metrics: Metrics = pair.ask_first("measure", case.name, effort, module)
+    def ask(pair: Pair, other: Pair) -> Metrics:
+        with other.stopped():
+            metrics: Metrics = pair.ask_first("measure", case.name, effort, module)
         return metrics
 
     before = ours.ask_both("waits")
-    samples = in_turns(lambda: ask(ours), lambda: ask(peer), rounds)
+    samples = in_turns(lambda: ask(ours, peer), lambda: ask(peer, ours), rounds)
     for who, old, new in zip(("caller", "callee"), before, ours.ask_both("waits"), strict=True):
         polled, slept, in_vain = (after - earlier for after, earlier in zip(new, old, strict=True))
         if polled + slept:
