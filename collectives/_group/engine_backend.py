@@ -75,11 +75,11 @@ class EngineBackend(GroupBackend):
             on_departure=messages.peer_lost,
         )
         self.abort_hooks = self._engine.abort_hooks
-        context.process.close_at_exit(self)
         if watch is None:
             self._engine.opened()
         else:
             watch.hand_over(self._engine)
+        context.process.close_at_exit(self)  # last: if this constructor raises, its caller releases what it holds
 
     def __repr__(self) -> str:
         medium = type(self._transport).__name__.removesuffix("Transport")

@@ -98,7 +98,7 @@ class _RemoteTable:
                 if earlier is None or not timed_out or time.monotonic() - began >= LONGEST_PAUSE_S:
                     earlier = exc
                 if deadline.expired():
-                    raise ConnectFailed(self.address, await self._why_not(earlier), self._timeout_s) from exc
+                    raise ConnectFailed(self.address, await self._why_not(earlier), self._timeout_s) from earlier
             await asyncio.sleep(next(pauses))
 
     async def _log_waiting(self) -> None:

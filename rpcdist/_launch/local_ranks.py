@@ -236,7 +236,10 @@ class LocalRanks:
         """Asks running processes to end, waits, kills the rest, and reaps all.
 
         They are paused during the request, so that none sees another die and reports that before its own signal comes.
+        Idempotent.
         """
+        if self._is_ending:
+            return
         for number in (signal.SIGSTOP, signal.SIGTERM, signal.SIGCONT):
             for process in self._processes:
                 process.signal(number)

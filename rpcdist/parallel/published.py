@@ -44,7 +44,7 @@ from rpcdist.parallel._published._shard_connection import ShardConnection, actor
 from rpcdist.rpc._current import current_agent
 from rpcdist.rpc._executors.blocking import async_form, off_loop
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
-from rpcdist.time_limits import CHECK_INTERVAL_S, FIRST_PAUSE_S, LONGEST_PAUSE_S, MIN_WAIT_S
+from rpcdist.time_limits import CHECK_INTERVAL_S, FIRST_PAUSE_S, LONGEST_PAUSE_S
 
 __all__ = ["Published", "TensorPart"]
 
@@ -209,7 +209,7 @@ class Published:
                     agent.worker_name,
                     Publisher,
                     (self.name, layout.plain(), self._keep, shard),
-                    timeout=_limit_s(deadline),
+                    timeout=deadline.timeout_s(),
                     name=actor_name(self.name, number),
                 )
                 origin: Publisher = made.local_value()
@@ -234,7 +234,7 @@ class Published:
         description = origin.describe(known(self.name).newest(origin.shard))
         others = [worker for worker in rpc.workers() if worker.id != agent.worker_id]
         asked = agent.caller.start_each(
-            others, follow, (self.name, origin.shard, description), None, _limit_s(deadline)
+            others, follow, (self.name, origin.shard, description), None, deadline.timeout_s()
         )
         for worker, answer in zip(others, asked, strict=True):
             try:
@@ -252,11 +252,11 @@ class Published:
     def _taken(self, taken: ActorNameTaken, shard: int, deadline: Deadline) -> Publisher | None:
         """Returns the source of this worker, if it already publishes under this name; None if the publisher died."""
         try:
-            found = rpc.get_actor(actor_name(self.name, shard), _limit_s(deadline))
+            found = rpc.get_actor(actor_name(self.name, shard), deadline.timeout_s())
             if found.is_owner():
                 origin: Publisher = found.local_value()
                 return origin
-            found.rpc_sync(timeout=_limit_s(deadline)).describe(0)
+            found.rpc_sync(timeout=deadline.timeout_s()).describe(0)
         except (UnknownActor, TransportError, DeadlineExceeded) as exc:
             if not deadline.expired():
                 return None
@@ -565,8 +565,3 @@ def _checked_shard(shard: tuple[int, int]) -> tuple[int, int]:
             f"{shard!r:.100}"
         )
     return shard
-
-
-def _limit_s(deadline: Deadline) -> float:
-    """Returns the remaining time, in the form of a user's timeout."""
-    return max(MIN_WAIT_S, deadline.remaining_s()) if deadline.is_finite else 0

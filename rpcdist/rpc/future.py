@@ -413,8 +413,8 @@ class Future(torch.futures.Future[T]):
         try:
             result = decode()
         except BaseException as error:
-            for _ in ("this function", "result_of"):
-                drop_first_frame(error)
+            drop_first_frame(error)  # that of this function, and then that of `result_of`
+            drop_first_frame(error)
             self._finish_error(error)
         else:
             self._finish_result(result)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -73,6 +74,10 @@ def test_what_holds_something_or_lies_deeper_is_not_kept(module: types.ModuleTyp
     for func in (module.Box.put, len):
         assert names[func] == names[func]
         assert names.looked_up[-2:] == [func, func]
+    bound: Any
+    for bound in (module.Box().put, [].append):  # a call sends them by value, or refuses them
+        with suppress(Exception):
+            names[bound]
     assert not names.calls._known
 
 

@@ -215,7 +215,7 @@ class MessageState:
         """Takes a send; `num_sent` of its bytes were sent already."""
         reason = connection.ended or self.lost.get(connection.peer)
         if reason is not None:
-            self.complete(request, self._lost_error(request, connection.peer, reason))
+            self.complete(request, self._lost_error(request, connection.peer, reason, connection.lacked_memory))
         else:
             self._keep(request)
             connection.stream.put(request, num_sent)
@@ -319,15 +319,13 @@ class MessageState:
         if isinstance(target, UnexpectedMessage):
             self.matcher.discard(target.header.tag, target)
         elif target is not None:
-            error = self._lost_error(target, source, reason)
-            if self.incoming[source].lacked_memory:
-                error = CollectiveError(target.title, error.reason)
-            self.complete(target, error)
+            self.complete(target, self._lost_error(target, source, reason, self.incoming[source].lacked_memory))
         self._fail_receives(source)
 
     def _end_outgoing(self, peer: int, reason: str) -> None:
-        for request in self.outgoing[peer].stream.clear():
-            self.complete(request, self._lost_error(request, peer, reason))
+        connection = self.outgoing[peer]
+        for request in connection.stream.clear():
+            self.complete(request, self._lost_error(request, peer, reason, connection.lacked_memory))
 
     def fail_unopened(self, connection: OutgoingConnection, shortage: str) -> None:
         """Fails the sends of a connection that this process had no resources to open; no rank is lost."""
@@ -416,8 +414,9 @@ class MessageState:
                 self.incoming[request.source].stream.drop_target()
         self.complete(request, error)
 
-    def _lost_error(self, request: Request, rank: int, reason: str) -> CollectiveError:
-        return RankLost(request.title, f"rank {self.ranks[rank]}: {reason}", (rank,))
+    def _lost_error(self, request: Request, rank: int, reason: str, lacked_memory: bool) -> CollectiveError:
+        text = f"rank {self.ranks[rank]}: {reason}"
+        return CollectiveError(request.title, text) if lacked_memory else RankLost(request.title, text, (rank,))
 
     def _mismatch(self, request: Request, source: int, to: int, expected: Header, header: Header) -> CollectiveMismatch:
         sent = f"rank {self.ranks[source]} sent {header} with tag {header.tag} (message {header.sequence} of this pair)"

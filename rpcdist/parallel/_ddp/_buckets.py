@@ -88,7 +88,10 @@ def initial_buckets(parameters: Sequence[Trained], caps: BucketCaps, order_is_fi
 
 def rebuilt_buckets(parameters: Sequence[Trained], caps: BucketCaps, ready_order: Sequence[int]) -> list[list[int]]:
     """Returns the buckets by the order in which the gradients of a whole backward pass became ready."""
-    return _assign(parameters, caps.rebuilt_limits(), ready_order)
+    # torch appends the buckets that are not full in the order of a hash table, which may differ between ranks.
+    ready_at = {index: position for position, index in enumerate(ready_order)}
+    buckets = _assign(parameters, caps.rebuilt_limits(), ready_order)
+    return sorted(buckets, key=lambda bucket: max([ready_at[index] for index in bucket]))
 
 
 def _assign(parameters: Sequence[Trained], limits: Sequence[int], ready_order: Sequence[int]) -> list[list[int]]:

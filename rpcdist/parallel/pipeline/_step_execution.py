@@ -88,7 +88,7 @@ class Stage:
             microbatch: its graph is dropped.
             gradients: one for each kept output; None for an output without a gradient.
         """
-        inputs, outputs = self._inputs.pop(microbatch), self._outputs.pop(microbatch)
+        inputs, outputs = self._inputs.pop(microbatch), self._outputs.pop(microbatch, [])
         if len(gradients) != len(outputs):
             raise RuntimeError(f"{len(outputs)} outputs were sent on, but {len(gradients)} gradients came back")
         roots = [

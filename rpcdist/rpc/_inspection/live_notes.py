@@ -148,7 +148,8 @@ def _remove_log_tap(tap: Callable[[logging.LogRecord], object]) -> None:
         _taps.remove(tap)
         # If the program has wrapped this factory in one of its own, it stays, and calls no tap.
         if not _taps and logging.getLogRecordFactory() is _make_record:
-            logging.setLogRecordFactory(_replaced.pop())
+            logging.setLogRecordFactory(_replaced[0])  # before it is forgotten: other threads log meanwhile
+            _replaced.clear()
 
 
 def _make_record(*args: Any, **kwargs: Any) -> logging.LogRecord:

@@ -9,7 +9,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import partial
 
 from rpcdist._proto import membership_pb2 as pb
 from rpcdist.errors import CallRefused, listed
@@ -242,16 +241,17 @@ class MembershipService:
                 return
             task = asyncio.get_running_loop().create_task(self._ask(recovery, member), name="rpcdist ask a survivor")
             self._asking.add(task)
-            task.add_done_callback(partial(self._has_asked, recovery))
+            task.add_done_callback(self._has_asked)
 
     async def _ask(self, recovery: Recovery, member: Member) -> None:
         recovery.on_answer(member, await self._probe(member))
         if self._recovery is recovery and recovery.is_time_over:
             self._review_recovery()
 
-    def _has_asked(self, recovery: Recovery, task: asyncio.Task[None]) -> None:
+    def _has_asked(self, task: asyncio.Task[None]) -> None:
         self._asking.discard(task)
-        self._ask_more(recovery)
+        if self._recovery is not None:  # perhaps a later one, which waits until fewer are asked
+            self._ask_more(self._recovery)
 
     def _end_of_time(self, recovery: Recovery) -> None:
         recovery.is_time_over = True

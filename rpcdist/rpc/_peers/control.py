@@ -110,12 +110,15 @@ class ControlReceiver:
             self._apply[kind](session.peer, getattr(message, kind), buffers)
             return
         sender = session.peer.process
-        if is_next(message.control_seq, self._applied.get(sender)):
-            self._applied[sender] = message.control_seq
+        applied = self._applied.get(sender)
+        if is_next(message.control_seq, applied):
+            applied = message.control_seq
+            self._applied[sender] = applied
             self._apply[kind](session.peer, getattr(message, kind), buffers)
         if not self._to_acknowledge:
             self._io.loop.call_later(CONTROL_DELAY_S, self.acknowledge)
-        self._to_acknowledge[session] = self._applied[sender]
+        assert applied is not None  # the first message of a process is the next one
+        self._to_acknowledge[session] = applied
 
     def forget(self, sender: Identity) -> None:
         """Forgets a process that is permanently out of the job, and sends no message again."""

@@ -157,7 +157,8 @@ class Directory:
                 if old is not None and old.identity != member.identity:
                     replaced.append(old.identity)
                     self._replaced.add(old.identity)
-                    self._by_name.pop(old.identity.name, None)
+                    if self._by_name.get(old.identity.name) == old.identity.id:  # not if another rank has the name now
+                        del self._by_name[old.identity.name]
                 self._by_id[member.identity.id] = member
                 self._by_name[member.identity.name] = member.identity.id
             return replaced, self._recount(changed, roster.departures)
@@ -369,11 +370,11 @@ class Directory:
                     f"{', '.join(sorted(living))}. Check that it was started under this name, with the same "
                     "MASTER_ADDR and MASTER_PORT, and see its log"
                 )
-            self.wait_while(lambda: not self.living_incarnation(name), deadline)
+            self.wait_while(lambda: all(member.identity.name != name for member in self.living()), deadline)
         return WorkerInfo(name, living[name])
 
     def wait_while(self, condition: Callable[[], bool], deadline: Deadline) -> None:
-        """Waits while a condition holds, which is checked again whenever a worker is lost or found; blocks."""
+        """Waits while a condition holds, which is checked again at each change of the workers; blocks."""
         with self._changed:
             while condition() and not deadline.expired():
                 self._changed.wait(min(longest_sleep_s(), deadline.remaining_s()))

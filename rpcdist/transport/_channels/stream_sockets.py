@@ -73,10 +73,11 @@ async def accept(listener: socket.socket) -> socket.socket:
     """
     while True:
         try:
-            connection = listener.accept()[0]
-        except (BlockingIOError, InterruptedError):
-            await until_ready(listener, for_writing=False)
-            continue
+            try:
+                connection = listener.accept()[0]
+            except (BlockingIOError, InterruptedError):
+                await until_ready(listener, for_writing=False)
+                continue
         except OSError as exc:  # too few descriptors or too little memory, until other connections end
             if own_shortage(exc) is None:
                 logger.warning("a connection could not be accepted (%s); the listener tries again", exc)
