@@ -37,6 +37,17 @@ def test_rebuilt_buckets_are_filled_in_the_order_of_readiness() -> None:
     assert rebuilt_buckets(made, caps, [5, 1, 4, 3, 2, 0]) == [[5], [1], [3], [4, 2], [0]]
 
 
+def test_rebuilt_buckets_that_are_not_full_come_in_the_order_of_readiness() -> None:
+    """torch appends them in the order of a hash table, which may differ between ranks."""
+    dtypes = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64]
+    made = [
+        Trained(index, f"{index}", nn.Parameter(torch.empty(4, dtype=dtype, device="meta")), False)
+        for index, dtype in enumerate(dtypes)
+    ]
+    for order in ([0, 1, 2, 3, 4], [4, 2, 0, 3, 1], [3, 1, 4, 0, 2]):
+        assert rebuilt_buckets(made, BucketCaps.of(None), order) == [[index] for index in order]
+
+
 def test_caps() -> None:
     halves = parameters([MEBIBYTE // 2] * 80)
     default = BucketCaps.of(None)
