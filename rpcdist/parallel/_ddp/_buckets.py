@@ -83,19 +83,23 @@ class BucketCaps:
 
 def initial_buckets(parameters: Sequence[Trained], caps: BucketCaps, order_is_fixed: bool) -> list[list[int]]:
     """Returns the buckets before any backward pass, in the order in which they are expected to become ready."""
-    return _assign(parameters, caps.initial_limits(order_is_fixed), ())[::-1]
+    return _assign(parameters, caps.initial_limits(order_is_fixed), ())[0][::-1]
 
 
 def rebuilt_buckets(parameters: Sequence[Trained], caps: BucketCaps, ready_order: Sequence[int]) -> list[list[int]]:
     """Returns the buckets by the order in which the gradients of a whole backward pass became ready."""
-    # torch appends the buckets that are not full in the order of a hash table, which may differ between ranks.
-    ready_at = {index: position for position, index in enumerate(ready_order)}
-    buckets = _assign(parameters, caps.rebuilt_limits(), ready_order)
-    return sorted(buckets, key=lambda bucket: max([ready_at[index] for index in bucket]))
+    buckets, limits = _assign(parameters, caps.rebuilt_limits(), ready_order)
+    # torch appends those that are not full in the order of a hash table, which may differ between ranks.
+    sizes = [sum([parameters[index].tensor.nbytes for index in bucket]) for bucket in buckets]
+    num_full = sum([size >= limit for size, limit in zip(sizes, limits, strict=True)])
+    first_ready = {index: position for position, index in enumerate(ready_order)}
+    return buckets[:num_full] + sorted(buckets[num_full:], key=lambda bucket: first_ready[bucket[0]])
 
 
-def _assign(parameters: Sequence[Trained], limits: Sequence[int], ready_order: Sequence[int]) -> list[list[int]]:
-    """Returns the buckets as lists of indices of parameters.
+def _assign(
+    parameters: Sequence[Trained], limits: Sequence[int], ready_order: Sequence[int]
+) -> tuple[list[list[int]], list[int]]:
+    """Returns the buckets as lists of indices of parameters, and the size limit of each in bytes.
 
     Args:
         limits: size limits in bytes of the first bucket of each dtype and device, the second, and so on; the last limit
@@ -106,7 +110,7 @@ def _assign(parameters: Sequence[Trained], limits: Sequence[int], ready_order: S
     ready = [parameters[index] for index in ready_order] or parameters
     tensors: list[torch.Tensor] = [each.tensor for each in ready]
     sparse = [each.sparse for each in parameters]
-    return torch.distributed._compute_bucket_assignment_by_size(tensors, list(limits), sparse, list(ready_order))[0]
+    return torch.distributed._compute_bucket_assignment_by_size(tensors, list(limits), sparse, list(ready_order))
 
 
 _OWN_USES: Final = 2
