@@ -157,7 +157,7 @@ class ServedTable:
         self._node = node
         self._replied_at = float("-inf")
 
-    def execute(self, operation: StoreOperation[object], deadline: Deadline) -> object:
+    def run(self, operation: StoreOperation[object], deadline: Deadline) -> object:
         """Runs an operation on this thread, which must not be the thread of an event loop."""
         if asyncio._get_running_loop() is not None:
             raise BlockingInLoop("this call of a store", "await asyncio.to_thread(...)")
@@ -196,26 +196,26 @@ class ServedTable:
     # ------------------------------------------------------------ the calls of other processes
 
     def methods(self) -> Mapping[str, Method]:
-        return {"Execute": self.answer, "ExecuteLarge": self.answer_large}
+        return {"Execute": self.execute, "ExecuteLarge": self.execute_large}
 
-    async def answer(self, peer: Identity, request: store_pb2.StoreRequest) -> tuple[store_pb2.StoreReply, Undo]:
+    async def execute(self, peer: Identity, request: store_pb2.StoreRequest) -> tuple[store_pb2.StoreReply, Undo]:
         """Runs one operation. Cancellation removes its waiter, and puts a popped value back to its queue.
 
         Returns:
             The reply, and a function that puts a popped value back if the caller does not get it.
         """
-        return await self._answer(request, LARGEST_UNCUT_BYTES, store_pb2.StoreReply(too_large=True))
+        return await self._executed(request, LARGEST_UNCUT_BYTES, store_pb2.StoreReply(too_large=True))
 
-    async def answer_large(self, peer: Identity, request: bytes) -> tuple[bytes, Undo]:
-        """Like `answer`, with request and reply as bytes that travel in pieces."""
+    async def execute_large(self, peer: Identity, request: bytes) -> tuple[bytes, Undo]:
+        """Like `execute`, with request and reply as bytes that travel in pieces."""
         try:
             found = parsed(store_pb2.StoreRequest, request)
         except DecodeError as exc:
             raise DistStoreError("the request is not a request to a store") from exc
-        reply, undo = await self._answer(found, LARGEST_BYTES, None)
+        reply, undo = await self._executed(found, LARGEST_BYTES, None)
         return reply.SerializeToString(), undo
 
-    async def _answer(
+    async def _executed(
         self, request: store_pb2.StoreRequest, limit_bytes: int, instead: store_pb2.StoreReply | None
     ) -> tuple[store_pb2.StoreReply, Undo]:
         """Returns the reply and its undo. A reply beyond the limit is undone, and `instead` or an error replaces it."""

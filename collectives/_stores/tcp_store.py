@@ -133,7 +133,7 @@ class _RemoteTable:
                 self._link = await self._node.connect(self.address, role="store", timeout_s=timeout_s)
             return self._link
 
-    def execute(self, operation: StoreOperation[object], deadline: Deadline) -> object:
+    def run(self, operation: StoreOperation[object], deadline: Deadline) -> object:
         wait_s = deadline.remaining_s()
 
         async def ask() -> store_pb2.StoreReply:
@@ -296,7 +296,7 @@ class TCPStore(Store):
         if not self._closer.alive:
             raise DistStoreError(f"the store at {self.address} was closed by this process")
         try:
-            return self._access.execute(operation, deadline)
+            return self._access.run(operation, deadline)
         except (AuthenticationFailed, DistStoreError):
             raise
         except ConnectFailed as exc:

@@ -25,7 +25,7 @@ from rpcdist.transport.keys import SessionKeys, framed, mac
 if TYPE_CHECKING:
     from rpcdist.transport._tls.certificate_proof import CertificateProver
 
-PROTOCOL_VERSION: Final = 13
+PROTOCOL_VERSION: Final = 14
 NONCE_BYTES: Final = 32
 MAX_HANDSHAKE_BYTES: Final = 16 << 10
 """Channels refuse a larger message before they parse it; `receive` checks again. Certificate chains take most of it."""

@@ -1,9 +1,14 @@
-"""The payload connections of one session: they carry large messages in stripes, one stripe on each connection, and the
-session's own connection stays free for everything else.
+"""The payload connections of one session: they carry large messages in stripes, and the session's own connection stays
+free for everything else.
 
 Each side may use the connections as soon as it has all of them. The side that opened the session also opens these, at
 the second large message in either direction: by then the peer has registered the session, and large messages are not a
-single event. A connection carries pieces: each has the ordinal number of its announcement, a size, and the bytes.
+single event. A connection carries pieces: each has the ordinal number of its announcement, the number of a stripe, a
+size, and the bytes.
+
+[Note: turns] Connections may differ in speed: what a connection has carried before decides how fast the kernel sends on
+it. So a large message has more stripes than connections, and a connection that has written one takes the next. To far
+peers, the kernel accepts little more than it can send now; otherwise a slow connection would accept many stripes.
 
 [Note: far peers] In one round trip, the kernel sends a limited number of bytes on a connection: no more than its
 buffers hold, and no more than the congestion window, which a few messages do not open. A long round trip therefore
@@ -33,10 +38,11 @@ import select
 import socket
 import struct
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from queue import SimpleQueue
 from typing import Any, Final
 
@@ -44,12 +50,19 @@ from rpcdist.errors import ConfigError, ProtocolViolation, RpcdistError
 from rpcdist.ids import Identity
 from rpcdist.time_limits import CLOSE_STEP_LIMIT_S, SIDE_ATTEMPT_LIMIT_S
 from rpcdist.transport._channels.stream_sockets import break_when_silent
-from rpcdist.transport._framing.incoming import MAX_STRIPES, Delivery, Incoming, StripeCursor
+from rpcdist.transport._framing.incoming import (
+    MAX_CONNECTIONS,
+    Delivery,
+    Incoming,
+    StripeCursor,
+    num_stripes,
+    num_used,
+)
 from rpcdist.transport._tls.tls_socket import NO_SIGPIPE, TlsSocket
 from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.memory_copies import LargeBuffer
 
-_HEAD: Final = struct.Struct("<QI")
+_HEAD: Final = struct.Struct("<QII")
 
 PIECE_BYTES: Final = 1 << 20
 """Bytes written at once; then another transfer has its turn on this connection."""
@@ -60,20 +73,30 @@ class StripedTransfer:
     """The buffers of one message, on their way out on several connections.
 
     Attributes:
-        num_stripes: the number of unfinished stripes; `Striping` counts them.
+        ends: the end of each buffer in the sequence of all bytes.
+        count: the number of payload connections.
+        indices: the numbers of the stripes that no connection has taken.
+        num_writers: the number of connections that still write; `Striping` counts them.
         is_aborted: whether the transfer was aborted, so that no more of it is sent.
     """
 
     number: int
     ordinal: int
     buffers: Sequence[LargeBuffer]
-    sizes: Sequence[int]
-    num_stripes: int
+    ends: Sequence[int]
+    count: int
+    indices: Iterator[int]
+    num_writers: int
     is_aborted: bool = False
 
+    def next_stripe(self) -> StripeCursor | None:
+        """Takes a stripe with bytes, if one is left; any thread."""
+        stripes = (StripeCursor(self.ends, index, self.count) for index in self.indices)
+        return next((stripe for stripe in stripes if stripe.left), None)
 
-Stripe = tuple[StripedTransfer, StripeCursor]
-"""The part of a transfer on one connection."""
+
+Stripe = tuple[StripedTransfer, StripeCursor | None]
+"""A transfer that a connection sends, and its stripe; None if it takes one at its turn."""
 
 StripePlace = tuple[int, int]
 """The index of a connection in its session, and the number of connections."""
@@ -111,7 +134,7 @@ class StripeConnection:
             connection.setblocking(True)
         self.num_sent = self.num_received = 0
         self._socket = connection
-        self._place = place
+        self._count = place[1]
         self._incoming = incoming
         self._owner = owner
         self._queue: SimpleQueue[Stripe | None] = SimpleQueue()
@@ -166,12 +189,12 @@ class StripeConnection:
         if stripe is None or self._is_closed:
             return False
         transfer, cursor = stripe
-        if cursor.left and not transfer.is_aborted:
-            self._send(transfer, cursor)
-        if cursor.left and not transfer.is_aborted:
-            self._queue.put(stripe)
+        cursor = cursor or transfer.next_stripe()
+        if cursor is None or transfer.is_aborted:
+            self._owner.writer_ended(transfer)
         else:
-            self._owner.stripe_ended(transfer)
+            self._send(transfer, cursor)
+            self._queue.put((transfer, cursor if cursor.left else None))
         return True
 
     def _send(self, transfer: StripedTransfer, cursor: StripeCursor) -> None:
@@ -179,7 +202,7 @@ class StripeConnection:
         ranges = cursor.take(PIECE_BYTES)
         size = sum(end - start for _, start, end in ranges)
         self.num_sent += size
-        head = memoryview(_HEAD.pack(transfer.ordinal, size))
+        head = memoryview(_HEAD.pack(transfer.ordinal, cursor.index, size))
         parts = [head, *(buffers[number].view[start:end] for number, start, end in ranges)]
         while parts:
             try:
@@ -197,14 +220,14 @@ class StripeConnection:
     def _read(self) -> None:
         head = memoryview(bytearray(_HEAD.size))
         while self._receive(head, may_end=True):
-            ordinal, size = _HEAD.unpack(head)
+            ordinal, index, size = _HEAD.unpack(head)
             if not 0 < size <= PIECE_BYTES:
                 raise ProtocolViolation(f"a piece of {size} bytes was announced; the limit is {PIECE_BYTES}")
-            self._read_piece(ordinal, size)
+            self._read_piece(ordinal, index, size)
 
-    def _read_piece(self, ordinal: int, size: int) -> None:
+    def _read_piece(self, ordinal: int, index: int, size: int) -> None:
         """Receives and delivers one piece; keeps no reference to the buffers."""
-        places = self._incoming.stripe(ordinal, *self._place, size)
+        places = self._incoming.stripe(ordinal, index, self._count, size)
         for place in [memoryview(bytearray(size))] if places is None else places:
             self._receive(place)
         self.num_received += size
@@ -246,6 +269,8 @@ MIN_STRIPED_BYTES: Final = 2 << 20
 _MIN_FAR_BYTES: Final = 256 << 10
 """`MIN_STRIPED_BYTES` for peers with a long round trip. [Note: far peers]"""
 
+_MAX_UNSENT_BYTES: Final = 256 << 10  # that the kernel accepts beyond those that it sends now
+
 _FAR_ROUND_TRIP: Final = 2e-3  # seconds; within a data centre it is shorter
 
 Connections = Sequence[socket.socket | TlsSocket]
@@ -259,9 +284,9 @@ def num_connections(is_far: bool = False) -> int:
     Raises:
         ConfigError: the variable is not a number, or too large.
     """
-    text = os.environ.get(PAYLOAD_CONNECTIONS_VARIABLE, str(MAX_STRIPES) if is_far else "2")
-    if not text.isdecimal() or int(text) > MAX_STRIPES:
-        raise ConfigError(f"{PAYLOAD_CONNECTIONS_VARIABLE} must be a number from 0 to {MAX_STRIPES}, not {text!r}")
+    text = os.environ.get(PAYLOAD_CONNECTIONS_VARIABLE, str(MAX_CONNECTIONS) if is_far else "2")
+    if not text.isdecimal() or int(text) > MAX_CONNECTIONS:
+        raise ConfigError(f"{PAYLOAD_CONNECTIONS_VARIABLE} must be a number from 0 to {MAX_CONNECTIONS}, not {text!r}")
     return int(text)
 
 
@@ -290,7 +315,7 @@ class Striping:
         silence_limit_s: float,
         round_trip_s: float | None = None,
     ) -> None:
-        is_far = round_trip_s is not None and round_trip_s >= _FAR_ROUND_TRIP
+        self._is_far = is_far = round_trip_s is not None and round_trip_s >= _FAR_ROUND_TRIP
         self._num_wanted = num_connections(is_far)
         self._min_bytes = _MIN_FAR_BYTES if is_far else MIN_STRIPED_BYTES
         self._io = io
@@ -340,10 +365,14 @@ class Striping:
             if not (connections := self._connections):
                 return False
             self._is_used, count = True, len(connections)
-            stripes = [stripe for index in range(count) if (stripe := StripeCursor(sizes, index, count)).left]
-            transfer = self._transfers[number] = StripedTransfer(number, ordinal, buffers, sizes, len(stripes))
-        for connection, stripe in zip(connections, stripes, strict=False):
-            connection.put((transfer, stripe))
+            writers = connections[: num_used(total, count)]
+            num = num_stripes(total, count)
+            transfer = StripedTransfer(
+                number, ordinal, buffers, list(accumulate(sizes)), count, iter(range(num)), len(writers)
+            )
+            self._transfers[number] = transfer
+        for connection in reversed(writers):  # the last ones carry large messages only, which makes them fast
+            connection.put((transfer, transfer.next_stripe() if num == len(writers) else None))
         return True
 
     def abort(self, number: int) -> bool:
@@ -362,11 +391,11 @@ class Striping:
 
     # ------------------------------------------------------------ threads of the connections
 
-    def stripe_ended(self, transfer: StripedTransfer) -> None:
-        """One stripe is written or dropped; called on a thread of its connection."""
+    def writer_ended(self, transfer: StripedTransfer) -> None:
+        """A connection has no more to write of a transfer; called on its thread."""
         with self._lock:
-            transfer.num_stripes -= 1
-            if transfer.num_stripes:
+            transfer.num_writers -= 1
+            if transfer.num_writers:
                 return
             self._transfers.pop(transfer.number, None)
             is_last = not self._transfers
@@ -408,6 +437,8 @@ class Striping:
         try:
             for index, connection in enumerate(connections):
                 break_when_silent(connection, self._silence_limit_s)  # [Note: silence]
+                if self._is_far and hasattr(socket, "TCP_NOTSENT_LOWAT"):  # [Note: turns]
+                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _MAX_UNSENT_BYTES)
                 begun.append(StripeConnection(connection, (index, count), self._incoming, self, self._name, self._io))
         except RuntimeError as exc:  # [Note: unused]
             logger.warning("no payload connections with %s, so one connection carries everything: %s", self._name, exc)
@@ -484,7 +515,7 @@ def _parse(purpose: str) -> tuple[str, StripePlace] | None:
     if len(numbers) != 2 or not all(number.isdecimal() and len(number) < 3 for number in numbers):
         return None
     number, total = map(int, numbers)
-    return (session, (number, total)) if number < total <= MAX_STRIPES else None
+    return (session, (number, total)) if number < total <= MAX_CONNECTIONS else None
 
 
 class StripeTaker:

@@ -68,7 +68,7 @@ def served() -> ServedTable:
 
 
 async def execute(service: ServedTable, operation: StoreOperation[object], timeout_s: float = LONG_S) -> object:
-    reply, _ = await service.answer(PEER, request_for(operation, timeout_s))
+    reply, _ = await service.execute(PEER, request_for(operation, timeout_s))
     return result_of(reply)
 
 
@@ -177,7 +177,7 @@ async def test_a_value_popped_for_a_cancelled_call_goes_to_the_next() -> None:
 async def test_add_reports_what_is_not_a_number() -> None:
     service = served()
     await execute(service, Set(("k",), (b"text",)))
-    reply, _ = await service.answer(PEER, request_for(Add("k", 1), 0))
+    reply, _ = await service.execute(PEER, request_for(Add("k", 1), 0))
     assert "is not a number" in reply.problem
     with pytest.raises(DistStoreError, match="is not a number"):
         result_of(reply)
@@ -211,4 +211,4 @@ async def test_many_parts_of_a_request_that_weigh_too_little_are_refused() -> No
     """Data that travels in pieces was not counted: 19 MiB of empty keys took 484 MiB, and 2 s of the I/O loop."""
     request = store_pb2.StoreRequest(get=store_pb2.StoreKeys(keys=[""] * 200_000))
     with pytest.raises(ProtocolViolation, match="too many very small parts"):
-        await served().answer_large(PEER, request.SerializeToString())
+        await served().execute_large(PEER, request.SerializeToString())

@@ -95,7 +95,7 @@ def test_a_process_that_listens_and_serves_no_store_yet() -> None:
 def test_a_store_that_answers_late_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until the caller's own limit: what one question may take is much less."""
     monkeypatch.setattr(tcp_store, "STORE_GRACE_S", 0.2)
-    answer, free = ServedTable.answer, asyncio.Event()
+    answer, free = ServedTable.execute, asyncio.Event()
     asked = []
 
     async def late(self: ServedTable, peer: Identity, request: Any) -> Any:
@@ -103,7 +103,7 @@ def test_a_store_that_answers_late_is_asked_again(monkeypatch: pytest.MonkeyPatc
         await free.wait()
         return await answer(self, peer, request)
 
-    monkeypatch.setattr(ServedTable, "answer", late)
+    monkeypatch.setattr(ServedTable, "execute", late)
     with TCPStore(HOST, 0, is_master=True) as master, ThreadPoolExecutor(1) as pool:
         with pytest.raises(ConnectFailed, match=r"after 3\.0 s.* accepts connections there, but does not answer"):
             TCPStore(HOST, master.port, timeout=3.0)

@@ -458,11 +458,13 @@ def announce(link: Link, size: int) -> None:
 @pytest.mark.parametrize(
     ("piece", "text"),
     [
-        (struct.pack("<QI", 2, 0), "a piece of 0 bytes was announced"),
-        (struct.pack("<QI", 2, PIECE_BYTES + 1), f"a piece of {PIECE_BYTES + 1} bytes was announced"),
-        (struct.pack("<QI", 2, 2**32 - 1), "bytes was announced"),
-        (struct.pack("<QI", 2, 1001), "1001 bytes arrived for a stripe with 1000 bytes left"),
-        (struct.pack("<QI", 2, 1000) + b"x" * 1000 + struct.pack("<QI", 3, 1), None),
+        (struct.pack("<QII", 2, 0, 0), "a piece of 0 bytes was announced"),
+        (struct.pack("<QII", 2, 0, PIECE_BYTES + 1), f"a piece of {PIECE_BYTES + 1} bytes was announced"),
+        (struct.pack("<QII", 2, 0, 2**32 - 1), "bytes was announced"),
+        (struct.pack("<QII", 2, 1, 1), "1 bytes arrived for a stripe with 0 bytes left"),
+        (struct.pack("<QII", 2, 2**32 - 1, 1), "1 bytes arrived for a stripe with 0 bytes left"),
+        (struct.pack("<QII", 2, 0, 1001), "1001 bytes arrived for a stripe with 1000 bytes left"),
+        (struct.pack("<QII", 2, 0, 1000) + b"x" * 1000 + struct.pack("<QII", 3, 0, 1), None),
         (b"GET / HTTP/1.1\r\n\r\n", "bytes was announced"),
     ],
 )
@@ -486,7 +488,7 @@ def test_pieces_that_cannot_be_end_the_session(
 def test_a_piece_that_stops_in_its_middle_hides_nothing(nodes: Nodes) -> None:
     link, answers, taker, bare = hostile(nodes)
     announce(link, 1000)
-    bare.sendall(struct.pack("<QI", 2, 1000) + b"x" * 500)
+    bare.sendall(struct.pack("<QII", 2, 0, 1000) + b"x" * 500)
     send(link.session, 2)
     taker.wait(2)  # other messages pass
     bare.close()
@@ -498,7 +500,7 @@ HALF_A_RECORD = b"\x17\x03\x03\x40\x00" + bytes(100)  # announces 16 KiB
 
 
 @pytest.mark.parametrize(
-    "injected", [struct.pack("<QI", 3, 1000) + b"x" * 1000, HALF_A_RECORD, b"\x17\x03\x03\x00\x20" + bytes(32)]
+    "injected", [struct.pack("<QII", 3, 0, 1000) + b"x" * 1000, HALF_A_RECORD, b"\x17\x03\x03\x00\x20" + bytes(32)]
 )
 def test_bytes_that_nobody_encrypted_end_a_session_over_tls(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch, injected: bytes, payload_threads: Callable[[], list[str]]

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import random
+import socket
+import struct
 import threading
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from itertools import accumulate
 from typing import Any, cast
 
 import pytest
@@ -17,30 +23,38 @@ from rpcdist.errors import ProtocolViolation
 from rpcdist.transport._framing.frames import Chunk, parse
 from rpcdist.transport._framing.incoming import (
     MAX_BUFFERS,
+    MAX_CONNECTIONS,
     MAX_RANGES,
-    MAX_STRIPES,
     Delivery,
     Incoming,
     IncomingBuffer,
     StripeCursor,
     heap_buffer,
+    num_stripes,
+    num_used,
 )
 from rpcdist.transport._framing.outgoing import Outgoing
 from rpcdist.transport.announced_bytes import AnnouncedBytes
+from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.memory_copies import LargeBuffer
 from rpcdist.transport.striping import Striping
 from rpcdist.transport.wire_messages import CallMessage
 
 LIMIT_S = 20.0
 
+
+def cursor_of(sizes: list[int], index: int, count: int) -> StripeCursor:
+    return StripeCursor(list(accumulate(sizes)), index, count)
+
+
 sizes_of_buffers = st.lists(st.integers(0, 300), min_size=1, max_size=8)
 
 
-@given(sizes_of_buffers, st.integers(1, MAX_STRIPES), st.integers(1, 200), st.integers(1, 4))
+@given(sizes_of_buffers, st.integers(1, MAX_CONNECTIONS), st.integers(1, 200), st.integers(1, 4))
 def test_every_byte_is_in_one_stripe(sizes: list[int], count: int, step: int, max_ranges: int) -> None:
     covered = [bytearray(size) for size in sizes]
-    for index in range(count):
-        cursor = StripeCursor(sizes, index, count)
+    for index in range(num_stripes(sum(sizes), count)):
+        cursor = cursor_of(sizes, index, count)
         before = (-1, -1)
         while cursor.left:
             left = cursor.left
@@ -57,22 +71,51 @@ def test_every_byte_is_in_one_stripe(sizes: list[int], count: int, step: int, ma
 
 
 def test_both_halves_of_a_tensor_begin_at_a_line_of_the_cache() -> None:
-    (_, start, end), *_ = StripeCursor([1000], 1, 2).take(1000)
+    (_, start, end), *_ = cursor_of([1000], 1, 2).take(1000)
     assert start % 64 == 0 and end == 1000
 
 
-@pytest.mark.parametrize(("mib", "num_stripes"), [(0.25, 8), (1, 8), (8, 8), (12, 12), (64, 16)])
-def test_only_a_large_message_has_a_stripe_for_each_of_many_connections(mib: float, num_stripes: int) -> None:
+@pytest.mark.parametrize(
+    ("mib", "count", "used", "stripes"),
+    [(0.25, 16, 8, 8), (1, 16, 8, 8), (8, 16, 8, 8), (12, 16, 12, 12), (64, 16, 16, 64), (4, 2, 2, 2), (64, 2, 2, 8)],
+)
+def test_a_large_message_has_several_stripes_for_each_connection(
+    mib: float, count: int, used: int, stripes: int
+) -> None:
     """1 MiB in 16 stripes took 1.7 times as long as in 8."""
-    left = [StripeCursor([int(mib * 2**20)], index, MAX_STRIPES).left for index in range(MAX_STRIPES)]
-    assert all(left[:num_stripes]) and not any(left[num_stripes:])
+    total = int(mib * 2**20)
+    assert num_used(total, count) == used and num_stripes(total, count) == stripes
+    assert all(cursor_of([total], index, count).left for index in range(stripes))
+    assert not cursor_of([total], stripes, count).left
+
+
+def test_a_slow_connection_carries_few_stripes_of_a_large_message() -> None:
+    with closing(IoLoop()) as io, ExitStack() as stack:
+        io.start()
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        ours = [socket.create_connection(server.getsockname()) for _ in range(2)]
+        _, fast = (stack.enter_context(server.accept()[0]) for _ in ours)  # nobody reads the other one
+        ignore: Callable[..., None] = lambda *_: None  # noqa: E731
+        striping = Striping(
+            io, Incoming(), "peer",
+            on_piece=ignore, on_written=ignore, close=ignore, open=None, silence_limit_s=LIMIT_S,
+        )  # fmt: skip
+        stack.callback(striping.close)
+        striping.begin(ours)
+        assert striping.take(1, 1, [Memory(bytes(64 << 20))], [64 << 20])
+        fast.settimeout(LIMIT_S)
+        reader = stack.enter_context(fast.makefile("rb"))
+        head, received = struct.Struct("<QII"), Counter[int]()
+        while sum(num_bytes == 8 << 20 for num_bytes in received.values()) < 7:
+            _, index, num_bytes = head.unpack(reader.read(head.size))
+            received[index] += len(reader.read(num_bytes))
 
 
 def pieces_of(sizes: list[int], data: list[bytes], count: int, step: int) -> list[list[tuple[int, bytes]]]:
     """For each stripe, its index and the bytes of its pieces."""
     stripes = []
     for index in range(count):
-        cursor, pieces = StripeCursor(sizes, index, count), []
+        cursor, pieces = cursor_of(sizes, index, count), []
         while cursor.left:
             pieces.append((index, b"".join(data[buffer][start:end] for buffer, start, end in cursor.take(step))))
         stripes.append(pieces)
@@ -87,7 +130,7 @@ def place(incoming: Incoming, ordinal: int, index: int, count: int, piece: bytes
     return incoming.stripe_placed(ordinal, sum(map(len, places)))
 
 
-@given(sizes_of_buffers.filter(any), st.integers(1, MAX_STRIPES), st.integers(1, 200), st.randoms())
+@given(sizes_of_buffers.filter(any), st.integers(1, MAX_CONNECTIONS), st.integers(1, 200), st.randoms())
 def test_stripes_in_any_order_are_the_message(sizes: list[int], count: int, step: int, rng: random.Random) -> None:
     data = [rng.randbytes(size) for size in sizes]
     counted = AnnouncedBytes()
@@ -191,7 +234,7 @@ def test_a_wrapped_message_may_come_in_stripes() -> None:
     body = inner.SerializeToString()
     incoming = Incoming()
     assert incoming.announce(announced(7, len(body), wrapped=True)) is None
-    half = StripeCursor([len(body)], 0, 2).left
+    half = cursor_of([len(body)], 0, 2).left
     assert place(incoming, 1, 0, 2, body[:half]) is None
     assert place(incoming, 1, 1, 2, body[half:]) == (inner, [])
 

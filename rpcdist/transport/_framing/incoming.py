@@ -18,7 +18,9 @@ Invariants:
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Final, Protocol
 
 from rpcdist._proto import rpc_pb2
@@ -39,9 +41,11 @@ BUFFER_BYTES: Final = 64
 """Memory for the record of a transfer, and of each of its buffers; these bytes also count as announced."""
 
 
-MAX_STRIPES: Final = 16
+MAX_CONNECTIONS: Final = 16
 """Limit on the payload connections of one session."""
-_FEW_STRIPES: Final = 8  # more only if each has 1 MiB: the switches to more threads cost more than the connections gain
+
+_FEW_CONNECTIONS: Final = 8  # more only if each has 1 MiB: the switches to more threads cost more than they gain
+_TURN_BYTES: Final = 16 << 20  # of a large message, one stripe on each connection
 
 MAX_RANGES: Final = 64
 """Limit on the buffer parts in one piece, which one system call sends; systems allow 16 or more, Linux 1024. The
@@ -92,35 +96,39 @@ def _nothing_is_lent(message: WireMessage) -> Mapping[int, IncomingBuffer]:
     raise ProtocolViolation("a message refers to lent memory on a channel that cannot lend any")
 
 
+def num_used(total: int, count: int) -> int:
+    """The number of payload connections, of `count`, that carry a message of `total` bytes."""
+    return min(count, max(_FEW_CONNECTIONS, total >> 20))
+
+
+def num_stripes(total: int, count: int) -> int:
+    """The number of stripes of a message. A large one has several for each connection. [Note: turns] in `striping`"""
+    return max(num_used(total, count), -(-total * count // _TURN_BYTES))
+
+
 class StripeCursor:
-    """The position in one stripe of a message, whose bytes are divided into one stripe for each payload connection.
+    """The position in one stripe of a message. Pure.
 
     The buffers form one sequence of bytes. Both ends know the sizes from the announcement, so they know the bytes of
-    each stripe, and only the number of the message and the number of bytes travel with the bytes. Pure.
+    each stripe, and only the numbers of the message and of the stripe and a number of bytes travel with the bytes.
 
     Args:
-        index: number of the stripe, from 0. The last stripes of a small message are empty.
+        ends: the end of each buffer in that sequence.
+        index: number of the stripe, from 0; a message has `num_stripes`. The last stripes of a small message are empty.
         count: number of payload connections.
     """
 
-    __slots__ = ("_at", "_buffer", "_sizes", "left")
+    __slots__ = ("_at", "_buffer", "_ends", "index", "left")
 
-    def __init__(self, sizes: Sequence[int], index: int, count: int) -> None:
-        total = sum(sizes)
-        count = min(count, max(_FEW_STRIPES, total >> 20))
-        width = -(-total // (count * _ALIGNMENT_BYTES)) * _ALIGNMENT_BYTES
+    def __init__(self, ends: Sequence[int], index: int, count: int) -> None:
+        total = ends[-1]
+        width = -(-total // (num_stripes(total, count) * _ALIGNMENT_BYTES)) * _ALIGNMENT_BYTES
         start = min(total, index * width)
+        self.index = index
         self.left = min(total, start + width) - start
-        self._sizes = sizes
-        self._buffer = 0
-        self._at = start  # offset in that buffer
-        self._skip()
-
-    def _skip(self) -> None:
-        """Moves to the buffer of the next byte, if a byte is left."""
-        while self.left and self._at >= self._sizes[self._buffer]:
-            self._at -= self._sizes[self._buffer]
-            self._buffer += 1
+        self._ends = ends
+        self._at = start
+        self._buffer = bisect_right(ends, start)
 
     def take(self, num_bytes: int, max_ranges: int = MAX_RANGES) -> list[tuple[int, int, int]]:
         """Advances by up to `num_bytes`.
@@ -134,14 +142,14 @@ class StripeCursor:
         """
         ranges: list[tuple[int, int, int]] = []
         while num_bytes and self.left and len(ranges) < max_ranges:
-            start = self._at
-            size = min(num_bytes, self._sizes[self._buffer] - start)
-            size = min(size, self.left)
-            ranges.append((self._buffer, start, start + size))
+            number = self._buffer
+            begin = self._ends[number - 1] if number else 0
+            size = min(num_bytes, self._ends[number] - self._at, self.left)
+            ranges.append((number, self._at - begin, self._at - begin + size))
             num_bytes -= size
             self.left -= size
             self._at += size
-            self._skip()
+            self._buffer = bisect_right(self._ends, self._at, number)
         return ranges
 
     def take_all(self, num_bytes: int) -> list[tuple[int, int, int]]:
@@ -168,7 +176,7 @@ class _IncomingTransfer:
     """
 
     __slots__ = (
-        "allocate", "buffers", "failure", "filled", "is_chunked", "is_counted", "message", "missing", "ordinal",
+        "allocate", "buffers", "ends", "failure", "filled", "is_chunked", "is_counted", "message", "missing", "ordinal",
         "own_bytes", "stripes",
     )  # fmt: skip
 
@@ -190,6 +198,7 @@ class _IncomingTransfer:
         self.buffers: list[IncomingBuffer | None] = [lent.get(index) for index in range(len(sizes))]
         self.filled = [size if index in lent else 0 for index, size in enumerate(sizes)]
         self.missing = sum(sizes) - sum(self.filled)
+        self.ends: list[int] = []  # of the buffers in the sequence of all bytes; computed for stripes
         self.own_bytes = TRANSFER_BYTES + BUFFER_BYTES * len(sizes)
 
     def buffer(self, index: int) -> IncomingBuffer:
@@ -216,7 +225,8 @@ class _IncomingTransfer:
             raise ProtocolViolation("a message arrived in stripes, and also in chunks or lent memory")
         cursor = self.stripes.get(index)
         if cursor is None:
-            cursor = self.stripes[index] = StripeCursor(self.message.large, index, count)
+            self.ends = self.ends or list(accumulate(self.message.large))
+            cursor = self.stripes[index] = StripeCursor(self.ends, index, count)
         pieces = cursor.take_all(size)
         return [] if self.failure else [self.buffer(number).view[start:end] for number, start, end in pieces]
 
@@ -344,6 +354,7 @@ class Incoming:
         Args:
             ordinal: ordinal number of the announcement. If it has not arrived yet, this waits for it, until
                 `end_announcements`.
+            index: number of the stripe.
             count: number of payload connections.
 
         Raises:
