@@ -155,7 +155,7 @@ class PassMessage:
             else:
                 flags |= _VALUE
                 value = value_pb2.Value()
-                large = encode_into(value, present, None, route=route)
+                large = encode_into(value, present, route=route)
                 rest = value.SerializeToString()
         elif self.work is not None:
             flags, rest = flags | _WORK, self.work

@@ -114,7 +114,7 @@ class ElasticGroup:
         self._world = current_world()
         if self._world.default is not None:
             raise ConfigError("the default group exists already; ElasticGroup replaces init_process_group")
-        self._records = ElasticRecords(self._store, self._world.process.records())
+        self._records = ElasticRecords(self._store, self._world.process.credentials())
         self._world.process.acquire_sockets(bind_host(store))
         self._has_left = False
         self._address = self._world.process.hub.address

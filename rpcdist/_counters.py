@@ -14,6 +14,7 @@ import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import InitVar, dataclass, field
 from typing import Final, Generic, Literal, NamedTuple, TypeVar
 
 from rpcdist.errors import ConfigError
@@ -78,6 +79,7 @@ class Histogram:
         return made
 
 
+@dataclass(eq=False, repr=False)
 class Histograms(Generic[E]):
     """Histograms of durations by label, from events that have ended. Any thread, and any signal handler, may note one.
 
@@ -91,17 +93,14 @@ class Histograms(Generic[E]):
         max_waiting: limit of the waiting events; the oldest ones beyond it are not counted.
     """
 
-    def __init__(
-        self,
-        read: Callable[[E], tuple[tuple[str, ...], float] | None],
-        fold_from: int = _FOLDED_FROM,
-        max_waiting: int | None = None,
-    ) -> None:
-        self._read = read
-        self._fold_from = fold_from
+    _read: Callable[[E], tuple[tuple[str, ...], float] | None]
+    _fold_from: int = _FOLDED_FROM
+    max_waiting: InitVar[int | None] = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _histograms: dict[tuple[str, ...], Histogram] = field(default_factory=dict)
+
+    def __post_init__(self, max_waiting: int | None) -> None:
         self._waiting: deque[E] = deque(maxlen=max_waiting)
-        self._lock = threading.Lock()
-        self._histograms: dict[tuple[str, ...], Histogram] = {}
 
     def note(self, event: E) -> None:
         self._waiting.append(event)

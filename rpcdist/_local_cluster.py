@@ -19,7 +19,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from rpcdist._launch.job_plan import HOST, Role, held_port, plan_job, this_machine
@@ -87,9 +86,7 @@ class ClusterBlock(ABC):
     def __enter__(self) -> Self:
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is None:
             self.close()
             return
@@ -109,9 +106,7 @@ class ClusterBlock(ABC):
     async def __aenter__(self) -> Self:
         return await self.start_async()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         await run_in_thread(partial(self.__exit__, kind, error, traceback), self._abandon, name="rpcdist-cluster-end")
 
 
@@ -270,9 +265,7 @@ class LocalCluster(ClusterBlock):
             raise ConfigError(f"no process was started for {name!r}; there are {', '.join(self.names[1:]) or 'none'}")
         return self._output.tail(name, KEPT_LINES)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, WorkerLost):
             self._note_failure(error)
         super().__exit__(kind, error, traceback)

@@ -12,7 +12,6 @@ import fcntl
 import os
 import re
 import signal
-import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -51,11 +50,11 @@ _registered: list[tuple[int, int]] = []
 
 
 def allow_inspection() -> None:
-    """Makes a signal write the stacks of this process, on Linux; pair it with `forbid_inspection`."""
+    """Makes a signal write the stacks of this process; pair it with `forbid_inspection`."""
     global _num_users
     with _lock:
         _num_users += 1
-        if _registered or sys.platform != "linux":
+        if _registered:
             return
         import faulthandler
 

@@ -29,7 +29,7 @@ def why_not_private(status: os.stat_result, *, is_folder: bool = False, may_be_r
     """
     if not (stat.S_ISDIR if is_folder else stat.S_ISREG)(status.st_mode):
         return f"is not a {'folder' if is_folder else 'regular file'}"
-    if hasattr(os, "geteuid") and status.st_uid != os.geteuid():
+    if status.st_uid != os.geteuid():
         return f"belongs to user id {status.st_uid}, and this process runs as {os.geteuid()}"
     refused = 0o022 if may_be_read else 0o077
     if status.st_mode & refused:
@@ -48,8 +48,8 @@ def runtime_folder(create: bool) -> str:
         OSError: the folder is missing, cannot be created, or is not private.
     """
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    user = os.geteuid() if hasattr(os, "geteuid") else os.getlogin()
-    folder = os.path.join(runtime, "rpcdist") if os.path.isdir(runtime) else f"{tempfile.gettempdir()}/rpcdist-{user}"
+    shared = f"{tempfile.gettempdir()}/rpcdist-{os.geteuid()}"
+    folder = os.path.join(runtime, "rpcdist") if os.path.isdir(runtime) else shared
     if create:
         os.makedirs(folder, mode=0o700, exist_ok=True)
     if why := why_not_private(os.lstat(folder), is_folder=True):
@@ -97,8 +97,7 @@ def flight_recorder_size() -> int:
 
 def flight_folder() -> Path:
     """The folder of the flight files."""
-    user = os.getuid() if hasattr(os, "getuid") else "user"
-    return Path(os.environ.get(FOLDER_VARIABLE) or Path(tempfile.gettempdir()) / f"rpcdist-flight-{user}")
+    return Path(os.environ.get(FOLDER_VARIABLE) or Path(tempfile.gettempdir()) / f"rpcdist-flight-{os.getuid()}")
 
 
 def write_flight_file(name: str, kin: str, text: str) -> Path | None:

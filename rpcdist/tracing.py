@@ -33,7 +33,7 @@ from rpcdist.collectives._group.world import current_world
 from rpcdist.errors import ConfigError, RpcdistError, SerializationError, abridged
 from rpcdist.profile_ranges import span_taps
 from rpcdist.rpc._autograd_hooks import current_autograd
-from rpcdist.rpc._current import AgentLocal, agent_or_none, current_agent
+from rpcdist.rpc._current import agent_local, agent_or_none, current_agent
 from rpcdist.rpc._inspection import call_records
 from rpcdist.rpc._inspection.call_records import Row
 from rpcdist.time_limits import QUICK_ANSWER_LIMIT_S, RPC_TIMEOUT_S
@@ -365,14 +365,14 @@ def _shown(rows: Iterable[Row]) -> list[Row]:
     ]
 
 
-_recordings: AgentLocal[dict[str, _Recording]] = AgentLocal(dict)  # by trace, for each worker
+_recordings: Callable[[], dict[str, _Recording]] = agent_local(dict)  # by trace, for each worker
 _numbers: Final = itertools.count(1)
 _MAX_AT_ONCE: Final = 8
 
 
 def _begin(owner: str, max_calls: int) -> None:
     """At each worker: begins a recording."""
-    running = _recordings.get()
+    running = _recordings()
     living = {worker.name for worker in rpc.workers()}
     for abandoned in [one for one in running if one.rpartition("/")[0] not in living]:
         running.pop(abandoned).end()
@@ -383,7 +383,7 @@ def _begin(owner: str, max_calls: int) -> None:
 
 def _end(owner: str) -> bytes:
     """At each worker: ends the recording, and returns the notes."""
-    recording, agent = _recordings.get().pop(owner, None), current_agent()
+    recording, agent = _recordings().pop(owner, None), current_agent()
     if recording is None:
         raise ConfigError(f"worker {agent.worker_name!r} has no trace {owner!r}")
     agent.dispatcher.calls.wait_noted(QUICK_ANSWER_LIMIT_S)  # a call is noted after its answer was sent

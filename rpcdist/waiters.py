@@ -73,6 +73,16 @@ def wake_threadsafe(waiter: asyncio.Future[None]) -> None:
         pass  # the loop was closed, and the wait with it
 
 
+async def ends_within(waiting: Awaitable[object], timeout_s: float) -> bool:
+    """Awaits `waiting` for at most `timeout_s` seconds, which may be infinite; False on timeout."""
+    try:
+        async with asyncio.timeout(None if timeout_s == float("inf") else timeout_s):
+            await waiting
+    except TimeoutError:
+        return False
+    return True
+
+
 class RareWaits:
     """Waits for a state that changes often, while threads rarely wait: a change then costs only a check of `num`."""
 

@@ -8,12 +8,12 @@ import inspect
 import os
 import secrets
 import signal
-import sys
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 
 import hypothesis
 import pytest
 import pytest_asyncio
+import uvloop
 from leak_guard import GRACE_S, LeakGuard, loop_errors
 from rpc_cluster import cluster as cluster  # fixtures, for every test
 from rpc_cluster import no_agent as no_agent
@@ -46,11 +46,10 @@ os.environ["PYTHONWARNINGS"] = ",".join(
     ]
 )
 
-LOOP_FACTORIES: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {"asyncio": asyncio.new_event_loop}
-if sys.platform != "win32":
-    import uvloop
-
-    LOOP_FACTORIES["uvloop"] = uvloop.new_event_loop
+LOOP_FACTORIES: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
+    "asyncio": asyncio.new_event_loop,
+    "uvloop": uvloop.new_event_loop,
+}
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:

@@ -109,7 +109,7 @@ def examples_of_values() -> list[bytes]:
 def examples_of_compact_values() -> list[bytes]:
     found = []
     for value in VALUES[:3]:
-        writer = PlainWriter(None, 1000)
+        writer = PlainWriter((), 1000)
         writer.write(value)
         found.append(b"\0" + bytes(writer.body))
     return found

@@ -118,7 +118,7 @@ def _grow(world: World, old: ProcessGroup, part: PrefixStore, world_size: int, l
 def _invite(world: World, old: ProcessGroup, part: PrefixStore, world_size: int) -> int:
     """Gives ranks to the processes that have waited longest, then to the next that arrive."""
     number = int(part.add("rounds", 1))
-    records = SignedRecords(part, world.process.records())
+    records = SignedRecords(part, world.process.credentials())
     for rank in range(old.size(), world_size):
         ticket = int(part.add("invited", 1))
         while part.check([f"left/{ticket}"]):
@@ -134,7 +134,7 @@ def _join(
 ) -> ProcessGroup:
     """Runs `grow_group` in a new process."""
     ticket = int(part.add("waiting", 1))
-    records = SignedRecords(part, world.process.records())
+    records = SignedRecords(part, world.process.credentials())
     try:
         (text,) = records.get([f"ticket/{ticket}"], limit_s)
     except StoreTimeout as exc:

@@ -36,7 +36,7 @@ def exchange_values(context: GroupContext, key: str, value: str, deadline: Deadl
     """
     keys = [f"{key}/{rank}" for rank in range(context.size)]
     store = context.store
-    signed = SignedRecords(store, context.process.records())
+    signed = SignedRecords(store, context.process.credentials())
     signed.set(keys[context.rank], value)
     try:
         wait_for_keys(store, keys, deadline.remaining_s(), context.check)
@@ -55,7 +55,7 @@ def not_made(context: GroupContext, missing: Sequence[int]) -> RendezvousError:
 
 def address_of_rank_0(context: GroupContext, own: HubAddress, deadline: Deadline) -> tuple[str, str]:
     """Returns the address of rank 0's hub and a random name of this group; rank 0 publishes both, signed."""
-    signed = SignedRecords(context.store, context.process.records())
+    signed = SignedRecords(context.store, context.process.credentials())
     if context.rank == 0:
         address, uid = str(own), secrets.token_hex(8)
         signed.set(_RANK_0_KEY, json.dumps([address, uid]))

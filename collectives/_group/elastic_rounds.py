@@ -18,7 +18,7 @@ from typing import Final, TypeVar
 
 from rpcdist.collectives._stores.store_base import SignedRecords, Store
 from rpcdist.errors import AuthenticationFailed, RendezvousError
-from rpcdist.transport.credentials import Records
+from rpcdist.transport.credentials import Credentials
 from rpcdist.transport.hub_connector import HubAddress
 
 _STEPS: Final = range(2**63)
@@ -171,10 +171,10 @@ class ElasticRecords:
         DistStoreError: the store is gone.
     """
 
-    def __init__(self, store: Store, records: Records) -> None:
+    def __init__(self, store: Store, credentials: Credentials) -> None:
         self._store = store
-        self._records = records
-        self._signed = SignedRecords(store, records)
+        self._credentials = credentials
+        self._signed = SignedRecords(store, credentials)
 
     # ------------------------------------------------------------ rounds
 
@@ -206,7 +206,7 @@ class ElasticRecords:
     def close_round(self, number: int, outcome: ClosedRound) -> ClosedRound:
         """Writes the outcome, unless another process was faster; returns the outcome that is valid."""
         key = f"{number}/closed"
-        self._store.compare_set(key, b"", self._records.sign(self._store.full_key(key), outcome.to_json().encode()))
+        self._store.compare_set(key, b"", self._credentials.sign(self._store.full_key(key), outcome.to_json().encode()))
         return self.closed_round(number)
 
     # ------------------------------------------------------------ candidates

@@ -17,7 +17,7 @@ from rpcdist.time_limits import CLOSE_STEP_LIMIT_S
 
 if TYPE_CHECKING:
     from rpcdist.transport import Node
-    from rpcdist.transport.credentials import Records
+    from rpcdist.transport.credentials import Credentials
     from rpcdist.transport.sockets import SocketHub
 
 
@@ -64,13 +64,13 @@ class LocalProcess:
                 return
         _close_sockets(node, hub)
 
-    def records(self) -> Records:
-        """Returns the signer, with the job's token, of the records that this process writes to a store."""
+    def credentials(self) -> Credentials:
+        """Returns the credentials with which this process signs the records that it writes to a store."""
         from rpcdist.transport import acquire_node  # loads gRPC
 
         node = acquire_node()
         try:
-            return node.records
+            return node.credentials
         finally:
             node.release()
 

@@ -35,7 +35,7 @@ from rpcdist.collectives._stores.store_operations import (
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ConfigError, DistStoreError, QueueEmptyError, StoreTimeout, listed
 from rpcdist.time_limits import STORE_TIMEOUT_S
-from rpcdist.transport.credentials import Records
+from rpcdist.transport.credentials import Credentials
 
 R = TypeVar("R")
 
@@ -335,19 +335,19 @@ register_at_exit(DROPPED_STORES.at_exit)
 class SignedRecords:
     """Signed values in a store. Any thread may use it."""
 
-    def __init__(self, store: Store, records: Records) -> None:
+    def __init__(self, store: Store, credentials: Credentials) -> None:
         self._store = store
-        self._records = records
+        self._credentials = credentials
 
     def set(self, key: str, value: str) -> None:
-        self._store.set(key, self._records.sign(self._store.full_key(key), value.encode()))
+        self._store.set(key, self._credentials.sign(self._store.full_key(key), value.encode()))
 
     def replace(self, key: str, value: str, wanted: str) -> bool:
         """Replaces the record of an existing key if it still is `value`; returns whether it was replaced."""
         full_key, found = self._store.full_key(key), self._store.get(key)
-        if self._records.verify(full_key, found, self._store.address).decode(errors="replace") != value:
+        if self._credentials.verify(full_key, found, self._store.address).decode(errors="replace") != value:
             return False
-        record = self._records.sign(full_key, wanted.encode())
+        record = self._credentials.sign(full_key, wanted.encode())
         return self._store.compare_set(key, found, record) == record
 
     def get(self, keys: Sequence[str], timeout_s: float | None = None) -> list[str]:
@@ -361,6 +361,6 @@ class SignedRecords:
             self._store.wait(keys, timeout_s)
         place = self._store.address
         return [
-            self._records.verify(self._store.full_key(key), record, place).decode(errors="replace")
+            self._credentials.verify(self._store.full_key(key), record, place).decode(errors="replace")
             for key, record in zip(keys, self._store.multi_get(keys), strict=True)
         ]

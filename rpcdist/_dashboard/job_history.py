@@ -27,6 +27,9 @@ MAX_LINKS: Final = 500
 MAX_REASONS: Final = 20
 MAX_ACTORS: Final = 200
 SHARED_MEMORY: Final = "shared memory"
+_SHOWN: Final = ("id", "role", "host", "pid", "address", "age_s", "num_made", "num_served", "memory_bytes")
+"""The facts of a worker that a view shows under their own names."""
+
 _OWN_CALLS: Final = "rpcdist.rpc._membership."
 _SHUTDOWN_CALL: Final = "rpcdist.rpc._membership.shutdown:depart"
 
@@ -137,22 +140,15 @@ class JobHistory:
         omitted = facts.omitted
         pool = facts.pool
         return {
+            **{name: getattr(facts, name) for name in _SHOWN},
             "name": facts.worker,
-            "id": facts.id,
-            "role": facts.role,
-            "host": facts.host,
-            "pid": facts.pid,
-            "address": facts.address,
             "state": "answers",
             "phase": "serving" if facts.phase == "leaving" and not all_leave else facts.phase,
             "detail": "",
-            "age_s": facts.age_s,
             "made_rate": _rate(made, passed_s),
             "served_rate": _rate(served, passed_s),
             "sent_rate": _rate(sent, passed_s),
             "received_rate": _rate(received, passed_s),
-            "num_made": facts.num_made,
-            "num_served": facts.num_served,
             "calls": len(calls) + omitted.get("calls_made", 0),
             "serving": len(serving) + omitted.get("calls_served", 0),
             "oldest_s": max(ages_s, default=0.0),
@@ -166,7 +162,6 @@ class JobHistory:
             "lent_bytes": sum(lent.size_bytes for lent in facts.lent_memory),
             "refused": facts.strangers.refused,
             "pool": asdict(pool) if pool is not None else None,
-            "memory_bytes": facts.memory_bytes,
             "latency_s": _latency(facts),
         }
 
@@ -295,16 +290,11 @@ def _functions(workers: Iterable[WorkerFacts]) -> list[dict[str, Any]]:
 def _without_shutdown(facts: WorkerFacts) -> WorkerFacts:
     """The facts without the calls by which workers shut down, and without waits for them."""
     ids = {call.id for call in facts.calls_made if call.function == _SHUTDOWN_CALL}
-    threads = [
-        replace(one, waits_for=tuple(id for id in one.waits_for if id not in ids))
-        for one in facts.threads
-        if one.waits_for
-    ]
     return replace(
         facts,
         calls_made=tuple(call for call in facts.calls_made if call.id not in ids),
         calls_served=tuple(call for call in facts.calls_served if call.function != _SHUTDOWN_CALL),
-        threads=(*threads, *[one for one in facts.threads if not one.waits_for]),
+        threads=tuple(replace(one, waits_for=tuple(set(one.waits_for) - ids)) for one in facts.threads),
     )
 
 

@@ -12,7 +12,7 @@ from rpcdist._inspect.asking import Asker
 from rpcdist.errors import RpcdistError
 from rpcdist.inspection import WorkerFacts
 from rpcdist.inspection.facts import JobFacts
-from rpcdist.waiters import run_in_thread
+from rpcdist.waiters import ends_within, run_in_thread
 
 logger = logging.getLogger(__name__)
 
@@ -35,9 +35,6 @@ class JobWatch:
         self.num_viewers = 0
         self._wanted = asyncio.Event()
         self._queried = asyncio.Condition()
-
-    def __repr__(self) -> str:
-        return f"<JobWatch of {self._addresses[0]}, {self.num_viewers} viewers>"
 
     async def run(self) -> None:
         """Queries the job until it is cancelled."""
@@ -73,11 +70,7 @@ class JobWatch:
     async def next_query(self, after: int, limit_s: float) -> int:
         """Waits until there were more queries than `after`, or for `limit_s`; returns the number of queries."""
         async with self._queried:
-            try:
-                async with asyncio.timeout(limit_s):
-                    await self._queried.wait_for(lambda: self.num_queries > after)
-            except TimeoutError:
-                pass  # the job takes long to answer: the number shows that
+            await ends_within(self._queried.wait_for(lambda: self.num_queries > after), limit_s)
         return self.num_queries
 
     def enter(self) -> None:

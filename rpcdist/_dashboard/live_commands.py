@@ -13,7 +13,7 @@ from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Final
 
 from rpcdist._launch.job_records import address_of
-from rpcdist.errors import AuthenticationFailed, ConfigError
+from rpcdist.errors import AuthenticationFailed, ConfigError, listed
 from rpcdist.inspection.fact_texts import printable_lines
 from rpcdist.time_limits import LIVE_VIEW_PERIOD_S
 
@@ -137,11 +137,10 @@ def _in_a_line(job: JobFacts) -> str:
     from rpcdist.transport.unix_sockets import process_at  # loads gRPC
 
     names = [worker.worker for worker in job.workers] + [one.worker for one in job.silent]
-    shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     pids = (process_at(worker.address) for worker in job.workers)
     pid = next((pid for pid in pids if pid is not None), None)
     program = "" if pid is None else f", process {pid}: {_command_of(pid)}"
-    return f"{job.workers[0].address} is {job.job}: {shown}{program}"
+    return f"{job.workers[0].address} is {job.job}: {listed(names, 4)}{program}"
 
 
 def _command_of(pid: int) -> str:

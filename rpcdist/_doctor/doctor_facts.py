@@ -7,19 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-
-class PortAnswer(Enum):
-    """The outcome of an attempt to open a TCP connection."""
-
-    OPEN = "open"
-    REFUSED = "refused"
-    SILENT = "silent"
-    UNREACHABLE = "unreachable"
-    FAILED = "failed"
-    """This process failed, for example for lack of a free descriptor."""
+PortAnswer = Literal["open", "refused", "silent", "unreachable", "failed"]
+"""The outcome of an attempt to open a TCP connection. "failed": for example for lack of a free descriptor here."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from rpcdist._doctor.doctor_facts import HostFacts, PortAnswer, PortFact, SessionFact, WorkerFact
+from rpcdist._doctor.doctor_facts import HostFacts, PortFact, SessionFact, WorkerFact
 from rpcdist.transport.addresses import is_loopback, split_address
 from rpcdist.transport.handshake import TOKEN_ADVICE, UNTRUSTED_CERTIFICATE
 
@@ -134,7 +134,7 @@ def _who(worker: WorkerFact) -> str:
 
 
 def _no_session(worker: WorkerFact, host: HostFacts) -> Iterator[str]:
-    if not any(port.answer is PortAnswer.OPEN for port in worker.ports):
+    if not any(port.answer == "open" for port in worker.ports):
         yield from _closed_port(worker)
         return
     found = _certificate_finding(worker, host)
@@ -157,7 +157,7 @@ def _no_session(worker: WorkerFact, host: HostFacts) -> Iterator[str]:
 def _closed_port(worker: WorkerFact) -> Iterator[str]:
     """Explains why no connection could be opened, by the address of the worker's name that got furthest."""
     name, number = split_address(worker.address)
-    order = (PortAnswer.REFUSED, PortAnswer.SILENT, PortAnswer.UNREACHABLE, PortAnswer.FAILED)
+    order = ("refused", "silent", "unreachable", "failed")
     port = min(worker.ports, key=lambda port: order.index(port.answer), default=None)
     if port is None:
         return
@@ -173,15 +173,15 @@ def _closed_port(worker: WorkerFact) -> Iterator[str]:
             "write the IP address of the worker, or correct the line of that name in /etc/hosts: a name that resolves "
             "to loopback cannot reach a worker that listens at an address of the network",
         )
-    elif port.answer is PortAnswer.REFUSED:
+    elif port.answer == "refused":
         yield _finding(
             f"{_who(worker)} refuses connections",
             f"start the worker, or correct the port: no process listens at port {number} of {port.host}, or a firewall "
             "there rejects it",
         )
-    elif port.answer is PortAnswer.SILENT:
+    elif port.answer == "silent":
         yield _silence(worker, port, number)
-    elif port.answer is PortAnswer.UNREACHABLE:
+    elif port.answer == "unreachable":
         yield _finding(
             f"there is no route from this machine to {_who(worker)} ({port.detail})",
             "check the address and the routes (`ip route get " + port.host + "`), and whether a firewall rejects it",

@@ -66,7 +66,7 @@ class WorkerProbes:
             hosts = _resolved(host)
         except OSError as exc:
             return WorkerFact(address, member, name_error=exc.strerror or str(exc))
-        ways = tuple(PortFact(each, PortAnswer.OPEN, "", *_way_to(each)) for each in hosts)
+        ways = tuple(PortFact(each, "open", "", *_way_to(each)) for each in hosts)
         is_here = any(way.host == way.own_host or is_loopback(way.host) for way in ways)
         facts = WorkerFact(address, member, ports=ways, is_this_machine=is_here, now_s=time.time())
         try:
@@ -86,7 +86,7 @@ class WorkerProbes:
         ports = tuple(_tried(way, number) for way in facts.ports)
         is_refused = isinstance(error, AuthenticationFailed | ConfigError)
         facts = replace(facts, ports=ports, is_refused=is_refused, now_s=time.time())
-        open_port = next((port for port in ports if port.answer is PortAnswer.OPEN), None)
+        open_port = next((port for port in ports if port.answer == "open"), None)
         if open_port is None or not self._node.credentials.tls_policy.encrypts_grpc:
             return facts
         return replace(facts, shown=_shown(open_port.host, number, self._node.credentials.token))
@@ -200,8 +200,8 @@ def _way_to(host: str) -> tuple[str, None, int | None]:
 def _tried(way: PortFact, number: int) -> PortFact:
     answer, detail = _connect(way.host, number, SIDE_ATTEMPT_LIMIT_S)
     is_up = None
-    if answer is PortAnswer.SILENT:
-        is_up = _connect(way.host, _OTHER_PORT, 10 * MIN_ATTEMPT_S)[0] in (PortAnswer.OPEN, PortAnswer.REFUSED)
+    if answer == "silent":
+        is_up = _connect(way.host, _OTHER_PORT, 10 * MIN_ATTEMPT_S)[0] in ("open", "refused")
     return way._replace(answer=answer, detail=detail, is_host_up=is_up)
 
 
@@ -209,13 +209,12 @@ def _connect(host: str, number: int, limit_s: float) -> tuple[PortAnswer, str]:
     try:
         socket.create_connection((host, number), limit_s).close()
     except TimeoutError:
-        return PortAnswer.SILENT, ""
+        return "silent", ""
     except ConnectionRefusedError as exc:
-        return PortAnswer.REFUSED, exc.strerror or ""
+        return "refused", exc.strerror or ""
     except OSError as exc:
-        answer = PortAnswer.UNREACHABLE if exc.errno in _NO_WAY else PortAnswer.FAILED
-        return answer, exc.strerror or str(exc)
-    return PortAnswer.OPEN, ""
+        return "unreachable" if exc.errno in _NO_WAY else "failed", exc.strerror or str(exc)
+    return "open", ""
 
 
 def _shown(host: str, number: int, token: bytes) -> Shown | None:

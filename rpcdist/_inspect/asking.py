@@ -11,7 +11,6 @@ import os
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from types import TracebackType
 from typing import Final, Self, TypeVar
 
 from rpcdist._proto import inspection_pb2
@@ -70,9 +69,7 @@ class Asker:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self.close()
 
     def close(self) -> None:

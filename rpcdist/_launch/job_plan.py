@@ -80,7 +80,7 @@ class JobPlan:
 
 def this_machine(environment: Variables) -> Machine:
     """Returns the cores and GPUs that this process may use."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0))
     visible = environment.get(DEVICES_VARIABLE)
     if visible is not None:
         return Machine(cores, tuple(name.strip() for name in visible.split(",") if name.strip() not in ("", "-1")))

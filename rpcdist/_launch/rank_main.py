@@ -116,8 +116,7 @@ def _import_main_of_package(name: str) -> None:
 
 def _end_with_parent(parent_pid: int) -> None:
     """Makes the kernel kill this process when its parent ends in any way."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # it ended before
         os._exit(1)
 

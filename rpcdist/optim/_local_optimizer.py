@@ -22,7 +22,7 @@ from rpcdist.deadline import Deadline, current_deadline
 from rpcdist.errors import DeadlineExceeded, RpcdistError
 from rpcdist.optim._param_groups import Group, options_of
 from rpcdist.rpc import RRef, get_rpc_timeout
-from rpcdist.rpc._current import AgentLocal, current_agent
+from rpcdist.rpc._current import agent_local, current_agent
 from rpcdist.rpc._executors.blocking import blocking
 from rpcdist.rpc._values.plain import FREE_BYTES, PlainWriter, read_plain
 from rpcdist.torch_optimizers import take_step
@@ -223,7 +223,7 @@ class OptimizerTable:
         raise self._errors.pop(number, None) or RpcdistError("the step failed, and its error is not kept any more")
 
 
-tables: AgentLocal[OptimizerTable] = AgentLocal(OptimizerTable)
+own_table = agent_local(OptimizerTable)
 
 
 # ---------------------------------------------------------------- called by RPC
@@ -259,7 +259,7 @@ def new_local_optimizer(
         numbers: for each group, the numbers of its parameters in the distributed optimizer.
         args, kwargs: for `optimizer_class`.
     """
-    table = tables.get()
+    table = own_table()
     local = LocalOptimizer(table.lock, optimizer_class, groups, is_flat, numbers, args, kwargs)
     options = [options_of(group) for group in local.optim.param_groups]
     return NewOptimizer(RRef(local), table.add(local), options, _copied(local.optim.defaults))
@@ -268,8 +268,8 @@ def new_local_optimizer(
 def call_local_optimizer(number: int, method: str, *args: Any) -> Any:
     """Calls a method of a local optimizer, or raises the error of its step."""
     if method == "raise_error":
-        return tables.get().raise_error(*args)
-    return getattr(tables.get().find(number), method)(*args)
+        return own_table().raise_error(*args)
+    return getattr(own_table().find(number), method)(*args)
 
 
 # ---------------------------------------------------------------- steps as messages of distributed autograd
@@ -285,16 +285,16 @@ def encode_step(number: int, options: Sequence[Group] | None, hogwild: bool) -> 
     work = _WORK.pack(number, hogwild)
     if options is None:
         return work
-    writer = PlainWriter(None, MAX_OPTIONS_BYTES)
+    writer = PlainWriter((), MAX_OPTIONS_BYTES)
     writer.write(options)
-    is_plain = not (writer.externals or writer.buffers or writer.tensors)
+    is_plain = not (writer.rrefs or writer.buffers or writer.tensors)
     if not is_plain or len(writer.body) > MAX_OPTIONS_BYTES or writer.cost_bytes > FREE_BYTES:
         return None
     return work + writer.body
 
 
 def _step(context_id: int, work: bytes) -> bytes:
-    table = tables.get()
+    table = own_table()
     try:
         current_agent().callables.check(_STEP_NAME)
         number, hogwild = _WORK.unpack_from(work)

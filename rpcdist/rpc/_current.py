@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import Context, ContextVar
-from typing import Generic, TypeVar
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 from rpcdist.errors import ForkedProcess, NotInitialized
@@ -99,19 +99,18 @@ def forget_agent(agent: Agent) -> None:
 T = TypeVar("T")
 
 
-class AgentLocal(Generic[T]):
-    """One value per agent: made at the first use, dropped with the agent. Thread-safe.
+def agent_local(make: Callable[[], T]) -> Callable[[], T]:
+    """A function that returns the value of the current agent, and raises `NotInitialized` if there is no agent.
 
     Args:
-        make: makes the value of an agent; the value must not refer to the agent.
+        make: makes the value of an agent, at the first use; the value must not refer to the agent, with which it is
+            dropped. Any thread may call it.
     """
+    values: WeakKeyDictionary[Agent, T] = WeakKeyDictionary()
 
-    def __init__(self, make: Callable[[], T]) -> None:
-        self._make = make
-        self._values: WeakKeyDictionary[Agent, T] = WeakKeyDictionary()
-
-    def get(self) -> T:
-        """The value of the current agent. Raises `NotInitialized` if there is no agent."""
+    def of_current() -> T:
         agent = current_agent()
-        value = self._values.get(agent)
-        return self._values.setdefault(agent, self._make()) if value is None else value
+        value = values.get(agent)
+        return values.setdefault(agent, make()) if value is None else value
+
+    return of_current

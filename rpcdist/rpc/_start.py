@@ -109,7 +109,7 @@ def _join(network: Network, store: Store, me: Identity, world_size: int | None, 
     timeout_s = options.startup_limit_s or float("inf")
     address = network.address or network.serve(_bind_host(options), options.port)
     network.identity = me
-    records = SignedRecords(store, network.records)
+    records = SignedRecords(store, network.credentials)
     started = time.monotonic()
     member = Member(me, address, options.role)
     lead = partial(_lead, network, store, records, member, options.peer_timeout)

@@ -279,12 +279,12 @@ def _close(agent: Agent, finished: bool, flush: bool) -> None:
 
 def get_rpc_timeout() -> float:
     """The default timeout of calls, in seconds; 0 means no limit."""
-    return current_agent().caller.rpc_timeout_s
+    return current_agent().caller.new_calls.rpc_timeout_s
 
 
 def _set_rpc_timeout(timeout_s: float) -> None:
     """Changes the default timeout of calls."""
-    current_agent().caller.rpc_timeout_s = checked_timeout(timeout_s, "rpc_timeout")
+    current_agent().caller.new_calls.rpc_timeout_s = checked_timeout(timeout_s, "rpc_timeout")
 
 
 def enable_gil_profiling(flag: bool) -> None:

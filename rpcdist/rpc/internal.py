@@ -48,20 +48,6 @@ class RemoteException(NamedTuple):
     exception_type: type[BaseException]
 
 
-class _RRefs:
-    """`Externals` of a value that is pickled outside of a call: the references make shares of themselves."""
-
-    def __init__(self) -> None:
-        self.forks: list[object] = []
-
-    def is_external(self, obj: object) -> bool:
-        return isinstance(obj, RRef)
-
-    def externalize(self, obj: object) -> int:
-        self.forks.append(cast(Any, obj)._serialize())
-        return len(self.forks) - 1
-
-
 class _InternalRPCPickler:
     """Pickles a value into bytes and a table of its tensors, which are not copied."""
 
@@ -77,11 +63,9 @@ class _InternalRPCPickler:
             AttributeError, TypeError, pickle.PicklingError: a part of it cannot be pickled.
             SerializationError: it holds a future, or is nested too deeply.
         """
-        rrefs = _RRefs()
-        parts = write_pickle(obj, rrefs, by_value=False)
-        for expected, rref in enumerate(parts.externals):
-            assert rrefs.externalize(rref) == expected
-        frame = (parts.body, [bytes(buffer) for buffer in parts.buffers], rrefs.forks)
+        parts = write_pickle(obj, RRef, by_value=False)
+        shares = [cast(Any, rref)._serialize() for rref in parts.rrefs]
+        frame = (parts.body, [bytes(buffer) for buffer in parts.buffers], shares)
         return pickle.dumps(frame, protocol=5), parts.tensors
 
     def deserialize(self, binary_data: bytes, tensor_table: list[torch.Tensor]) -> object:

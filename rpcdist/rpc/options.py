@@ -13,6 +13,8 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 from operator import index
+from types import UnionType
+from typing import SupportsIndex, TypeVar
 
 import torch
 
@@ -43,6 +45,7 @@ __all__ = [
     "TlsOptions",
 ]
 
+T = TypeVar("T")
 DeviceType = int | str | torch.device
 """The ways to write a device."""
 DeviceMap = dict[torch.device, torch.device]
@@ -217,10 +220,10 @@ class RpcOptions(RpcBackendOptions):
         self.orphan_timeout = orphan_timeout and _more_than_zero("orphan_timeout", orphan_timeout)
         self.host = host
         self.port = _port(port)
-        self.ports = _ports(ports)
+        self.ports = _typed("ports", ports, str | None, "a string such as '29600-29700'")
         self.job = _job(job)
         self.token = _token(token)
-        self.tls = _tls(tls)
+        self.tls = _typed("tls", tls, bool | TlsOptions | None, "True, False, TlsOptions or None")
         self.by_value = by_value_by_default if by_value is None else by_value
         self.allow_functions = None if allow_functions is None else tuple(map(_pattern, allow_functions))
         self.allow_pickle = allow_pickle
@@ -360,47 +363,33 @@ class TensorPipeRpcBackendOptions(RpcOptions):
 
 
 def _more_than_zero(name: str, seconds: float) -> float:
-    if not isinstance(seconds, (int, float)):
-        raise TypeError(f"{name} must be a number of seconds, but got {seconds!r}")
-    if not seconds > 0:
+    if not _typed(name, seconds, int | float, "a number of seconds") > 0:
         raise ConfigError(f"{name} must be a positive number of seconds, got {seconds}")
     return checked_timeout(seconds, name, "write a shorter one")
 
 
 def _at_least_one(name: str, num: int) -> int:
-    if not hasattr(num, "__index__"):
-        raise TypeError(f"{name} must be an integer, but got {num!r}")
-    if num < 1:
+    if _typed(name, num, SupportsIndex, "an integer") < 1:
         raise ConfigError(f"{name} must be positive, got {num}")
     return index(num)
 
 
-def _tls(tls: object) -> bool | TlsOptions | None:
-    if tls is not None and not isinstance(tls, bool | TlsOptions):
-        raise TypeError(f"tls must be True, False, TlsOptions or None, but got {tls!r}")
-    return tls
+def _typed(name: str, value: T, kind: type | UnionType, what: str) -> T:
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be {what}, but got {value!r}")
+    return value
 
 
 def _port(port: int) -> int:
-    if not hasattr(port, "__index__"):
-        raise TypeError(f"port must be an integer, but got {port!r}")
-    if not 0 <= port < 2**16:
+    if not 0 <= _typed("port", port, SupportsIndex, "an integer") < 2**16:
         raise ConfigError(f"port must be 0 (let the system choose) to 65535, got {port}")
     return index(port)
 
 
-def _ports(ports: str | None) -> str | None:
-    if ports is not None and not isinstance(ports, str):
-        raise TypeError(f"ports must be a string such as '29600-29700', but got {ports!r}")
-    return ports
-
-
 def _job(job: str | None) -> str | None:
-    if job is not None and not isinstance(job, str):
-        raise TypeError(f"job must be a name (str), but got {job!r}")
     if job == "":
         raise ConfigError("job must not be empty; leave it out to use RPCDIST_JOB")
-    return job
+    return _typed("job", job, str | None, "a name (str)")
 
 
 def _token(token: str | bytes | None) -> bytes | None:
@@ -455,9 +444,7 @@ def _to_device_list(devices: Iterable[DeviceType]) -> list[torch.device]:
     return result
 
 
-def _role(role: object) -> str:
-    if not isinstance(role, str):
-        raise TypeError(f"role must be a string, but got {role!r}")
-    if len(role) > MAX_ROLE_LENGTH:
+def _role(role: str) -> str:
+    if len(_typed("role", role, str, "a string")) > MAX_ROLE_LENGTH:
         raise ConfigError(f"role has {len(role)} characters; the limit is {MAX_ROLE_LENGTH}")
     return role

@@ -71,10 +71,9 @@ def _die_with(lifeline: Connection[Any, Any]) -> None:
     """
     os.setpgid(0, 0)
     descriptor = lifeline.fileno()
-    if hasattr(fcntl, "F_SETSIG"):  # Linux; elsewhere a hung worker stays
-        fcntl.fcntl(descriptor, fcntl.F_SETOWN, -os.getpid())  # the whole group
-        fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_ASYNC)
+    fcntl.fcntl(descriptor, fcntl.F_SETOWN, -os.getpid())  # the whole group
+    fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_ASYNC)
     if select.select([descriptor], [], [], 0)[0]:
         os._exit(0)  # it has ended already
 

@@ -19,9 +19,9 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import count
-from types import TracebackType
 from typing import Any, TypeVar
 
 from google.protobuf.descriptor import ServiceDescriptor
@@ -34,13 +34,14 @@ from rpcdist.ids import Identity, new_incarnation
 from rpcdist.inspection import ChannelFacts, Strangers
 from rpcdist.testing.limits import LIMIT_S
 from rpcdist.time_limits import CLOSE_LIMIT_S, CONNECTION_CLOSE_LIMIT_S, FIRST_PAUSE_S, LONGEST_PAUSE_S
-from rpcdist.transport.credentials import Credentials, Records
+from rpcdist.transport.credentials import Credentials
 from rpcdist.transport.identities import identity_to_proto
 from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.roles import Roles
 from rpcdist.transport.session import NullHandler, Session, SessionHandler
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Path:
     """The path from one worker to another: delay, loss and cuts of all data on it. Data moves on the I/O loop.
 
@@ -49,15 +50,12 @@ class Path:
         drops: whether data disappears, as behind a firewall that answers nothing; set on any thread.
     """
 
-    __slots__ = ("_num_intact", "_on_break", "_timer", "_under_way", "delay_s", "drops")
-
-    def __init__(self) -> None:
-        self.delay_s = 0.0
-        self.drops = False
-        self._num_intact = 0
-        self._on_break: Callable[[], object] | None = None
-        self._under_way: deque[tuple[float, MemoryChannel, bytes | None]] = deque()
-        self._timer: asyncio.TimerHandle | None = None
+    delay_s: float = 0.0
+    drops: bool = False
+    _num_intact: int = 0
+    _on_break: Callable[[], object] | None = None
+    _under_way: deque[tuple[float, MemoryChannel, bytes | None]] = field(default_factory=deque)
+    _timer: asyncio.TimerHandle | None = None
 
     def break_after(self, num_envelopes: int, on_break: Callable[[], object]) -> None:
         """Lets `num_envelopes` more envelopes arrive; drops the next one and all later ones, and calls `on_break`."""
@@ -167,6 +165,8 @@ class MemoryNode:
         self.address: str | None = None
         self.strangers = Strangers()
         self.roles = Roles(io)
+        self.run = io.run
+        self.handle_role, self.expect_role = self.roles.handle, self.roles.expect
         self.services: dict[tuple[str, str], Method] = {}
         self._wires = wires
         self._silence_limit_s = peer_timeout_s
@@ -174,26 +174,15 @@ class MemoryNode:
         self._is_closed = False
 
     @property
-    def records(self) -> Records:
-        return Records(Credentials(b"a network in memory has no token", "memory", self.identity))
+    def credentials(self) -> Credentials:
+        return Credentials(b"a network in memory has no token", "memory", self.identity)
 
     # ------------------------------------------------------------ any thread
-
-    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
-        return self.io.run(coroutine, timeout_s)
 
     def serve(self, host: str, port: int) -> str:
         if self.address is None:
             self.address = self._wires.register(self)
         return self.address
-
-    def expect_role(self, role: str) -> None:
-        self.roles.expect(role)
-
-    def handle_role(
-        self, role: str, handler: SessionHandler | None, refuse: Callable[[Identity], str | None] | None = None
-    ) -> None:
-        self.roles.handle(role, handler, refuse)
 
     def add_service(self, descriptor: ServiceDescriptor, methods: Mapping[str, Method]) -> None:
         self.services.update({(descriptor.name, method): handler for method, handler in methods.items()})
@@ -264,7 +253,7 @@ class MemoryNode:
         """Begins a session over one end of a channel."""
         limit_s = self._silence_limit_s
         session = Session(
-            self.io, channel, peer, role=role, id=id, handler=handler, silence_limit_s=limit_s, by_me=by_me
+            self.io, channel, peer, role=role, id=id, handler=handler, silence_limit_s=limit_s, opened_by_me=by_me
         )
         self._sessions[session] = channel
         task = self.io.spawn(session.run(), f"rpcdist session of {self.name} with {peer.name}")
@@ -272,14 +261,14 @@ class MemoryNode:
         return session
 
 
+@dataclass(eq=False, repr=False)
 class MemoryConnection:
     """A connection that a node opened; see `rpcdist.rpc._peers.network.Connection`."""
 
-    def __init__(self, session: Session, near: MemoryNode, far: MemoryNode, wires: MemoryNetwork) -> None:
-        self.session = session
-        self._near = near
-        self._far = far
-        self._wires = wires
+    session: Session
+    _near: MemoryNode
+    _far: MemoryNode
+    _wires: MemoryNetwork
 
     async def unary(
         self, service: str, method: str, request: Message, reply_type: type[ReplyT], timeout_s: float | None
@@ -316,9 +305,6 @@ class MemoryConnection:
         await self.session.ended(timeout_s)
 
 
-T = TypeVar("T")
-
-
 class MemoryNetwork:
     """Connects the workers of one process. Use it as a context manager; methods may be called on any thread.
 
@@ -337,9 +323,7 @@ class MemoryNetwork:
     def __enter__(self) -> MemoryNetwork:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close()
 
     def node(self, name: str, peer_timeout_s: float) -> MemoryNode:

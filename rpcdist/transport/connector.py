@@ -219,7 +219,7 @@ class Connector:
     async def _connect_by_grpc(self, wanted: _Wanted, may_be_tcp: bool, deadline: Deadline) -> Link:
         """Makes the link over gRPC, or over TCP if the server can be reached that way."""
         connection, ends = self._grpc_connection(wanted.address)
-        handshake = self._credentials.client_handshake(wanted.role, wanted.expected, channel=ends)
+        handshake = ClientHandshake(self._credentials, wanted.role, wanted.expected, channel=ends)
         try_tcp = partial(self._connect_by_tcp, wanted)
         try:
             async with asyncio.timeout(deadline.wait_s()):
@@ -292,7 +292,7 @@ class Connector:
             id=keys.session_id,
             handler=wanted.handler or NullHandler(),
             silence_limit_s=self._silence_limit_s,
-            by_me=True,
+            opened_by_me=True,
             has_payload_connections=tcp is not None,
             open_connections=opener,
         )

@@ -28,7 +28,6 @@ from rpcdist.errors import ForkedProcess
 from rpcdist.transport.addresses import literal
 
 _DESCRIPTORS = "/proc/self/fd"
-_FEWEST_KEPT = 64  # references before dead ones are dropped; later, whenever their number has doubled
 
 Peer = tuple[IPv4Address | IPv6Address | None, int]  # host, None for any; port
 
@@ -48,9 +47,8 @@ class ForkGuard:
         self._num_running = 0  # nodes
         self._server_ports: set[int] = set()
         self._peers: set[Peer] = set()
-        self._sockets: list[weakref.ref[socket.socket]] = []
-        self._participants: list[weakref.ref[ForkParticipant]] = []
-        self._num_kept = [_FEWEST_KEPT, _FEWEST_KEPT]  # lengths of the two lists at which dead references are dropped
+        self._sockets = weakref.WeakSet[socket.socket]()
+        self._participants = weakref.WeakKeyDictionary[ForkParticipant, None]()  # in the order of registration
         self._kept: list[ForkParticipant] = []
         self._lock = threading.Lock()  # for writers in the parent
 
@@ -80,18 +78,12 @@ class ForkGuard:
     def note_socket(self, noted: socket.socket) -> None:
         """Remembers a socket of any family while it is open. Call it right after the socket is made."""
         with self._lock:
-            if len(self._sockets) >= self._num_kept[0]:
-                living = [one for one in self._sockets if (known := one()) is not None and known.fileno() >= 0]
-                self._sockets, self._num_kept[0] = living, 2 * len(living) + _FEWEST_KEPT
-            self._sockets.append(weakref.ref(noted))
+            self._sockets.add(noted)
 
     def register(self, participant: ForkParticipant) -> None:
         """Calls `participant.after_fork_in_child()` in children, as long as something else keeps it alive."""
         with self._lock:
-            if len(self._participants) >= self._num_kept[1]:
-                living = [reference for reference in self._participants if reference() is not None]
-                self._participants, self._num_kept[1] = living, 2 * len(living) + _FEWEST_KEPT
-            self._participants.append(weakref.ref(participant))
+            self._participants[participant] = None
 
     def after_fork_in_child(self) -> None:
         """Runs first in the child. Calls every participant, even if one fails."""
@@ -100,17 +92,14 @@ class ForkGuard:
         self.in_child = True
         self._lock = threading.Lock()
         close_inherited_sockets(self._server_ports, self._peers)
-        noted = [known.fileno() for reference in self._sockets if (known := reference()) is not None]
-        _replace([descriptor for descriptor in noted if descriptor >= 0])
+        _replace([noted.fileno() for noted in self._sockets if noted.fileno() >= 0])
         failures: list[Exception] = []
-        for reference in self._participants:
-            participant = reference()
-            if participant is not None:
-                self._kept.append(participant)
-                try:
-                    participant.after_fork_in_child()
-                except Exception as exc:
-                    failures.append(exc)
+        self._kept = list(self._participants)
+        for participant in self._kept:
+            try:
+                participant.after_fork_in_child()
+            except Exception as exc:
+                failures.append(exc)
         if failures:  # Python prints the exception of an at-fork hook, and continues
             raise ExceptionGroup("rpcdist could not prepare this forked process", failures)
 

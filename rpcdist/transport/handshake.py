@@ -54,7 +54,7 @@ from rpcdist.transport.identities import identity_from_proto, identity_to_proto,
 from rpcdist.transport.keys import PROOF_BYTES, SESSION_ID_BYTES, mac
 
 if TYPE_CHECKING:
-    from rpcdist.transport._tls.certificate_proof import CertificateProver
+    from rpcdist.transport.credentials import Credentials
 
 MAX_PURPOSE_BYTES: Final = 600
 _MAX_CHANNEL_LENGTH: Final = 300
@@ -84,19 +84,14 @@ class ClientHandshake(HandshakeSide):
 
     def __init__(
         self,
-        token: bytes,
-        job: str,
+        credentials: Credentials,
         role: str,
-        identity: Identity,
+        expected: Identity | None = None,
         *,
         purpose: str = "",
         channel: str = "",
-        expected: Identity | None = None,
-        token_source: str | None = None,
-        certificates: CertificateProver | None = None,
-        package: str | None = None,
     ) -> None:
-        super().__init__(token, job, identity, token_source, certificates, package)
+        super().__init__(credentials)
         if not _ROLE.match(role):
             raise ConfigError(f"a role has 1 to 32 characters of a-z, 0-9, '.', '_' and '-', but it is {role[:64]!r}")
         if not _is_purpose(purpose):
@@ -106,9 +101,9 @@ class ClientHandshake(HandshakeSide):
         self._hello = pb.Hello(
             version=PROTOCOL_VERSION,
             nonce=secrets.token_bytes(NONCE_BYTES),
-            job=job,
+            job=credentials.job,
             role=role,
-            identity=identity_to_proto(identity),
+            identity=identity_to_proto(self._identity),
             purpose=purpose,
             channel=channel,
             package=self._package,
@@ -202,18 +197,13 @@ class ServerHandshake(HandshakeSide):
 
     def __init__(
         self,
-        token: bytes,
-        job: str,
-        identity: Identity,
+        credentials: Credentials,
         accept: Callable[[pb.Hello], str | None] | None = None,
         *,
         channel: str | Callable[[], str] = "",
         stream_port: int = 0,
-        token_source: str | None = None,
-        certificates: CertificateProver | None = None,
-        package: str | None = None,
     ) -> None:
-        super().__init__(token, job, identity, token_source, certificates, package)
+        super().__init__(credentials)
         self._accept = accept
         self._channel = channel
         self._stream_port = stream_port
@@ -266,10 +256,11 @@ class ServerHandshake(HandshakeSide):
         if not _is_purpose(hello.purpose) or max(len(hello.channel), len(hello.package)) > _MAX_CHANNEL_LENGTH:
             raise self._violation("the hello has a malformed purpose, channel or version")
         peer = self._identity_of(hello)
-        if hello.job != self._job:
+        job = self._credentials.job
+        if hello.job != job:
             return self._refuse(
                 Code.JOB,
-                f"the server belongs to job {self._job!r}, the client to job {hello.job!r}. Give both the same job "
+                f"the server belongs to job {job!r}, the client to job {hello.job!r}. Give both the same job "
                 "name, or use another port for one of the jobs.",
             )
         self._hello = hello

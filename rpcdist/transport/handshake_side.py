@@ -23,7 +23,7 @@ from rpcdist.transport.identities import (
 from rpcdist.transport.keys import SessionKeys, framed, mac
 
 if TYPE_CHECKING:
-    from rpcdist.transport._tls.certificate_proof import CertificateProver
+    from rpcdist.transport.credentials import Credentials
 
 PROTOCOL_VERSION: Final = 14
 NONCE_BYTES: Final = 32
@@ -40,35 +40,24 @@ class HandshakeSide:
     """Base of the two state machines: checks every message, keeps the outcome, and reports failures.
 
     Args:
-        job: the job's name, or empty; it must be the same on both sides.
-        token_source: `token.describe_token_source()`, for the local error only.
-        certificates: proofs by this process's own certificate; the peer must then also show one.
-        package: the version of rpcdist, by default the installed one; it must be the same on both sides.
+        credentials: those of this process. Token, job (which may be empty) and the version of rpcdist must be the same
+            on both sides. If this process has a certificate of its own, the peer must also show one.
 
     Attributes:
         failure: why the handshake failed; `check()` raises it.
         refusal_code: the failure's kind, one of `handshake_pb2.Refusal.Code`.
     """
 
-    def __init__(
-        self,
-        token: bytes,
-        job: str,
-        identity: Identity,
-        token_source: str | None,
-        certificates: CertificateProver | None,
-        package: str | None,
-    ) -> None:
-        if not token:
+    def __init__(self, credentials: Credentials) -> None:
+        job = credentials.job
+        if not credentials.token:
             raise ConfigError("the job token is empty; set RPCDIST_TOKEN (see docs/security.md)")
         if job and not is_name(job):
             raise ConfigError(f"a job name has up to {MAX_NAME_LENGTH} printable characters, but it is {job[:200]!r}")
-        self._token = token
-        self._job = job
-        self._identity = identity
-        self._token_source = token_source
-        self._certificates = certificates
-        self._package = package_version() if package is None else package
+        self._credentials = credentials
+        self._identity = credentials.identity  # those may get another one meanwhile
+        self._certificates = credentials.prover()
+        self._package = package_version()
         self._state: HandshakeState = "start"
         self._hello = pb.Hello()
         self._transcript = b""
@@ -129,8 +118,8 @@ class HandshakeSide:
         self._fail(message.code, f"{who} refused the connection: {_reason(message)}")
 
     def _fail(self, code: pb.Refusal.Code, text: str) -> None:
-        if code == Code.TOKEN and self._token_source is not None:
-            text = f"{text} This process uses {self._token_source}."
+        if code == Code.TOKEN and self._credentials.token_source is not None:
+            text = f"{text} This process uses {self._credentials.token_source}."
         self._state = "failed"
         self.refusal_code = code
         self.failure = AuthenticationFailed(text)
@@ -150,7 +139,7 @@ class HandshakeSide:
         )  # fmt: skip
 
     def _proof(self, direction: bytes) -> bytes:
-        return mac(self._token, b"rpcdist " + direction + b" proof", self._transcript)
+        return mac(self._credentials.token, b"rpcdist " + direction + b" proof", self._transcript)
 
     def _statement(self, side: bytes, channel: str) -> bytes:
         """The statement that a side signs with its certificate's key: the transcript and its view of the connection."""
@@ -165,11 +154,8 @@ class HandshakeSide:
         return self._certificates.refusal(shown, self._statement(side, channel), peer)
 
     def _session_keys(self, session_id: bytes) -> SessionKeys:
-        return SessionKeys(session_id, mac(self._token, b"rpcdist session key", self._transcript, session_id))
-
-    def __repr__(self) -> str:
-        peer = "?" if self._peer is None else self._peer.name
-        return f"<{type(self).__name__} {self._identity.name} - {peer}: {self._state}>"
+        key = mac(self._credentials.token, b"rpcdist session key", self._transcript, session_id)
+        return SessionKeys(session_id, key)
 
 
 @cache

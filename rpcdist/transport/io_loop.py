@@ -20,18 +20,15 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
-def new_event_loop() -> asyncio.AbstractEventLoop:
-    """A uvloop loop, or asyncio's where uvloop is missing.
+def new_event_loop(what: str, starts_threads: bool) -> asyncio.AbstractEventLoop:
+    """A new loop; `what` names it, and `starts_threads` is true if several threads start with it.
 
     Raises:
-        TransportError: this process has too few free descriptors.
+        TransportError: this process has too few free descriptors, or can start too few threads.
     """
-    check_can_start("an event loop")
-    try:
-        import uvloop
-    except ImportError:
-        logger.info("uvloop is not installed; the I/O loop runs on asyncio")
-        return asyncio.new_event_loop()
+    import uvloop  # late: programs that only import the package do not need it
+
+    check_can_start(what, starts_threads)
     return uvloop.new_event_loop()
 
 
@@ -58,7 +55,7 @@ class IoLoop:
 
     def __init__(self, name: str = "rpcdist-io") -> None:
         self.name = name
-        self.loop = new_event_loop()
+        self.loop = new_event_loop("an event loop", starts_threads=True)
         self.loop.set_exception_handler(_report_loop_error)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._tasks: set[asyncio.Task[Any]] = set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import InitVar, dataclass
 from typing import Any, TypeVar
 
 import grpc.aio
@@ -22,6 +23,7 @@ from rpcdist.transport.session import Session
 Reply = TypeVar("Reply", bound=Message)
 
 
+@dataclass(eq=False, repr=False)
 class Link:
     """A proven session with a server, and unary calls beside it. Use it on the I/O loop.
 
@@ -36,27 +38,19 @@ class Link:
         on_ended: called once, when the session has ended.
     """
 
-    def __init__(
-        self,
-        io: IoLoop,
-        address: str,
-        session: Session,
-        connect: Callable[[], grpc.aio.Channel],
-        connection: grpc.aio.Channel | None,
-        keys: SessionKeys,
-        on_ended: Callable[[Link], object],
-        passed_over: tuple[tuple[str, str], ...] = (),
-    ) -> None:
-        self.address = address
-        self.session = session
-        self.passed_over = passed_over
-        self._connect = connect
-        self._connection = connection
-        self._keys = keys
-        self._num_calls = 0  # unary
-        self._on_ended = on_ended
-        self._closes = False  # at this end
-        self._task = io.spawn(self._run(), f"rpcdist link to {session.peer.name}")
+    io: InitVar[IoLoop]
+    address: str
+    session: Session
+    _connect: Callable[[], grpc.aio.Channel]
+    _connection: grpc.aio.Channel | None
+    _keys: SessionKeys
+    _on_ended: Callable[[Link], object]
+    passed_over: tuple[tuple[str, str], ...] = ()
+    _num_calls: int = 0  # unary
+    _closes: bool = False  # at this end
+
+    def __post_init__(self, io: IoLoop) -> None:
+        self._task = io.spawn(self._run(), f"rpcdist link to {self.session.peer.name}")
 
     def __repr__(self) -> str:
         return f"<Link to {self.peer.name} at {self.address}, {self.session!r}>"

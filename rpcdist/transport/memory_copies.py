@@ -16,6 +16,7 @@ import ctypes
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Final
 
 from rpcdist.time_limits import COPY_TURN_LIMIT_S
@@ -48,6 +49,7 @@ def num_running() -> int | None:
         return None
 
 
+@dataclass(eq=False, repr=False)
 class MemoryCopier:
     """Copies memory for any thread; see the notes above.
 
@@ -57,17 +59,12 @@ class MemoryCopier:
         copy: copies (target address, source address, bytes) without the interpreter's lock.
     """
 
-    def __init__(
-        self,
-        num_cores: int,
-        num_running: Callable[[], int | None] = num_running,
-        copy: Callable[[int, int, int], object] = _memmove,
-        start_thread: Callable[[Callable[[], object], tuple[()]], object] = _thread.start_new_thread,
-    ) -> None:
-        self._num_cores = num_cores
-        self._num_running = num_running
-        self._copy = copy
-        self._start_thread = start_thread
+    _num_cores: int
+    _num_running: Callable[[], int | None] = num_running
+    _copy: Callable[[int, int, int], object] = _memmove
+    _start_thread: Callable[[Callable[[], object], tuple[()]], object] = _thread.start_new_thread
+
+    def __post_init__(self) -> None:
         self._turns = self._new_turns()
 
     def _new_turns(self) -> threading.Semaphore:
@@ -138,11 +135,7 @@ def _wait_for(done: threading.Lock) -> None:
         raise interrupt
 
 
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-_copier: Final = MemoryCopier(_num_cores())
+_copier: Final = MemoryCopier(len(os.sched_getaffinity(0)))
 os.register_at_fork(after_in_child=_copier.after_fork_in_child)
 
 

@@ -28,7 +28,7 @@ from rpcdist.transport._server.unary_services import Method
 from rpcdist.transport._tls.tls_policy import TLS_VARIABLE, TlsOptions, TlsPolicy
 from rpcdist.transport.addresses import PORTS_VARIABLE, PortRange, split_address
 from rpcdist.transport.connector import Connector
-from rpcdist.transport.credentials import Credentials, Records
+from rpcdist.transport.credentials import Credentials
 from rpcdist.transport.hub_connector import HubAddress
 from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.roles import Roles, SocketTaker
@@ -129,11 +129,6 @@ class Node:
     def identity(self, identity: Identity) -> None:
         self.credentials.check_name(identity)
         self.credentials.identity = identity
-
-    @property
-    def records(self) -> Records:
-        """Signs and verifies the records that the processes of the job exchange through a store."""
-        return Records(self.credentials)
 
     async def traffic(self) -> Counter[tuple[str, str]]:
         """The bytes of all its sessions, including ended ones; see `Session.traffic`. On the I/O loop."""

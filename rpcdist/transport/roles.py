@@ -17,6 +17,7 @@ from rpcdist.time_limits import ROLE_LIMIT_S
 from rpcdist.transport.identities import identity_from_proto
 from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.session import NullHandler, SessionHandler
+from rpcdist.waiters import ends_within
 
 logger = logging.getLogger(__name__)
 
@@ -47,10 +48,8 @@ class Roles:
 
     def __init__(self, io: IoLoop) -> None:
         self._io = io
-        self._handlers: dict[str, SessionHandler] = {}
-        self._refusals: dict[str, Refuse] = {}
+        self._served: dict[str, tuple[SessionHandler, Refuse | None]] = {}
         self._expected: dict[str, asyncio.Event] = {}  # set when the handler is registered
-        self._ended: set[str] = set()
         self._socket_takers: dict[str, SocketTaker] = {}
 
     def handle(self, role: str, handler: SessionHandler | None, refuse: Refuse | None = None) -> None:
@@ -59,22 +58,18 @@ class Roles:
         Args:
             refuse: returns the reason why a peer may not connect, or None; called on the I/O loop.
         """
-        self._handlers.pop(role, None)
-        self._refusals.pop(role, None)
         if handler is None:
-            self._ended.add(role)
-        else:
-            self._ended.discard(role)
-            self._handlers[role] = handler
-            if refuse is not None:
-                self._refusals[role] = refuse
+            # Not refused: a worker that leaves may connect once more to one that has just left, which deserves no
+            # warning.
+            handler, refuse = NullHandler(f"the process no longer serves {role!r}"), None
+        self._served[role] = handler, refuse
         waiters = self._expected.pop(role, None)
         if waiters is not None:
             self._io.call_soon(waiters.set)
 
     def expect(self, role: str) -> None:
         """Announces a later `handle`: until then, peers that connect wait and are not refused."""
-        self._ended.discard(role)
+        self._served.pop(role, None)
         self._expected[role] = asyncio.Event()
 
     async def handler(self, role: str) -> SessionHandler | None:
@@ -83,18 +78,9 @@ class Roles:
         None for a role that was never announced: such connections make only unary calls.
         """
         expected = self._expected.get(role)
-        if expected is not None:
-            try:
-                async with asyncio.timeout(ROLE_LIMIT_S):
-                    await expected.wait()
-            except TimeoutError:
-                logger.warning("a peer waited %s s for the role %r, which is not served here", ROLE_LIMIT_S, role)
-        found = self._handlers.get(role)
-        if found is None and role in self._ended:
-            # Not refused: a worker that leaves may connect once more to one that has just left, which deserves no
-            # warning.
-            return NullHandler(f"the process no longer serves {role!r}")
-        return found
+        if expected is not None and not await ends_within(expected.wait(), ROLE_LIMIT_S):
+            logger.warning("a peer waited %s s for the role %r, which is not served here", ROLE_LIMIT_S, role)
+        return self._served.get(role, (None, None))[0]
 
     def take_sockets(self, name: str, taker: SocketTaker | None) -> None:
         """Sets the taker of raw sockets under `name`; None removes it."""
@@ -111,7 +97,7 @@ class Roles:
             if taker is None:
                 return "this process does not accept such sockets; their hub is closed, or was never opened"
             return taker.refusal(purpose, identity_from_proto(hello.identity)) or None
-        refuse = self._refusals.get(hello.role)
+        _, refuse = self._served.get(hello.role, (None, None))
         return refuse(identity_from_proto(hello.identity)) if refuse is not None else None
 
     def hand_over(self, purpose: str, connection: Any) -> bool:

@@ -23,7 +23,7 @@ from _thread import get_ident
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextvars import Context
-from dataclasses import replace
+from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 from functools import partial
 from typing import Any, Final, Protocol
 
@@ -52,6 +52,7 @@ from rpcdist.transport.session_writer import SessionWriter
 from rpcdist.transport.shared_payloads import SharedPayloads
 from rpcdist.transport.striping import OpenConnections, Striping
 from rpcdist.transport.wire_messages import WireMessage, is_for_loop
+from rpcdist.waiters import ends_within
 
 logger = logging.getLogger(__name__)
 
@@ -130,6 +131,7 @@ class NullHandler:
         logger.debug("session with %s closed: %s", session.peer.name, reason)
 
 
+@dataclass(eq=False, repr=False)
 class Session:
     """Messages in both directions over one channel whose handshake is done.
 
@@ -149,85 +151,75 @@ class Session:
         open_connections: opens those connections; None if the peer opens them.
     """
 
-    def __init__(
-        self,
-        io: IoLoop,
-        channel: ReadChannel | SocketChannel,
-        peer: Identity,
-        *,
-        role: str,
-        id: bytes,
-        handler: SessionHandler,
-        silence_limit_s: float,
-        by_me: bool,
-        has_payload_connections: bool = False,
-        open_connections: OpenConnections | None = None,
-    ) -> None:
-        self.peer = peer
-        self.role = role
-        self.id = id
-        self.opened_by_me = by_me
-        self.last_received = time.monotonic()
-        self.closed_reason: str | None = None
-        self._io = io
-        self._channel = channel
-        self._direct = channel if isinstance(channel, SocketChannel) else None
-        self._handler = handler
-        self.account = account = handler.announced_by(peer)
+    _io: IoLoop
+    _channel: ReadChannel | SocketChannel
+    peer: Identity
+    _: KW_ONLY
+    role: str
+    id: bytes
+    handler: SessionHandler
+    silence_limit_s: float
+    opened_by_me: bool
+    has_payload_connections: InitVar[bool] = False
+    open_connections: InitVar[OpenConnections | None] = None
+    last_received: float = field(default_factory=time.monotonic)
+    closed_reason: str | None = None
+    _names: list[str] = field(default_factory=list)  # names of the functions that the peer has numbered
+    _one_at_a_time: threading.Lock = field(default_factory=threading.Lock)  # around calls of the handler
+    _left_to_loop: deque[list[Delivery]] = field(default_factory=deque)
+    _has_failed: bool = False  # the handler, on the loop
+    _has_ended: bool = False
+    _shield: SignalShield = field(default_factory=SignalShield)
+    striping: Striping | None = None
+    _num_read: int = 0  # bytes, if a task reads
+    _ungranted_bytes: int = 0  # bytes of arrived chunks for which the peer has no new credit yet
+    _heartbeat_due: float = 0.0
+    _next_heartbeat: asyncio.Handle | None = None
+    _ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self, has_payload_connections: bool, open_connections: OpenConnections | None) -> None:
+        self._direct = self._channel if isinstance(self._channel, SocketChannel) else None
+        self.account = account = self.handler.announced_by(self.peer)
         # On a connection that this process opened, the queue has its own calls, and no answers.
-        self._outgoing = Outgoing(None if by_me else account)
-        self._writer = SessionWriter(io, channel, self._outgoing, self._close, peer.name)
+        self._outgoing = Outgoing(None if self.opened_by_me else account)
+        self._writer = SessionWriter(self._io, self._channel, self._outgoing, self._close, self.peer.name)
         self._shared = self._new_shared_payloads(account)
-        self._incoming = Incoming(handler.allocate, self._borrow, account)
+        self._incoming = Incoming(self.handler.allocate, self._borrow, account)
         self.place = self._incoming.place  # see `FrameReceiver`
-        self._names: list[str] = []  # names of the functions that the peer has numbered
-        self._one_at_a_time = threading.Lock()  # around calls of the handler
-        self._left_to_loop: deque[list[Delivery]] = deque()
-        self._has_failed = False  # the handler, on the loop
-        self._has_ended = False
         self._main = threading.main_thread().ident
-        self._shield = SignalShield()
-        self.striping: Striping | None = None
         if has_payload_connections:
             self.striping = self._outgoing.striper = Striping(
-                io,
+                self._io,
                 self._incoming,
-                peer.name,
-                on_piece=self._on_striped,
-                on_written=self._on_written,
-                close=self.close,
-                open=open_connections,
-                silence_limit_s=silence_limit_s,
-                round_trip_s=None if self._direct is None else self._direct.shortest_round_trip_s,
+                self.peer.name,
+                self._on_striped,
+                self._on_written,
+                self.close,
+                open_connections,
+                self.silence_limit_s,
+                None if self._direct is None else self._direct.shortest_round_trip_s,
             )
-        self._num_read = 0  # bytes, if a task reads
-        self._ungranted_bytes = 0  # bytes of arrived chunks for which the peer has no new credit yet
         self.want_value = self._outgoing.want_value
         self.transfer_progress = self._outgoing.progress
         self.flush = self._writer.flush
         self.hold_back = self._writer.hold_back
         self.drain = self._writer.drain
-        self._silence_limit_s = silence_limit_s
-        self._heartbeat_s = silence_limit_s / HEARTBEATS_PER_PEER_TIMEOUT
-        self._heartbeat_due = 0.0
-        self._next_heartbeat: asyncio.Handle | None = None
-        self._ended: asyncio.Event = asyncio.Event()
+        self._heartbeat_s = self.silence_limit_s / HEARTBEATS_PER_PEER_TIMEOUT
 
     def _new_shared_payloads(self, counted: AnnouncedBytes) -> SharedPayloads | None:
         """The shared memory of the session; None if the channel cannot pass segments."""
         if self._direct is None or not self._direct.passes_descriptors:
             return None
-        handler, loop, outgoing = self._handler, self._io.loop, self._outgoing
         return SharedPayloads(
-            handler.shares_payloads,
+            self.handler.shares_payloads,
             counted,
             None if self.opened_by_me else counted,
-            loop,
+            self._io.loop,
             self._direct,
-            outgoing,
+            self._outgoing,
             self.send,
             self._writer.flush,
-            handler.borrow,
+            self.handler.borrow,
         )
 
     def facts(self, now: float) -> ChannelFacts:
@@ -363,7 +355,7 @@ class Session:
         writer = self._io.spawn(self._writer.run(), f"rpcdist session writer to {self.peer.name}")
         self._schedule_heartbeat()
         if not self.opened_by_me:
-            self._handler.on_opened(self)
+            self.handler.on_opened(self)
         reason = "connection closed by the peer"
         try:
             if self._direct is not None:
@@ -397,16 +389,11 @@ class Session:
         if self._shared is not None:
             self._shared.close()
         self._stop_dispatching()
-        self._handler.on_closed(self, reason)
+        self.handler.on_closed(self, reason)
 
     async def ended(self, timeout_s: float) -> bool:
         """Waits until `on_closed` has been called; False on timeout."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._ended.wait()
-        except TimeoutError:
-            return False
-        return True
+        return await ends_within(self._ended.wait(), timeout_s)
 
     # ---------------------------------------------------------------- reading: the I/O loop, or a thread that leads
 
@@ -498,7 +485,7 @@ class Session:
             if may_be_here:
                 with self._one_at_a_time:
                     if not self._has_ended:
-                        self._handler.on_messages(self, messages)
+                        self.handler.on_messages(self, messages)
                 return
         self._left_to_loop.append(messages)
         # In a new context: this thread's context may be a user's, with a deadline.
@@ -509,7 +496,7 @@ class Session:
         try:
             if not (self._has_failed or self._has_ended):
                 with self._one_at_a_time:
-                    self._handler.on_messages(self, self._left_to_loop[0])
+                    self.handler.on_messages(self, self._left_to_loop[0])
         except Exception as exc:
             self._has_failed = True  # later messages would be handled out of order, so none is handled
             assert self._direct is not None  # only a thread that leads leaves messages to the loop
@@ -575,7 +562,7 @@ class Session:
             self._next_heartbeat = loop.call_soon(self._heartbeat, num_turns + 1)
             return
         silence = now - self.last_received
-        if silence > self._silence_limit_s and late < self._heartbeat_s and not self._has_unread():
+        if silence > self.silence_limit_s and late < self._heartbeat_s and not self._has_unread():
             self.close(f"no sign of life for {silence:.1f} s")
             return
         if self._shared is not None:

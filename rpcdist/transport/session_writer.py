@@ -21,6 +21,7 @@ import threading
 import time
 from _thread import get_ident
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Final
 
 from rpcdist.errors import TransportError
@@ -31,6 +32,7 @@ from rpcdist.transport._channels.socket_channel import SocketChannel
 from rpcdist.transport._framing.outgoing import Outgoing
 from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.wire_messages import WireMessage, can_linger, is_urgent
+from rpcdist.waiters import ends_within
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +43,7 @@ FLUSH_FRAMES: Final = 32  # at this length of the queue a sending thread writes,
 MAX_PUTS: Final = 3  # limit on envelopes that a thread writes itself: a message and the first chunks of its buffers
 
 
+@dataclass(eq=False, repr=False)
 class SessionWriter:
     """The writer of one session.
 
@@ -54,35 +57,29 @@ class SessionWriter:
         num_written: bytes written by the task, if only the task writes.
     """
 
-    def __init__(
-        self,
-        io: IoLoop,
-        channel: ReadChannel | SocketChannel,
-        outgoing: Outgoing,
-        close: Callable[[str], object],
-        name: str,
-    ) -> None:
-        self.last_sent = time.monotonic()
-        self.is_closed = False
-        self.num_written = 0
-        self._io = io
-        self._channel = channel
-        self._direct = channel if isinstance(channel, SocketChannel) else None
-        self._outgoing = outgoing
-        self._close = close
-        self._name = name
+    _io: IoLoop
+    _channel: ReadChannel | SocketChannel
+    _outgoing: Outgoing
+    _close: Callable[[str], object]
+    _name: str
+    last_sent: float = field(default_factory=time.monotonic)
+    is_closed: bool = False
+    num_written: int = 0
+    _has_news: bool = False  # a message has begun to linger since the last tick
+    _ticks: bool = False
+    _num_idle: int = 0  # ticks
+    _awake: bool = False  # the task runs or was woken; saves a call to the loop per message of a burst
+    _wake: asyncio.Future[None] | None = None  # the sleeping task waits for it
+    _turn: threading.Lock = field(default_factory=threading.Lock)  # its holder writes; [Note: turns]
+    _is_draining: bool = False  # then only the task may empty the queue, since it notifies `drain`
+    _drained: asyncio.Event = field(default_factory=asyncio.Event)
+    _flushing: int = 0  # the id of the thread that is sending and will call `flush` afterwards
+    _shield: SignalShield = field(default_factory=SignalShield)
+
+    def __post_init__(self) -> None:
+        self._direct = self._channel if isinstance(self._channel, SocketChannel) else None
         # [Note: lingering]
         self._tick_s = BATCH_DELAY_S
-        self._has_news = False  # a message has begun to linger since the last tick
-        self._ticks = False
-        self._num_idle = 0  # ticks
-        self._awake = False  # the task runs or was woken; saves a call to the loop per message of a burst
-        self._wake: asyncio.Future[None] | None = None  # the sleeping task waits for it
-        self._turn = threading.Lock()  # its holder writes; [Note: turns]
-        self._is_draining = False  # then only the task may empty the queue, since it notifies `drain`
-        self._drained: asyncio.Event = asyncio.Event()
-        self._flushing = 0  # the id of the thread that is sending and will call `flush` afterwards
-        self._shield = SignalShield()
 
     # ---------------------------------------------------------------- any thread
 
@@ -254,13 +251,9 @@ class SessionWriter:
         if not self._awake:  # lingering messages are written now
             self._wake_task()
         try:
-            async with asyncio.timeout(timeout_s):
-                await self._drained.wait()
-        except TimeoutError:
-            return False
+            return await ends_within(self._drained.wait(), timeout_s) and not self.is_closed
         finally:
             self._is_draining = False
-        return not self.is_closed
 
     def end(self) -> None:
         """Ends the ticks and `drain`, since the session has ended."""

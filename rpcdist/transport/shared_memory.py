@@ -16,7 +16,6 @@ import mmap
 import os
 import socket
 import struct
-import sys
 import time
 from typing import Final
 
@@ -36,10 +35,6 @@ class SegmentError(OSError):
 
 def unavailable() -> str | None:
     """The reason why processes cannot share memory on this system, as a clause for a message; None if they can."""
-    if not hasattr(os, "memfd_create"):
-        return f"{sys.platform} has no memfd_create"
-    if not hasattr(socket, "send_fds"):
-        return f"{sys.platform} cannot pass descriptors over Unix sockets"
     try:
         os.close(os.memfd_create("rpcdist probe", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
     except OSError as exc:
@@ -70,8 +65,8 @@ class Segment:
         """
         try:
             descriptor = os.memfd_create("rpcdist", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        except (AttributeError, OSError) as exc:
-            raise SegmentError(f"cannot create shared memory: {unavailable() or exc}") from exc
+        except OSError as exc:
+            raise SegmentError(f"cannot create shared memory: memfd_create failed: {exc.strerror}") from exc
         try:
             os.ftruncate(descriptor, size_bytes)
             if not is_for_readers:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import InitVar, dataclass
 from typing import Final
 
 from rpcdist._proto import rpc_pb2
@@ -25,6 +26,7 @@ _NOTHING: Final = LargeBuffer(memoryview(b""))
 """Takes the place of a lent buffer in a message's list of buffers: no chunk of it follows."""
 
 
+@dataclass(eq=False, repr=False)
 class SharedPayloads:
     """The large buffers of one session in shared memory, in both directions, on top of `Lender` and `Borrower`.
 
@@ -45,35 +47,29 @@ class SharedPayloads:
         receive: makes a received buffer on memory that the peer lends.
     """
 
-    def __init__(
-        self,
-        allowed: bool,
-        counted: AnnouncedBytes,
-        answers: AnnouncedBytes | None,
-        loop: asyncio.AbstractEventLoop,
-        channel: SocketChannel,
-        outgoing: Outgoing,
-        send: Callable[[rpc_pb2.Message], object],
-        flush: Callable[[], object],
-        receive: Callable[[memoryview], IncomingBuffer],
-    ) -> None:
+    allowed: InitVar[bool]
+    counted: InitVar[AnnouncedBytes]
+    answers: InitVar[AnnouncedBytes | None]
+    _loop: asyncio.AbstractEventLoop
+    _channel: SocketChannel
+    _outgoing: Outgoing
+    _send: Callable[[rpc_pb2.Message], object]
+    _flush: Callable[[], object]
+    _receive: Callable[[memoryview], IncomingBuffer]
+    is_used: bool = False
+    num_lent: int = 0
+    num_borrowed: int = 0
+    _return_handle: asyncio.TimerHandle | None = None
+    _is_return_due: bool = False  # a timer runs, or starts soon
+    _is_closed: bool = False
+
+    def __post_init__(self, allowed: bool, counted: AnnouncedBytes, answers: AnnouncedBytes | None) -> None:
         self._allowed = allowed and unavailable() is None
         self._lender = Lender(account=answers)
         self.returned = self._lender.returned
         self.take_back = self._lender.take_back
         self._borrower = Borrower(counted)
-        self.is_used = False
-        self.num_lent = self.num_borrowed = 0
-        self._loop = loop
-        self._channel = channel
-        self._outgoing = outgoing
-        self._send = send
-        self._flush = flush
-        self._receive = receive
         self._trim_due = time.monotonic() + SEGMENTS_TRIM_S
-        self._return_handle: asyncio.TimerHandle | None = None
-        self._is_return_due = False  # a timer runs, or starts soon
-        self._is_closed = False
 
     @property
     def usage(self) -> tuple[int, int, int]:

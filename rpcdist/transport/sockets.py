@@ -64,14 +64,9 @@ class SocketHub:
         self._closed = False
         self._lock = threading.Lock()  # held by `open` and `close`
         self._waiting: dict[str, deque[StreamSocket]] = {}  # proven connections by purpose, in order of arrival
-        self._num_waiting = 0
         self._wanted: dict[str, int] = {}  # purposes for which threads wait, with the number of threads
         self._announced: dict[str, Taker | None] = {}
-        self._arrived = threading.Condition()  # protects these four
-
-    def __repr__(self) -> str:
-        state = "closed" if self._closed else f"at {self._address}" if self._address else "not open"
-        return f"<SocketHub {state} [{self._num_waiting} waiting]>"
+        self._arrived = threading.Condition()  # protects these three
 
     @property
     def address(self) -> str:
@@ -194,7 +189,6 @@ class SocketHub:
         with self._arrived:
             dropped = [connection for waiting in self._waiting.values() for connection in waiting]
             self._waiting.clear()
-            self._num_waiting = 0
             self._arrived.notify_all()
         for connection in dropped:
             connection.close()
@@ -208,8 +202,7 @@ class SocketHub:
         """
         with self._arrived:
             self._announced[prefix] = taker
-            purposes = [purpose for purpose in self._waiting if purpose.startswith(prefix)] if taker else []
-            found = [(purpose, self._pop(purpose)) for purpose in purposes for _ in range(len(self._waiting[purpose]))]
+            found = self._take(prefix) if taker else []
         if taker is not None:
             for purpose, connection in found:
                 taker(purpose, connection)
@@ -218,9 +211,8 @@ class SocketHub:
         """Ends `announce`, and closes connections that still wait for such a purpose."""
         with self._arrived:
             self._announced.pop(prefix, None)
-            purposes = [purpose for purpose in self._waiting if purpose.startswith(prefix)]
-            dropped = [self._pop(purpose) for purpose in purposes for _ in range(len(self._waiting[purpose]))]
-        for connection in dropped:
+            dropped = self._take(prefix)
+        for _, connection in dropped:
             connection.close()
 
     # ------------------------------------------------------------ a `SocketTaker`
@@ -230,8 +222,8 @@ class SocketHub:
         with self._arrived:
             if self._closed:
                 return "the socket hub is closed"
-            if self._num_waiting >= MAX_WAITING and purpose not in self._wanted:
-                return f"{self._num_waiting} connections already wait here that no thread expects"
+            if (waiting := self._num_waiting()) >= MAX_WAITING and purpose not in self._wanted:
+                return f"{waiting} connections already wait here that no thread expects"
             return ""
 
     def put(self, purpose: str, connection: StreamSocket) -> bool:
@@ -244,7 +236,6 @@ class SocketHub:
             taker = None if prefix is None else self._announced[prefix]
             if taker is None:
                 self._waiting.setdefault(purpose, deque()).append(connection)
-                self._num_waiting += 1
                 self._arrived.notify_all()
         if taker is not None:
             taker(purpose, connection)
@@ -272,8 +263,15 @@ class SocketHub:
         connection = waiting.popleft()
         if not waiting:
             del self._waiting[purpose]
-        self._num_waiting -= 1
         return connection
+
+    def _num_waiting(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    def _take(self, prefix: str) -> list[tuple[str, StreamSocket]]:
+        """Removes the connections whose purpose begins with `prefix`; with the lock held."""
+        purposes = [purpose for purpose in self._waiting if purpose.startswith(prefix)]
+        return [(purpose, connection) for purpose in purposes for connection in self._waiting.pop(purpose)]
 
     def _expire(self, purpose: str, connection: StreamSocket) -> None:
         with self._arrived:
@@ -283,7 +281,6 @@ class SocketHub:
             waiting.remove(connection)
             if not waiting:
                 del self._waiting[purpose]
-            self._num_waiting -= 1
         logger.warning("a connection for %r was closed: no thread expected it within %s s", purpose, ROLE_LIMIT_S)
         connection.close()
 

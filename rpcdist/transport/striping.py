@@ -40,7 +40,7 @@ import struct
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from functools import partial
 from itertools import accumulate
 from queue import SimpleQueue
@@ -61,6 +61,7 @@ from rpcdist.transport._framing.incoming import (
 from rpcdist.transport._tls.tls_socket import NO_SIGPIPE, TlsSocket
 from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.memory_copies import LargeBuffer
+from rpcdist.waiters import ends_within
 
 _HEAD: Final = struct.Struct("<QII")
 
@@ -102,6 +103,7 @@ StripePlace = tuple[int, int]
 """The index of a connection in its session, and the number of connections."""
 
 
+@dataclass(eq=False, repr=False)
 class StripeConnection:
     """One payload connection, with a thread that writes and a thread that reads.
 
@@ -121,28 +123,25 @@ class StripeConnection:
         RuntimeError: the system allows no more threads; the connection is closed.
     """
 
-    def __init__(
-        self,
-        connection: socket.socket | TlsSocket,
-        place: StripePlace,
-        incoming: Incoming,
-        owner: Striping,
-        name: str,
-        io: IoLoop,
-    ) -> None:
-        if isinstance(connection, socket.socket):
-            connection.setblocking(True)
-        self.num_sent = self.num_received = 0
-        self._socket = connection
-        self._count = place[1]
-        self._incoming = incoming
-        self._owner = owner
-        self._queue: SimpleQueue[Stripe | None] = SimpleQueue()
-        self._is_closed = False
-        self._num_threads = 2
-        self._lock = threading.Lock()
+    _socket: socket.socket | TlsSocket
+    _place: StripePlace
+    _incoming: Incoming
+    _owner: Striping
+    name: InitVar[str]
+    io: InitVar[IoLoop]
+    num_sent: int = 0
+    num_received: int = 0
+    _queue: SimpleQueue[Stripe | None] = field(default_factory=SimpleQueue)
+    _is_closed: bool = False
+    _num_threads: int = 2
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self, name: str, io: IoLoop) -> None:
+        self._count = self._place[1]
+        if isinstance(self._socket, socket.socket):
+            self._socket.setblocking(True)
         for work, kind in ((self._write, "writer"), (self._read, "reader")):
-            title = f"rpcdist payload {kind} {place[0]} of {name}"
+            title = f"rpcdist payload {kind} {self._place[0]} of {name}"
             try:
                 io.start_worker(partial(self._run, work), title)
             except RuntimeError:
@@ -290,6 +289,7 @@ def num_connections(is_far: bool = False) -> int:
     return int(text)
 
 
+@dataclass(eq=False, repr=False)
 class Striping:
     """The payload connections of a session over TCP, which carry the large buffers of messages in stripes.
 
@@ -302,38 +302,30 @@ class Striping:
         round_trip_s: the round trip to the peer; None if it is unknown.
     """
 
-    def __init__(
-        self,
-        io: IoLoop,
-        incoming: Incoming,
-        name: str,
-        *,
-        on_piece: Callable[[Delivery | None], object],
-        on_written: Callable[[int, bool], object],
-        close: Callable[[str], object],
-        open: OpenConnections | None,
-        silence_limit_s: float,
-        round_trip_s: float | None = None,
-    ) -> None:
+    _io: IoLoop
+    _incoming: Incoming
+    _name: str
+    _on_piece: Callable[[Delivery | None], object]
+    _on_written: Callable[[int, bool], object]
+    _close: Callable[[str], object]
+    open: InitVar[OpenConnections | None]
+    _silence_limit_s: float
+    round_trip_s: InitVar[float | None] = None
+    _num_large: int = 0
+    _connections: list[StripeConnection] = field(default_factory=list)
+    _transfers: dict[int, StripedTransfer] = field(default_factory=dict)
+    # Protects the transfers and the choice of connections.
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _is_used: bool = False  # bytes were sent on the connections, in either direction
+    _is_closed: bool = False
+    _all_ended: asyncio.Event = field(default_factory=asyncio.Event)  # set when no connection can be read any more
+    _num_ended: int = 0
+
+    def __post_init__(self, open: OpenConnections | None, round_trip_s: float | None) -> None:
         self._is_far = is_far = round_trip_s is not None and round_trip_s >= _FAR_ROUND_TRIP
         self._num_wanted = num_connections(is_far)
         self._min_bytes = _MIN_FAR_BYTES if is_far else MIN_STRIPED_BYTES
-        self._io = io
-        self._on_piece = on_piece
-        self._on_written = on_written
-        self._close = close
-        self._incoming = incoming
-        self._name = name
         self._open = open if self._num_wanted else None
-        self._silence_limit_s = silence_limit_s
-        self._num_large = 0
-        self._connections: list[StripeConnection] = []
-        self._transfers: dict[int, StripedTransfer] = {}
-        self._lock = threading.Lock()  # protects the transfers and the choice of connections
-        self._is_used = False  # bytes were sent on the connections, in either direction
-        self._is_closed = False
-        self._all_ended = asyncio.Event()  # set when no connection can be read any more
-        self._num_ended = 0
 
     @property
     def traffic(self) -> tuple[int, int]:
@@ -437,7 +429,7 @@ class Striping:
         try:
             for index, connection in enumerate(connections):
                 break_when_silent(connection, self._silence_limit_s)  # [Note: silence]
-                if self._is_far and hasattr(socket, "TCP_NOTSENT_LOWAT"):  # [Note: turns]
+                if self._is_far:  # [Note: turns]
                     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _MAX_UNSENT_BYTES)
                 begun.append(StripeConnection(connection, (index, count), self._incoming, self, self._name, self._io))
         except RuntimeError as exc:  # [Note: unused]
@@ -484,9 +476,7 @@ class Striping:
         """Waits, bounded, for the last bytes that the peer wrote before it ended the session. [Note: the end]"""
         self._incoming.end_announcements()
         if self._connections:  # even if no byte is missing: the last message may not be delivered yet
-            with suppress(TimeoutError):
-                async with asyncio.timeout(CLOSE_STEP_LIMIT_S):
-                    await self._all_ended.wait()
+            await ends_within(self._all_ended.wait(), CLOSE_STEP_LIMIT_S)
 
     def close(self) -> None:
         """Closes all connections, since the session has ended."""

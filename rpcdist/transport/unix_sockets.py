@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import socket
 import struct
-import sys
 from array import array
 from collections import deque
 from contextlib import suppress
@@ -45,8 +44,8 @@ def local_name(address: str) -> str:
 
 @cache
 def has_abstract_sockets() -> bool:
-    """Whether Unix sockets have abstract names and credentials of senders here: on Linux with /proc."""
-    return sys.platform == "linux" and os.path.exists(_NAMESPACE)
+    """Whether Unix sockets have abstract names and credentials of senders here: with /proc."""
+    return os.path.exists(_NAMESPACE)
 
 
 def process_namespace() -> int:
@@ -94,9 +93,9 @@ _INT_BYTES: Final = array("i").itemsize
 MAX_DESCRIPTORS: Final = 16
 """Limit on received descriptors whose message has not been read yet."""
 ANCILLARY_BYTES: Final = socket.CMSG_SPACE(MAX_DESCRIPTORS * _INT_BYTES)
-CUT_OFF: Final = int(getattr(socket, "MSG_CTRUNC", 0))
+CUT_OFF: Final = int(socket.MSG_CTRUNC)
 """A plain integer: an operation on the enums of `socket` takes longer than the system call."""
-CLOSE_ON_EXEC: Final = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
+CLOSE_ON_EXEC: Final = int(socket.MSG_CMSG_CLOEXEC)
 
 
 class ReceivedDescriptors:

@@ -192,9 +192,6 @@ class CompactPass:
     large: Sequence[int] = ()
     loans: Sequence[Loan] = ()
 
-    def __repr__(self) -> str:
-        return f"<CompactPass {self.backward:#x} in context {self.context}, {len(self.body)} B>"
-
 
 WireMessage = rpc_pb2.Message | CallMessage | ReplyMessage | CompactPass
 """Calls and replies are never a `rpc_pb2.Message`, except in frames."""

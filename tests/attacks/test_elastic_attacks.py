@@ -29,7 +29,7 @@ from rpcdist.ids import Identity
 from rpcdist.parallel import ElasticDataParallel
 from rpcdist.parallel._ddp._state_transfer import send_state
 from rpcdist.testing.limits import LIMIT_S, UNIT_S
-from rpcdist.transport.credentials import Credentials, Records
+from rpcdist.transport.credentials import Credentials
 from rpcdist.transport.token import job_token as token_in_use
 
 pytestmark = pytest.mark.usefixtures("job_token")
@@ -47,11 +47,11 @@ def elastic_group(store: Store, num_ranks: int = 1, **options: Any) -> Iterator[
             elastic.leave()
 
 
-def records(token: bytes | None = None, job: str = "default") -> Records:
-    return Records(Credentials(token or token_in_use(), job, Identity("attacker", -1, 1)))
+def records(token: bytes | None = None, job: str = "default") -> Credentials:
+    return Credentials(token or token_in_use(), job, Identity("attacker", -1, 1))
 
 
-def written_by(who: Records | None, store: Store, key: str, value: bytes) -> None:
+def written_by(who: Credentials | None, store: Store, key: str, value: bytes) -> None:
     """Into the part of the store that an elastic group uses; None signs nothing."""
     part = PrefixStore("elastic", store)
     part.set(key, value if who is None else who.sign(part.full_key(key), value))
@@ -60,7 +60,7 @@ def written_by(who: Records | None, store: Store, key: str, value: bytes) -> Non
 # ---------------------------------------------------------------- strangers
 
 
-SIGNERS: dict[str, Callable[[], Records | None]] = {
+SIGNERS: dict[str, Callable[[], Credentials | None]] = {
     "nobody": lambda: None,
     "another token": lambda: records(b"another token of 16"),
     "another job": lambda: records(job="another"),

@@ -53,8 +53,8 @@ def test_questions_take_no_thread_each(cluster: InProcessCluster) -> None:
         assert [each.exception(LIMIT_S) for each in asked] == [None] * NUM_CALLS
         assert not any(each.value() for each in asked)
         assert agent.pool.facts().threads < before + 40
-        eventually(lambda: not _own_groups._values[agent]._questions, "no question is left")
-        assert not _own_groups._values[agent]._addresses and not _own_groups._values[agent]._num_made
+        eventually(lambda: not _own_groups()._questions, "no question is left")
+        assert not _own_groups()._addresses and not _own_groups()._num_made
 
 
 def test_questions_end_with_the_session_of_the_member(
@@ -64,12 +64,10 @@ def test_questions_end_with_the_session_of_the_member(
     members: list[list[object]] = [["a", incarnation_of(cluster, "a")], ["evil", incarnation_of(cluster, "evil")]]
     cluster.run("evil", questions, members, NUM_CALLS)
     with cluster.use("a") as agent:
-        eventually(
-            lambda: agent in _own_groups._values and len(_own_groups._values[agent]._questions) == NUM_CALLS, "all wait"
-        )
+        eventually(lambda: len(_own_groups()._questions) == NUM_CALLS, "all wait")
         cluster.kill("evil")
         eventually(lambda: not agent.dispatcher.calls, "the calls of the dead member have ended")
-        eventually(lambda: not _own_groups._values[agent]._questions, "nothing waits for it")
+        eventually(lambda: not _own_groups()._questions, "nothing waits for it")
 
 
 def test_the_store_of_a_group_is_told_to_its_members_alone(cluster: InProcessCluster) -> None:

@@ -71,7 +71,7 @@ def inject(cluster: InProcessCluster, messages: list[rpc_pb2.Message]) -> None:
             )
             handed.set()
 
-        agent.caller._io.call_soon(arrive)
+        agent.caller.io.call_soon(arrive)
         assert handed.wait(LIMIT_S)
 
 
@@ -217,5 +217,5 @@ def test_transfers_are_ended_and_sped_up_on_their_session_alone() -> None:
                 sessions["caller"].receive(chunk_envelope(77, 0, 0, memoryview(body)))
                 handed.set()
 
-            agent.caller._io.call_soon(arrive)
+            agent.caller.io.call_soon(arrive)
             assert handed.wait(LIMIT_S) and arrived.wait(LIMIT_S)

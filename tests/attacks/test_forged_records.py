@@ -24,15 +24,15 @@ from rpcdist.ids import Identity
 from rpcdist.rpc._start import COORDINATOR_KEY, node_options, start_agent
 from rpcdist.testing import LIMIT_S
 from rpcdist.transport import Node
-from rpcdist.transport.credentials import Credentials, Records
+from rpcdist.transport.credentials import Credentials
 from rpcdist.transport.token import job_token as token_in_use
 
 JOB = "default"
 KEY = f"job/{COORDINATOR_KEY}"
 
 
-def records(token: bytes, job: str = JOB) -> Records:
-    return Records(Credentials(token, job, Identity("somebody", -1, 1)))
+def records(token: bytes, job: str = JOB) -> Credentials:
+    return Credentials(token, job, Identity("somebody", -1, 1))
 
 
 MARK = b"rpcdist-record-1:"

@@ -385,7 +385,7 @@ def resident_bytes() -> int:
 def weight_and_memory(kind: str) -> tuple[int, int]:
     sent = MANY_TENSORS[kind]()
     message = value_pb2.Value()
-    large = encode_into(message, sent, None, plain_only=True)
+    large = encode_into(message, sent, plain_only=True)
     data = message.SerializeToString()
     weight = len(data) + sum(buffer.size for buffer in large)
     ctypes.CDLL(None).malloc_trim(0)  # what is used again counts

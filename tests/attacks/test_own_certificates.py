@@ -288,7 +288,7 @@ def test_files_that_are_replaced_between_tls_and_proof(
     server, client = worker("ps", serve=True), worker("trainer")
     node, name, other = (client, "trainer", "ps") if side == "client" else (server, "ps", "trainer")
     issuer = AUTHORITY if follows == "a renewed certificate" else OwnAuthority("the following one")
-    new, prove = issuer.issue(name), node.credentials._prover
+    new, prove = issuer.issue(name), node.credentials.prover
     swapped: list[TlsOptions] = []
 
     def swap_and_prove() -> Any:
@@ -296,7 +296,7 @@ def test_files_that_are_replaced_between_tls_and_proof(
             swapped.append(new.write(tmp_path / name))
         return prove()
 
-    monkeypatch.setattr(node.credentials, "_prover", swap_and_prove)
+    monkeypatch.setattr(node.credentials, "prover", swap_and_prove)
     if issuer is AUTHORITY:
         assert open_link(client, server, handler=Recorder()).peer == server.identity
     else:

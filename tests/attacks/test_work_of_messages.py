@@ -24,6 +24,7 @@ from rpcdist._proto import rpc_pb2
 from rpcdist._proto.handshake_pb2 import Handshake
 from rpcdist.testing import RpcWorld, Worker, WorkerPool
 from rpcdist.transport._framing.frames import call_frame, frame
+from rpcdist.transport.credentials import Credentials
 from rpcdist.transport.handshake import ClientHandshake
 from rpcdist.transport.handshake_side import MAX_HANDSHAKE_BYTES
 from rpcdist.transport.wire_messages import CallMessage
@@ -160,7 +161,8 @@ def test_what_a_worker_computes_for_strangers_is_bounded_by_their_bytes(world: R
     """Each step of a handshake, at the beginning and after a hello that any stranger can make."""
     one_call = of_one_call(world, world["a"].run(functions.address))
     place = "127.0.0.1", world["a"].run(raw_port)
-    hello = ClientHandshake(b"of another job, and long enough", "default", "rpc", STRANGER, channel="tcp").start()
+    stranger = Credentials(b"of another job, and long enough", "default", STRANGER)
+    hello = ClientHandshake(stranger, "rpc", channel="tcp").start()
     kind: Any = Handshake.DESCRIPTOR
     too_much = {}
     work_for_stranger(world, place, [hello])

@@ -154,7 +154,7 @@ def test_an_invitation_that_makes_no_sense_is_named(change: dict[str, object] | 
     text = "[]" if change is None else json.dumps(INVITATION | change)
 
     def newcomer() -> None:
-        SignedRecords(PrefixStore("grow", store), current_world().process.records()).set("ticket/1", text)
+        SignedRecords(PrefixStore("grow", store), current_world().process.credentials()).set("ticket/1", text)
         c.grow_group(store)
 
     with pytest.raises(RendezvousError, match=r"the invitation .* is invalid"):

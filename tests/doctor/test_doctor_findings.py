@@ -35,7 +35,7 @@ SOUND = HostFacts(
 GPU = replace(SOUND, has_gpu_driver=True, torch_cuda="12.8", can_use_gpu=True)
 NOW = 1_800_000_000.0
 ADDRESS = "10.0.0.2:29500"
-OPEN = PortFact("10.0.0.2", PortAnswer.OPEN, "", "10.0.0.1", None, 1500)
+OPEN = PortFact("10.0.0.2", "open", "", "10.0.0.1", None, 1500)
 SESSION = SessionFact(
     "worker1", "tcp", (), 0.001, own_address="10.0.0.1:4000", clock_offset_s=0.1, clock_error_s=0.01,
     versions=SOUND.versions,
@@ -134,18 +134,18 @@ def test_what_is_wrong_with_a_machine(host: HostFacts, words: str) -> None:
     ("worker", "words"),
     [
         (replace(CLOSED, name_error="Name or service not known"), "'10.0.0.2' is unknown on this machine"),
-        (closed(PortAnswer.REFUSED), "no process listens at port 29500 of 10.0.0.2"),
-        (closed(PortAnswer.SILENT, is_host_up=True), "open TCP port 29500 in its firewall"),
-        (closed(PortAnswer.SILENT, is_host_up=False), "does not answer"),
-        (closed(PortAnswer.UNREACHABLE, detail="No route to host"), "No route to host"),
-        (closed(PortAnswer.FAILED, detail="Too many open files"), "Too many open files"),
+        (closed("refused"), "no process listens at port 29500 of 10.0.0.2"),
+        (closed("silent", is_host_up=True), "open TCP port 29500 in its firewall"),
+        (closed("silent", is_host_up=False), "does not answer"),
+        (closed("unreachable", detail="No route to host"), "No route to host"),
+        (closed("failed", detail="Too many open files"), "Too many open files"),
         (
-            replace(closed(PortAnswer.REFUSED, "127.0.1.1"), address="node7:29500"),
+            replace(closed("refused", "127.0.1.1"), address="node7:29500"),
             "'node7' resolves to 127.0.1.1 on this machine",
         ),
-        (replace(closed(PortAnswer.REFUSED, "127.0.0.1"), address="localhost:29500"), "no process listens"),
+        (replace(closed("refused", "127.0.0.1"), address="localhost:29500"), "no process listens"),
         (
-            replace(closed(PortAnswer.REFUSED, "127.0.0.1"), address="127.0.0.1:4000", member="worker1"),
+            replace(closed("refused", "127.0.0.1"), address="127.0.0.1:4000", member="worker1"),
             "which only processes of its machine can reach",
         ),
         (replace(CLOSED, shown=Shown(speaks_tls=False)), "does not speak TLS"),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import rpcdist.autograd as autograd
 import rpcdist.rpc as rpc
 from rpcdist.optim import DistributedOptimizer
-from rpcdist.optim._local_optimizer import tables
+from rpcdist.optim._local_optimizer import own_table
 
 rpc_sync: Any = rpc.rpc_sync
 
@@ -117,7 +117,7 @@ def hold_the_lock(key: str) -> None:
     """Keeps all steps of this worker waiting until told otherwise."""
     import rpc_functions
 
-    with tables.get().lock:
+    with own_table().lock:
         rpc_functions.board.put(f"{key} held")
         rpc_functions.board.wait(f"{key} let go")
 

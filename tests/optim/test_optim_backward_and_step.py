@@ -23,7 +23,7 @@ from rpcdist.autograd._pass_message import PassMessage
 from rpcdist.deadline import Deadline
 from rpcdist.errors import BlockingInLoop, DeadlineExceeded, RpcdistError
 from rpcdist.optim import DistributedOptimizer
-from rpcdist.optim._local_optimizer import OptimizerTable, call_local_optimizer, encode_step, tables
+from rpcdist.optim._local_optimizer import OptimizerTable, call_local_optimizer, encode_step, own_table
 from rpcdist.testing import InProcessCluster, WorkerPool
 
 rpc_sync: Any = rpc.rpc_sync
@@ -180,7 +180,7 @@ def test_work_for_what_is_not_here_is_answered(no_agent: None) -> None:
             assert outcome[0] == 2, outcome
 
         def count() -> int:
-            return len(tables.get()._errors)
+            return len(own_table()._errors)
 
         assert cluster.run("b", count) == 4
 
@@ -189,7 +189,7 @@ def test_the_deadline_names_who_has_not_stepped(no_agent: None) -> None:
     with InProcessCluster("a", "b", peer_timeout=CALM_S) as cluster:
 
         def attack(optimizer: DistributedOptimizer, context_id: int, loss: Tensor) -> None:
-            table = tables._values[cluster._agents["b"]]
+            table = cluster.run("b", own_table)
             late = r"has not said that its step is done|another one's step"  # whose limit is over first
             with table.lock, pytest.raises(DeadlineExceeded, match=late):
                 optimizer.backward_and_step(context_id, [loss], timeout=0.3)
@@ -242,7 +242,7 @@ def test_a_restricted_owner_steps_for_nobody_who_may_not_call_that(no_agent: Non
             hooks: Any = agent.autograd
             outcomes = hooks.step(context_id, {1: work}, lambda: None, Deadline.after(LIMIT_S))
         assert outcomes[1][0] == 2 and PARAMETER.tolist() == [1.0, 1.0]
-        [error] = tables._values[cluster._agents["b"]]._errors.values()
+        [error] = cluster.run("b", own_table)._errors.values()
         assert "does not allow calls of rpcdist.optim._local_optimizer:call_local_optimizer" in str(error)
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from rpcdist import autograd, rpc
 from rpcdist.optim import DistributedOptimizer
-from rpcdist.optim._local_optimizer import tables
+from rpcdist.optim._local_optimizer import own_table
 from rpcdist.parallel import Pipeline
 from rpcdist.parallel.pipeline._step_messages import receivers
 from rpcdist.rpc._agent import Agent
@@ -31,7 +31,7 @@ def parameter() -> rpc.RRef[torch.Tensor]:
 
 
 def num_receivers() -> int:
-    return len(receivers.get())
+    return len(receivers())
 
 
 def test_a_pipeline_has_a_runner_at_each_agent(agents: tuple[Agent, ...]) -> None:
@@ -60,7 +60,7 @@ def test_an_optimizer_of_each_agent_has_its_own_number_and_lock(agents: tuple[Ag
     found = []
     for agent in agents:
         with use_agent(agent):
-            found.append(tables.get())
+            found.append(own_table())
     assert found[0] is not found[1]
     assert found[0].lock is not found[1].lock
     assert [table.find(1) is not None for table in found] == [True, True]

@@ -97,7 +97,7 @@ def test_nothing_comes() -> None:
 def test_tensors_for_an_action_that_a_worker_does_not_have_are_refused(no_agent: None, stage: int, kind: str) -> None:
     with InProcessCluster("ada", "bob") as cluster, cluster.use("ada"):
         pipe = Pipeline([nn.Identity(), nn.Identity()], ["ada", "bob"])
-        ((key, _),) = receivers.get()
+        ((key, _),) = receivers()
         with pytest.raises(RpcdistError, match=f"{stage}{kind}0 came to worker 'bob', which has no such action"):
             rpc.rpc_sync("bob", push, (key, 1, 1, stage, kind, 0, []))
         del pipe

@@ -170,7 +170,7 @@ def test_an_answer_does_not_wait_for_a_slow_call_behind_it(pool: ThreadPool) -> 
 
 
 def test_a_call_that_is_about_to_wait_writes_what_is_held(pool: ThreadPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool._monitor, "_adjust", lambda: False)
+    monkeypatch.setattr(pool._monitor, "adjust", lambda: False)
     connection, seen = Connection(), []
 
     def waits() -> None:

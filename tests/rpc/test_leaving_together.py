@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 
 from rpcdist import rpc
-from rpcdist.rpc._peers.peer import PeerState
 from rpcdist.testing import InProcessCluster
 from rpcdist.testing.limits import LIMIT_S
 
@@ -19,6 +18,6 @@ def test_a_connection_that_ends_by_agreement_is_opened_again_only_for_a_message(
             agent.watch.all_leave({})
             cluster.network.cut("a", "b")
             assert ended.wait(LIMIT_S)
-            assert agent.router.peer(1).state is PeerState.IDLE
+            assert agent.router.peer(1).state == "idle"
             cluster.network.heal("a", "b")
             assert rpc.rpc_sync("b", abs, (-2,)) == 2

@@ -186,8 +186,8 @@ def test_a_process_that_stood_still_reads_before_it_calls(monkeypatch: pytest.Mo
         with cluster.use("a") as agent:
             peer, goes_on = agent.router.peer(1), threading.Event()
             session: Any = peer.session
-            agent.caller._io.call_soon(goes_on.wait, LIMIT_S)
-            agent.caller._io.call_soon(session.close, "the peer was given up")
+            agent.caller.io.call_soon(goes_on.wait, LIMIT_S)
+            agent.caller.io.call_soon(session.close, "the peer was given up")
             session._writer.last_sent -= 2 * LIMIT_S
             run, send = agent.router._network.run, agent.router.send_call
 

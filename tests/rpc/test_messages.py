@@ -158,7 +158,7 @@ def make_coroutine() -> Coroutine[Any, Any, None]:
 def test_a_coroutine_that_cannot_be_run_any_more_is_closed() -> None:
     """Python would warn that nobody awaited it."""
     with InProcessCluster("a", "b") as cluster:
-        loop = cluster.run("b", current_agent).dispatcher._user_loop
+        loop = cluster.run("b", current_agent).dispatcher.user_loop
         with mock.patch.object(loop, "submit", side_effect=NotInitialized), pytest.raises(NotInitialized):
             cluster.run("a", rpc.rpc_sync, "b", make_coroutine)
         assert inspect.getcoroutinestate(made.pop()) == inspect.CORO_CLOSED

@@ -87,7 +87,7 @@ def test_bursts_double_while_the_threads_only_wait_and_begin_anew_when_a_job_end
 
 
 def test_a_pool_is_exhausted_at_its_cap_when_no_job_has_ended_for_the_limit() -> None:
-    history = LoadHistory(None, num_cores=2, max_threads=4, stall_limit_s=30.0, now=0.0)
+    history = LoadHistory(lambda: 0.0, num_cores=2, max_threads=4, stall_limit_s=30.0, now=0.0)
     assert not history.is_exhausted(29.9, 4)
     assert not history.is_exhausted(30.0, 3)
     assert history.is_exhausted(30.0, 4)

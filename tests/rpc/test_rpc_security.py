@@ -37,11 +37,13 @@ from rpcdist.errors import AuthenticationFailed, ConfigError, RpcdistError, Worl
 from rpcdist.testing import RpcWorld, WorkerPool, eventually, free_port
 from rpcdist.testing.worker_pool import join, leave
 from rpcdist.transport._framing.frames import frame
+from rpcdist.transport.credentials import Credentials
 from rpcdist.transport.handshake import ClientHandshake
 from rpcdist.transport.keys import COUNTER_KEY, PROOF_KEY, SESSION_KEY
 
 pytestmark = pytest.mark.multiproc
 
+WRONG = Credentials(b"a wrong token, but long enough", "default", STRANGER)
 DESCRIPTORS = [file.DESCRIPTOR for file in (membership_pb2, rpc_pb2, rref_pb2, store_pb2)]
 
 
@@ -158,7 +160,7 @@ def deadly_messages(path: Path) -> list[rpc_pb2.Message]:
 def test_nothing_of_an_unproven_peer_is_unpickled(world: RpcWorld, address: str, tmp_path: Path) -> None:
     path = tmp_path / "unpickled"
     messages = deadly_messages(path)
-    hello = ClientHandshake(b"a wrong token, but long enough", "default", "rpc", STRANGER).start()
+    hello = ClientHandshake(WRONG, "rpc").start()
     handshake = hello.SerializeToString()
     starts = [
         [b"".join(map(frame, messages))],
@@ -202,7 +204,7 @@ def test_a_half_open_handshake_is_dropped(module_pool: WorkerPool) -> None:
             silent = channel.stream_stream(SESSION)()
             started = time.monotonic()
             half = channel.stream_stream(SESSION)()
-            hello = ClientHandshake(b"a wrong token, but long enough", "default", "rpc", STRANGER).start()
+            hello = ClientHandshake(WRONG, "rpc").start()
             await half.write(hello.SerializeToString())
             assert b"" != await half.read()
             for call in (half, silent):
@@ -220,7 +222,7 @@ def test_a_half_open_handshake_is_dropped(module_pool: WorkerPool) -> None:
             calls = []
             for _ in range(4):
                 calls.append(call := channel.stream_stream(SESSION)())
-                hello = ClientHandshake(b"a wrong token, but long enough", "default", "rpc", STRANGER).start()
+                hello = ClientHandshake(WRONG, "rpc").start()
                 await call.write(hello.SerializeToString())
                 await call.read()
             status = await status_of(calls[0].read())

@@ -18,7 +18,7 @@ from unittest.mock import Mock
 import pytest
 from peer_timeouts import CALM_S
 from threads_at_once import problems_of_threads
-from user_loop_helpers import KINDS, LIMIT_S, Outcome, forever, run
+from user_loop_helpers import LIMIT_S, Outcome, forever, run
 from user_loop_helpers import loop as loop
 
 from rpcdist import rpc
@@ -26,14 +26,13 @@ from rpcdist.deadline import NEVER, Deadline, current_deadline
 from rpcdist.errors import (
     BlockingInLoop,
     Cancelled,
-    ConfigError,
     DeadlineExceeded,
     NotInitialized,
     RpcdistError,
     TransportError,
 )
 from rpcdist.rpc._executors import user_loop
-from rpcdist.rpc._executors.user_loop import LoopKind, UserLoop
+from rpcdist.rpc._executors.user_loop import UserLoop
 from rpcdist.rpc.future import Future
 from rpcdist.testing import InProcessCluster, eventually
 from rpcdist.testing.limits import UNIT_S
@@ -297,7 +296,7 @@ def test_the_first_coroutine_starts_the_loop() -> None:
 def test_a_loop_that_cannot_start_refuses_the_coroutine_and_starts_later(
     short_of: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loop = UserLoop("asyncio")
+    loop = UserLoop()
     loop.start()
     with monkeypatch.context() as patch:
         if short_of == "descriptors":
@@ -337,9 +336,8 @@ def test_calls_whose_coroutines_get_no_loop_are_answered(monkeypatch: pytest.Mon
 # -- closing -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_close_cancels_what_is_left(kind: LoopKind) -> None:
-    loop = UserLoop(kind)
+def test_close_cancels_what_is_left() -> None:
+    loop = UserLoop()
     loop.start()
     outcomes = [Outcome() for _ in range(10)]
     for outcome in outcomes:
@@ -352,11 +350,10 @@ def test_close_cancels_what_is_left(kind: LoopKind) -> None:
         loop.submit(five, Outcome())
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_close_names_a_coroutine_that_refuses_to_end(
-    kind: LoopKind, caplog: pytest.LogCaptureFixture, reported_loop_errors: list[str]
+    caplog: pytest.LogCaptureFixture, reported_loop_errors: list[str]
 ) -> None:
-    loop = UserLoop(kind)
+    loop = UserLoop()
     loop.start()
     started = threading.Event()
 
@@ -382,7 +379,7 @@ def test_close_names_a_coroutine_that_refuses_to_end(
 
 
 def test_close_names_the_place_where_the_thread_is_blocked() -> None:
-    loop = UserLoop("asyncio")
+    loop = UserLoop()
     loop.start()
     gate, started = threading.Event(), threading.Event()
 
@@ -400,11 +397,9 @@ def test_close_names_the_place_where_the_thread_is_blocked() -> None:
         outcome.get()
 
 
-def test_never_started_and_wrong_kind() -> None:
+def test_a_loop_that_never_started_closes() -> None:
     loop = UserLoop()
     assert loop.close() == []
-    with pytest.raises(ConfigError, match="uvloop"):
-        UserLoop("tokio")  # type: ignore[arg-type]
 
 
 def test_a_forked_child_is_refused() -> None:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import Parameter
-from values_helpers import Box, Boxes
+from values_helpers import Box
 
 from rpcdist.errors import SerializationError
 from rpcdist.rpc._values import INLINE_LIMIT, LargeBuffer
@@ -22,7 +22,7 @@ LARGE = INLINE_LIMIT // 4 + 1  # floats
 
 
 def compact(obj: object) -> tuple[bytes, list[LargeBuffer], int] | None:
-    writer = write_plain(obj, Boxes())
+    writer = write_plain(obj, Box)
     value = None if writer is None else compact_value(writer)
     return None if writer is None or value is None else (value[0], list(value[1]), len(writer.tensors))
 

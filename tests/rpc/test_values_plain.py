@@ -6,6 +6,7 @@ import collections
 import math
 import struct
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from full_sets import num_examples
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from parameter_ids import short_repr
-from values_helpers import Box, Boxes, encode, round_trip, wire
+from values_helpers import Box, encode, round_trip, wire
 
 from rpcdist._proto import value_pb2
 from rpcdist.errors import SerializationError
@@ -219,31 +220,35 @@ def test_encode_into_writes_a_submessage_and_leaves_it_empty_after_an_error() ->
     assert broken == value_pb2.Value()
 
 
-def test_externals_go_round_in_both_encodings() -> None:
+def arrived_box(shared: list[Box], index: int) -> Box:
+    return Box(shared[index].name)
+
+
+def test_references_go_round_in_both_encodings() -> None:
     first, second = Box("first"), Box("second")
     for obj in ((first, [second, {"k": first}]), (first, [second, {"k": first}], {1}), [*range(100), first]):
-        sender = Boxes()
-        encoded = encode(obj, sender)
-        result: Any = decode(wire(encoded), internalize=Boxes(sender.sent).internalize)
+        shared: list[Box] = []
+        encoded = encode(obj, shared)
+        result: Any = decode(wire(encoded), internalize=partial(arrived_box, shared))
         if isinstance(obj, list):
             assert result[-1].name == "first"
             continue
-        assert [box.name for box in sender.sent] == ["first", "second"]
+        assert [box.name for box in shared] == ["first", "second"]
         assert (result[0].name, result[1][0].name, result[1][1]["k"].name) == ("first", "second", "first")
 
 
-def test_no_external_is_sent_when_the_value_cannot_be() -> None:
+def test_no_reference_is_shared_when_the_value_cannot_be() -> None:
     for obj in ((Box("b"), iter_of_nothing()), (Box("b"), torch.ones(2, device="meta"), {1}, iter_of_nothing())):
-        sender = Boxes()
+        shared: list[Box] = []
         with pytest.raises(TypeError):
-            encode(obj, sender)
-        assert sender.sent == []
+            encode(obj, shared)
+        assert shared == []
 
 
-def test_externals_are_refused_where_there_are_none() -> None:
+def test_references_are_refused_where_there_are_none() -> None:
     for obj in ((Box("b"),), (Box("b"), {1})):
         with pytest.raises(SerializationError, match="remote reference"):
-            decode(encode(obj, Boxes()).value)
+            decode(encode(obj, []).value)
 
 
 def test_a_large_body_travels_beside_the_message() -> None:
@@ -316,7 +321,7 @@ HOSTILE = {
     "no such tensor, long": b"\x90" + LENGTH(9),
     "no such object": b"\x92" + LENGTH(0),
     "no such buffer": b"\x96" + LENGTH(3),
-    "no externals": b"\x91" + LENGTH(0),
+    "no references": b"\x91" + LENGTH(0),
     "no such dtype": b"\x93\xee",
     "no such device": b"\x94\x04warp",
     "bad text": b"\x87\x01\xff",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
@@ -11,17 +10,16 @@ from typing import Any
 import pytest
 
 from rpcdist.deadline import NEVER, Deadline
-from rpcdist.rpc._executors.user_loop import LoopKind, UserLoop
+from rpcdist.rpc._executors.user_loop import UserLoop
 
-__all__ = ["KINDS", "LIMIT_S", "Outcome", "forever", "loop", "run"]
+__all__ = ["LIMIT_S", "Outcome", "forever", "loop", "run"]
 
 LIMIT_S = 30.0
-KINDS: list[LoopKind] = ["uvloop", "asyncio"] if sys.platform != "win32" else ["asyncio"]
 
 
-@pytest.fixture(params=KINDS)
-def loop(request: pytest.FixtureRequest) -> Iterator[UserLoop]:
-    user_loop = UserLoop(request.param)
+@pytest.fixture
+def loop() -> Iterator[UserLoop]:
+    user_loop = UserLoop()
     user_loop.start()
     yield user_loop
     assert user_loop.close(LIMIT_S) == []

@@ -29,7 +29,7 @@ class _Detector(threading.Thread):
         super().__init__(name="stall detector", daemon=True)
         agent = current_agent()
         self._ask: dict[str, Callable[[Callable[[], object]], object]] = {
-            "I/O loop": agent.caller._io.call_soon,
+            "I/O loop": agent.caller.io.call_soon,
             "pool": agent.pool.submit,
         }
         self.longest_s = dict.fromkeys(self._ask, 0.0)

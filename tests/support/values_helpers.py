@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from rpcdist._proto import rpc_pb2, value_pb2
-from rpcdist.rpc._values import Externals, LargeBuffer, decode, encode_into
+from rpcdist.rpc._values import LargeBuffer, decode, encode_into
 from rpcdist.rpc._values.buffers import copy_of
 from rpcdist.rpc._values.codec import fill_pickled
 from rpcdist.rpc._values.failures import exception_of, failure_of
 
-__all__ = ["Box", "Boxes", "Encoded", "Failed", "encode", "fail", "round_trip", "wire"]
+__all__ = ["Box", "Encoded", "Failed", "encode", "fail", "round_trip", "wire"]
 
 
 class Encoded(NamedTuple):
@@ -20,10 +20,12 @@ class Encoded(NamedTuple):
     large: list[LargeBuffer]
 
 
-def encode(obj: object, externals: Externals | None = None, **options: Any) -> Encoded:
-    """`encode_into` a new message."""
+def encode(obj: object, shared: list[Any] | None = None, **options: Any) -> Encoded:
+    """`encode_into` a new message; appends the boxes of the value to `shared`."""
     value = value_pb2.Value()
-    return Encoded(value, encode_into(value, obj, externals, **options))
+    if shared is not None:
+        options.update(rref_type=Box, share=shared.append)
+    return Encoded(value, encode_into(value, obj, **options))
 
 
 class Box:
@@ -33,26 +35,7 @@ class Box:
         self.name = name
 
     def __reduce__(self) -> Any:
-        raise TypeError("a box goes through Externals")
-
-
-class Boxes:
-    """An `Externals` for boxes; the receiver's is made from what the sender's sent."""
-
-    def __init__(self, received: list[Box] | None = None) -> None:
-        self.sent: list[Box] = []
-        self._received = received or []
-
-    def is_external(self, obj: object) -> bool:
-        return isinstance(obj, Box)
-
-    def externalize(self, obj: object) -> int:
-        assert isinstance(obj, Box)
-        self.sent.append(obj)
-        return len(self.sent) - 1
-
-    def internalize(self, index: int) -> object:
-        return Box(self._received[index].name)
+        raise TypeError("a box is shared")
 
 
 def wire(encoded: Encoded) -> value_pb2.Value:

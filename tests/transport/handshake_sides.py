@@ -10,6 +10,7 @@ from rpcdist._proto import handshake_pb2 as pb
 from rpcdist.errors import AuthenticationFailed
 from rpcdist.ids import Identity
 from rpcdist.transport._tls.certificate_proof import CertificateProver
+from rpcdist.transport.credentials import Credentials
 from rpcdist.transport.handshake import ClientHandshake, ServerHandshake
 
 __all__ = ["ALICE", "BOB", "TOKEN", "client", "server", "shake", "text_of", "wire"]
@@ -28,17 +29,11 @@ def client(
     certificates: CertificateProver | None = None,
     package: str | None = None,
 ) -> ClientHandshake:
-    return ClientHandshake(
-        token,
-        job,
-        role,
-        ALICE,
-        expected=expected,
-        token_source="a test",
-        channel=channel,
-        certificates=certificates,
-        package=package,
-    )
+    side = ClientHandshake(Credentials(token, job, ALICE, "a test"), role, expected, channel=channel)
+    side._certificates = certificates
+    if package is not None:
+        side._package = side._hello.package = package
+    return side
 
 
 def server(
@@ -49,9 +44,10 @@ def server(
     certificates: CertificateProver | None = None,
     package: str | None = None,
 ) -> ServerHandshake:
-    return ServerHandshake(
-        token, job, BOB, accept, token_source="a test", channel=channel, certificates=certificates, package=package
-    )
+    side = ServerHandshake(Credentials(token, job, BOB, "a test"), accept, channel=channel)
+    side._certificates = certificates
+    side._package = package or side._package
+    return side
 
 
 def wire(message: pb.Handshake | None) -> pb.Handshake:

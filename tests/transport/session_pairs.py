@@ -155,7 +155,7 @@ class Pair:
                 id=b"1",
                 handler=self.handlers[side],
                 silence_limit_s=silence_limit_s,
-                by_me=side == 0,
+                opened_by_me=side == 0,
             )
             for side in (0, 1)
         ]

@@ -26,6 +26,7 @@ from rpcdist.transport._channels.grpc_channel import connect_grpc
 from rpcdist.transport._channels.proving import prove_client
 from rpcdist.transport._server import admission
 from rpcdist.transport._server.admission import Admission, Origin
+from rpcdist.transport.credentials import Credentials
 from rpcdist.transport.handshake import ClientHandshake, ServerHandshake
 from rpcdist.transport.keys import SESSION_PATH
 from rpcdist.transport.unix_sockets import local_name
@@ -70,7 +71,7 @@ class Visit:
         back: asyncio.Queue[bytes | None] = asyncio.Queue()
         self.client = Pipe(back, there)
         self.told: list[pb.Refusal] = []
-        handshake = ServerHandshake(SECRET, "default", BOB)
+        handshake = ServerHandshake(Credentials(SECRET, "default", BOB))
 
         async def turn_away(reason: pb.Refusal) -> None:
             self.told.append(reason)
@@ -82,7 +83,7 @@ class Visit:
         return [reason.code for reason in self.told]
 
     async def prove(self) -> bool:
-        await prove_client(self.client, ClientHandshake(SECRET, "default", "rpc", ALICE))
+        await prove_client(self.client, ClientHandshake(Credentials(SECRET, "default", ALICE), "rpc"))
         return await self.task
 
     async def end(self) -> None:
@@ -172,7 +173,9 @@ def test_time_is_limited_even_for_those_who_keep_talking(monkeypatch: pytest.Mon
 
     async def scene(door: Admission) -> None:
         silent, half = Visit(door, HERE), Visit(door, THERE)
-        await half.client.write(ClientHandshake(SECRET, "default", "rpc", ALICE).start().SerializeToString())
+        await half.client.write(
+            ClientHandshake(Credentials(SECRET, "default", ALICE), "rpc").start().SerializeToString()
+        )
         assert not await silent.task and not await half.task
         assert silent.codes == half.codes == [pb.Refusal.UNSPECIFIED]
         assert "took longer than 0.05 s" in half.told[0].reason
@@ -186,7 +189,7 @@ def test_a_stranger_who_does_not_listen_costs_a_limited_time(monkeypatch: pytest
     async def scene(door: Admission) -> None:
         there: asyncio.Queue[bytes | None] = asyncio.Queue()
         there.put_nowait(b"\xff" * 10)
-        handshake = ServerHandshake(SECRET, "default", BOB)
+        handshake = ServerHandshake(Credentials(SECRET, "default", BOB))
 
         async def turn_away(reason: pb.Refusal) -> None:
             await asyncio.Event().wait()
@@ -203,7 +206,7 @@ def test_who_goes_away_is_forgotten_without_a_word(caplog: pytest.LogCaptureFixt
         assert not await visit.task and not visit.told
         with pytest.raises(TransportError):
             visit.client._inbox.put_nowait(None)
-            await prove_client(visit.client, ClientHandshake(SECRET, "default", "rpc", ALICE))
+            await prove_client(visit.client, ClientHandshake(Credentials(SECRET, "default", ALICE), "rpc"))
 
     run(scene)
     assert not caplog.records

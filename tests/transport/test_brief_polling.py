@@ -225,7 +225,7 @@ def test_two_ends_that_sleep_come_back_to_polling_soon(machine: Machine) -> None
         waits(machine, polling, [2 * LIMIT_NS])
         found = waits(machine, polling, [600_000] * 2 * NUM_TO_LEARN)
         assert found[-1] == "polls"
-    assert repr(polling).startswith("<BriefPolling [polls], ")
+    assert polling.is_worth_it
 
 
 # ---------------------------------------------------------------- who may poll at all

@@ -9,6 +9,7 @@ from own_certificates import DAY, OwnAuthority, OwnCertificate, rsa_key
 from rpcdist._proto import handshake_pb2 as pb
 from rpcdist.ids import Identity
 from rpcdist.transport._tls.certificate_proof import CertificateProver
+from rpcdist.transport.credentials import Credentials
 from rpcdist.transport.handshake import ClientHandshake
 from rpcdist.transport.handshake_side import MAX_HANDSHAKE_BYTES
 
@@ -109,9 +110,8 @@ def test_who_is_no_worker_needs_no_name() -> None:
     """A store's client, for one. Its certificate has to be of the authority all the same."""
     b = server(certificates=BOB.prover("digits"))
     tool = AUTHORITY.issue("a tool").prover("digits")
-    a = ClientHandshake(
-        b"an excellent token of the job", "digits", "store", Identity("pid-7", -1, 1), certificates=tool
-    )
+    a = ClientHandshake(Credentials(b"an excellent token of the job", "digits", Identity("pid-7", -1, 1)), "store")
+    a._certificates = tool
     assert shake(a, b)[-1] == "welcome"
 
 

@@ -28,7 +28,7 @@ class Scene(NullHandler):
         self.chokes_on = 0
         self.session = Session(
             cast(IoLoop, self), cast(SocketChannel, None), Identity("peer", 1, 1),
-            role="r", id=b"", handler=self, silence_limit_s=LIMIT_S, by_me=True,
+            role="r", id=b"", handler=self, silence_limit_s=LIMIT_S, opened_by_me=True,
         )  # fmt: skip
         self.session._direct = cast(SocketChannel, SimpleNamespace(fail=self.failures.append))
 

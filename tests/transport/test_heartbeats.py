@@ -24,7 +24,7 @@ class RecordingSession(Session):
         self.events: list[str] = []
         io = cast(IoLoop, SimpleNamespace(loop=asyncio.get_running_loop()))
         channel, peer = cast(SocketChannel, None), Identity("peer", 1, 1)
-        options: dict[str, Any] = {"role": "r", "id": b"", "handler": NullHandler(), "by_me": True}
+        options: dict[str, Any] = {"role": "r", "id": b"", "handler": NullHandler(), "opened_by_me": True}
         super().__init__(io, channel, peer, silence_limit_s=LIMIT_S, **options)
         self.last_received = self._writer.last_sent = LONG_AGO
 

@@ -30,6 +30,7 @@ from rpcdist.transport._channels.channel import CHANNELS_VARIABLE
 from rpcdist.transport._channels.stream_sockets import accept, accepted_ends, connect_unix, listen_unix
 from rpcdist.transport._framing.frames import frame
 from rpcdist.transport._server import admission, stream_listeners
+from rpcdist.transport.credentials import Credentials
 from rpcdist.transport.handshake import ServerHandshake
 from rpcdist.transport.handshake_side import MAX_HANDSHAKE_BYTES
 from rpcdist.transport.unix_sockets import local_name
@@ -167,7 +168,7 @@ def hang_up(squatter: Squatter, connection: socket.socket) -> None:
 
 
 def answer_as(squatter: Squatter, connection: socket.socket, token: bytes) -> None:
-    side = ServerHandshake(token, "default", Identity("other", 3, 4), channel=accepted_ends(connection))
+    side = ServerHandshake(Credentials(token, "default", Identity("other", 3, 4)), channel=accepted_ends(connection))
     while data := squatter.receive(connection):
         reply = side.receive(handshake_pb2.Handshake.FromString(data[LENGTH.size :]))
         if reply is None:
@@ -388,11 +389,8 @@ FORKS = """
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
-def test_a_forked_child_has_no_part_in_the_channel_and_does_not_disturb_it(loop: str) -> None:
+def test_a_forked_child_has_no_part_in_the_channel_and_does_not_disturb_it() -> None:
     script = textwrap.dedent(FORKS).format(tests=os.path.dirname(transport_nodes.__file__))
-    if loop == "asyncio":
-        script = f"import sys\nsys.modules['uvloop'] = None\n{script}"
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", script],
         capture_output=True,

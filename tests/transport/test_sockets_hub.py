@@ -36,6 +36,7 @@ from rpcdist.transport._channels.channel import CHANNELS_VARIABLE
 from rpcdist.transport._channels.stream_sockets import listen_unix
 from rpcdist.transport._server import admission, stream_listeners
 from rpcdist.transport._tls.tls_socket import StreamSocket
+from rpcdist.transport.credentials import Credentials
 from rpcdist.transport.handshake import ClientHandshake
 from rpcdist.transport.hub_connector import HubAddress
 from rpcdist.transport.sockets import SocketHub
@@ -96,10 +97,10 @@ def test_purposes_are_kept_apart_and_equal_ones_come_in_order(pair: tuple[Socket
         for number, purpose in enumerate(["x", "y", "x"]):
             connection = stack.enter_context(closing(a.connect(b.address, purpose, LIMIT_S)))
             connection.send(b"%d" % number)
-        eventually(lambda: b._num_waiting == 3)
+        eventually(lambda: b._num_waiting() == 3)
         order = [stack.enter_context(closing(b.expect(purpose, LIMIT_S))) for purpose in ("y", "x", "x")]
         assert [read_exactly(end, 1) for end in order] == [b"1", b"0", b"2"]
-    assert b._num_waiting == 0
+    assert b._num_waiting() == 0
 
 
 def test_without_a_unix_socket_tcp_is_taken(pair: tuple[SocketHub, SocketHub]) -> None:
@@ -260,7 +261,7 @@ def message(step: pb.Handshake) -> bytes:
 
 
 def hello(role: str = "socket") -> bytes:
-    side = ClientHandshake(job_token(), "default", role, Identity("stranger", -1, 1))
+    side = ClientHandshake(Credentials(job_token(), "default", Identity("stranger", -1, 1)), role)
     return message(side.start())
 
 
@@ -293,7 +294,7 @@ def test_strangers_are_turned_away_with_a_log_line(
             while stranger.recv(4096):
                 pass
     eventually(lambda: unproven_at(b) == 0)
-    assert b._num_waiting == 0
+    assert b._num_waiting() == 0
     with a.connect(b.address, "victim", LIMIT_S) as here, b.expect("victim", LIMIT_S) as there:
         talk(here, there)
 
@@ -304,7 +305,7 @@ def test_another_token_is_refused_with_advice_on_both_sides(unix: bool, caplog: 
         with pytest.raises(AuthenticationFailed, match="RPCDIST_TOKEN"):
             a.connect(b.address, "x", LIMIT_S, unix=unix)
         eventually(lambda: "refused a connection" in caplog.text)
-        assert "RPCDIST_TOKEN" in caplog.text and b._num_waiting == 0
+        assert "RPCDIST_TOKEN" in caplog.text and b._num_waiting() == 0
 
 
 def test_another_job_or_role_is_refused(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,7 +330,7 @@ def test_connections_that_nobody_expects_are_bounded_in_number_and_time(
         a.connect(b.address, "unknown", LIMIT_S) as unknown,
         a.connect(b.address, "group/1", LIMIT_S) as here,
     ):
-        eventually(lambda: b._num_waiting == 2)
+        eventually(lambda: b._num_waiting() == 2)
         with pytest.raises(ProtocolViolation, match="2 connections already wait"):
             a.connect(b.address, "one too many", LIMIT_S)
         assert read_some(unknown, 1) == b""
@@ -337,7 +338,7 @@ def test_connections_that_nobody_expects_are_bounded_in_number_and_time(
         with b.expect("group/1", LIMIT_S) as there:
             talk(here, there)
         with a.connect(b.address, "group/2", LIMIT_S) as late:
-            eventually(lambda: b._num_waiting == 1)
+            eventually(lambda: b._num_waiting() == 1)
             b.withdraw("group/")
             assert read_some(late, 1) == b""
 

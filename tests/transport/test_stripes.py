@@ -96,10 +96,7 @@ def test_a_slow_connection_carries_few_stripes_of_a_large_message() -> None:
         ours = [socket.create_connection(server.getsockname()) for _ in range(2)]
         _, fast = (stack.enter_context(server.accept()[0]) for _ in ours)  # nobody reads the other one
         ignore: Callable[..., None] = lambda *_: None  # noqa: E731
-        striping = Striping(
-            io, Incoming(), "peer",
-            on_piece=ignore, on_written=ignore, close=ignore, open=None, silence_limit_s=LIMIT_S,
-        )  # fmt: skip
+        striping = Striping(io, Incoming(), "peer", ignore, ignore, ignore, None, LIMIT_S)
         stack.callback(striping.close)
         striping.begin(ours)
         assert striping.take(1, 1, [Memory(bytes(64 << 20))], [64 << 20])

@@ -55,7 +55,7 @@ class StageRunner:
         self._mailboxes: dict[int, Mailbox] = {}
         self._sources: dict[tuple[int, Kind], AnySession] = {}
         self._ended_step = 0
-        receivers.get()[config.key, worker] = self
+        receivers()[config.key, worker] = self
 
     @property
     def _name(self) -> str:

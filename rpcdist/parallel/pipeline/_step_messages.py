@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ConfigError, DeadlineExceeded, RpcdistError
 from rpcdist.parallel.pipeline._schedules import Action, Kind
-from rpcdist.rpc._current import AgentLocal
+from rpcdist.rpc._current import agent_local
 from rpcdist.rpc._devices.handler_streams import ArrivedTensors
 from rpcdist.rpc._executors.blocking import blocking
 from rpcdist.rpc._peers.network import AnySession, calling_session
@@ -288,14 +288,14 @@ class Receiver(Protocol):
         """Takes the tensors for an action of this or a later step, and their session, on any thread."""
 
 
-receivers: AgentLocal[WeakValueDictionary[tuple[str, int], Receiver]] = AgentLocal(WeakValueDictionary)
+receivers: Callable[[], WeakValueDictionary[tuple[str, int], Receiver]] = agent_local(WeakValueDictionary)
 """The receivers by the key of the pipeline and the index of the worker."""
 
 
 @runs_on_reader
 def push(key: str, worker: int, step: int, stage: int, kind: Kind, microbatch: int, values: list[object]) -> None:
     """Delivers tensors for an action. A neighbour calls it by RPC."""
-    receiver = receivers.get().get((key, worker))
+    receiver = receivers().get((key, worker))
     if receiver is None:
         raise RpcdistError(f"the pipeline {key} has ended on this worker")
     receiver.arrived(step, Action(stage, kind, microbatch), values, calling_session.get())

@@ -9,7 +9,6 @@ import threading
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import partial
-from types import TracebackType
 from typing import Self
 
 from rpcdist._launch.placement import ROLE_VARIABLE
@@ -185,9 +184,7 @@ class RpcSession:
         self._start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is None:
             shutdown(timeout=self._shutdown_timeout)
         else:
@@ -197,9 +194,7 @@ class RpcSession:
         await _start_in_thread(self._start)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         await run_in_thread(partial(self.__exit__, kind, error, traceback), _leave_at_once, name="rpcdist-shutdown")
 
 

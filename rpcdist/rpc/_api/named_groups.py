@@ -30,7 +30,7 @@ from rpcdist.errors import (
 from rpcdist.ids import Identity
 from rpcdist.rpc._api.many_workers import chosen_workers
 from rpcdist.rpc._calling.caller import Destination
-from rpcdist.rpc._current import AgentLocal, current_agent
+from rpcdist.rpc._current import agent_local, current_agent
 from rpcdist.rpc._executors.blocking import async_form, off_loop
 from rpcdist.rpc._membership.roster_news import MembershipChange
 from rpcdist.rpc._peers.network import calling_worker
@@ -92,7 +92,7 @@ class _OwnGroups:
         return self._addresses.get(question[0])
 
 
-_own_groups: Final = AgentLocal(_OwnGroups)
+_own_groups: Final = agent_local(_OwnGroups)
 
 
 async def _where_is(members: list[list[Any]], number: int) -> tuple[str, int] | None:
@@ -109,7 +109,7 @@ async def _where_is(members: list[list[Any]], number: int) -> tuple[str, int] | 
     asking = calling_worker.get()
     if asking is None or (asking.name, asking.incarnation) not in key:
         raise CallRefused(f"only the members of a group may ask for its store: {abridged(members)}")
-    return await _own_groups.get().wait_for(key, number, QUICK_ANSWER_LIMIT_S)
+    return await _own_groups().wait_for(key, number, QUICK_ANSWER_LIMIT_S)
 
 
 @off_loop("await rpc.new_group_async(...)")
@@ -153,7 +153,7 @@ def new_group(
     backend = "tcp" if backend is None else Backend(backend)
     limit = timeout_of_group(backend, timeout)
     members = tuple((identity.name, identity.incarnation) for identity in identities)
-    rank, own = names.index(agent.worker_name), _own_groups.get()
+    rank, own = names.index(agent.worker_name), _own_groups()
     number = own.next_number(members)
     title = f"the group of {listed(names)}"
 

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from typing import Any, Final, Protocol
 
 from rpcdist._counters import OK
@@ -205,6 +205,7 @@ Submit = Callable[..., None]
 """Runs a function with its arguments on the pool."""
 
 
+@dataclass(eq=False, repr=False)
 class CallTable:
     """The calls of an agent that are in flight, and how they end. Any thread may use it, except for methods that run on
     the I/O loop.
@@ -217,31 +218,24 @@ class CallTable:
         num_work: the number of calls made so far that count as work.
     """
 
-    def __init__(
-        self,
-        io: IoLoop,
-        in_flight: InFlightBytes,
-        name_of: Callable[[int], str],
-        submit: Submit,
-        give_back: Callable[[Sequence[value_pb2.RRefFork | int] | None], object],
-        send_again: Callable[[Identity, WireMessage, PendingCall], object],
-        recorder: CallRecorder | None = None,
-    ) -> None:
-        self.name_of = name_of
-        self.submit = submit
-        self._io = io
-        self._in_flight = in_flight
-        self._give_back = give_back
-        self._send_again = send_again
+    _io: IoLoop
+    _in_flight: InFlightBytes
+    name_of: Callable[[int], str]
+    submit: Submit
+    _give_back: Callable[[Sequence[value_pb2.RRefFork | int] | None], object]
+    _send_again: Callable[[Identity, WireMessage, PendingCall], object]
+    recorder: InitVar[CallRecorder | None] = None
+    _calls: dict[int, PendingCall] = field(default_factory=dict)
+    _timer: asyncio.TimerHandle | None = None
+    _timer_at: float = 0.0  # kept here: for a time that has passed, uvloop returns a handle that does not know it
+    _idle: RareWaits = field(default_factory=RareWaits)
+    num_work: int = 0
+
+    def __post_init__(self, recorder: CallRecorder | None) -> None:
         self.ended = EndedCalls(None if recorder is None else recorder.made)
-        self._calls: dict[int, PendingCall] = {}
         self._numbers = itertools.count(1)
         self.next_id: Callable[[], int] = self._numbers.__next__
         self._earliest = INFINITE
-        self._timer: asyncio.TimerHandle | None = None
-        self._timer_at = 0.0  # kept here: for a time that has passed, uvloop returns a handle that does not know it
-        self._idle = RareWaits()
-        self.num_work = 0
 
     def __len__(self) -> int:
         return len(self._calls)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import InitVar, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -36,13 +37,14 @@ from rpcdist.rpc._values import LargeBuffer, ReceiveBuffer, takes_long
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.rpc.future import Future
 from rpcdist.rpc.worker_info import WorkerInfo
-from rpcdist.transport.common_buffers import CommonBuffers, free_memory
+from rpcdist.transport.common_buffers import CommonBuffers, FreeMemory, free_memory
 from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.wire_messages import CallMessage, ReplyMessage
 
 Destination = str | int | WorkerInfo
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Caller:
     """Makes the calls of one agent. Any thread may use it, except for the `on_*` methods.
 
@@ -51,42 +53,25 @@ class Caller:
         on_handler_loop: whether the current thread runs the loop of handlers' coroutines.
     """
 
-    def __init__(
-        self,
-        *,
-        directory: Directory,
-        router: Router,
-        marshal: Marshal,
-        streams: StreamTable,
-        submit: Submit,
-        io: IoLoop,
-        lifetime: Lifetime,
-        rpc_timeout_s: float,
-        max_in_flight_bytes: int,
-        on_handler_loop: Callable[[], bool],
-        recorder: CallRecorder | None = None,
-    ) -> None:
-        self._directory = directory
-        self._router = router
-        self._marshal = marshal
-        self._streams = streams
-        self.submit = submit
-        self._io = io
-        self._lifetime = lifetime
+    directory: Directory
+    router: Router
+    marshal: Marshal
+    streams: StreamTable
+    submit: Submit
+    io: IoLoop
+    lifetime: Lifetime
+    rpc_timeout_s: InitVar[float]
+    max_in_flight_bytes: InitVar[int]
+    on_handler_loop: Callable[[], bool]
+    recorder: InitVar[CallRecorder | None] = None
+    _common_memory: FreeMemory = field(default_factory=free_memory)
+
+    def __post_init__(self, rpc_timeout_s: float, max_in_flight_bytes: int, recorder: CallRecorder | None) -> None:
         self.in_flight = in_flight = InFlightBytes(max_in_flight_bytes)
-        self._on_handler_loop = on_handler_loop
-        self._common_memory = free_memory()
-        self.calls = CallTable(io, in_flight, directory.name_of, submit, marshal.give_back, router.send_again, recorder)
-        self._new_calls = NewCalls(self.calls, marshal, rpc_timeout_s)
-        self.timeout_of = self._new_calls.timeout_of
-
-    @property
-    def rpc_timeout_s(self) -> float:
-        return self._new_calls.rpc_timeout_s
-
-    @rpc_timeout_s.setter
-    def rpc_timeout_s(self, timeout_s: float) -> None:
-        self._new_calls.rpc_timeout_s = timeout_s
+        give_back, send_again = self.marshal.give_back, self.router.send_again
+        self.calls = CallTable(self.io, in_flight, self.directory.name_of, self.submit, give_back, send_again, recorder)
+        self.new_calls = NewCalls(self.calls, self.marshal, rpc_timeout_s)
+        self.timeout_of = self.new_calls.timeout_of
 
     # ------------------------------------------------------------ making calls
 
@@ -105,7 +90,7 @@ class Caller:
             raise BlockingInLoop("rpc_sync", "await rpc.rpc_async(...)")
         reply_sink = SyncReplySink()
         to = self._resolve(to, timeout_s)
-        call, message, large = self._new_calls.of_function(
+        call, message, large = self.new_calls.of_function(
             to, func, args, kwargs, timeout_s, reply_sink, on=on, device_map=device_map
         )
         if torch_profiler._is_profiler_enabled:
@@ -118,7 +103,7 @@ class Caller:
     ) -> Any:
         if large or message.value is not None or len(message.body) >= COUNTED_FROM_BYTES:
             self._wait_for_room(call, message, large)
-        session = self._router.session_for_call(call.peer)
+        session = self.router.session_for_call(call.peer)
         send = partial(self._send, call, message, large, session)
         # The session is given only if this thread may read while it sends: a message that takes long to send would keep
         # other threads from reading.
@@ -134,7 +119,7 @@ class Caller:
     ) -> Callable[[], Any]:
         """Makes and sends a call; returns a function that waits for the result, for a thread that will call it."""
         reply_sink = SyncReplySink()
-        call, message, large = self._new_calls.of_function(
+        call, message, large = self.new_calls.of_function(
             to, func, args, None, timeout_s, reply_sink, device_map=device_map
         )
         self._start_in_turn(call, message, large)
@@ -153,7 +138,7 @@ class Caller:
         """Calls a function; cancelling the future cancels the call. `on`: see `NewCalls`."""
         future = CallFuture()
         to = self._resolve(to, timeout_s)
-        call, message, large = self._new_calls.of_function(
+        call, message, large = self.new_calls.of_function(
             to, func, args, kwargs, timeout_s, future, on=on, device_map=device_map
         )
         future.expect(call)
@@ -181,14 +166,14 @@ class Caller:
         receivers = [self._resolve(worker, timeout_s) for worker in workers]
         for to in receivers:
             future = CallFuture()
-            again = None if made is None else self._new_calls.for_another(made, to, future)
-            made = again or self._new_calls.of_function(to, func, args, kwargs, timeout_s, future)
-            if made[2] and again is None and len(workers) > 1 and self._new_calls.is_for_all(made):
+            again = None if made is None else self.new_calls.for_another(made, to, future)
+            made = again or self.new_calls.of_function(to, func, args, kwargs, timeout_s, future)
+            if made[2] and again is None and len(workers) > 1 and self.new_calls.is_for_all(made):
                 made = (made[0], made[1], CommonBuffers(made[2], self._common_memory, frozenset(receivers)))
             future.expect(made[0])
             futures.append(future)
             is_short = not made[2] and made[1].value is None and len(made[1].body) < COUNTED_FROM_BYTES
-            can_wait = is_short and self._new_calls.is_for_all(made) and not torch_profiler._is_profiler_enabled
+            can_wait = is_short and self.new_calls.is_for_all(made) and not torch_profiler._is_profiler_enabled
             if unsent is not None and can_wait and len(unsent) == len(futures) - 1:
                 unsent.append(made)
             else:
@@ -205,7 +190,7 @@ class Caller:
             wait: called with the first session, or None, and a function that it must call once while it leads that
                 session; this function makes the thread read all sessions, and sends the calls.
         """
-        sessions = [self._router.session_for_call(call.peer) for call, _, _ in calls]
+        sessions = [self.router.session_for_call(call.peer) for call, _, _ in calls]
         first = next((session for session in sessions if session is not None), None)
 
         def send() -> None:
@@ -232,7 +217,7 @@ class Caller:
     ) -> Creation:
         """Asks a worker to run a function and keep its result under the ids of `share`. The rest: see `NewCalls`."""
         creation = Creation(share, listener, self.submit)
-        call, message, large = self._new_calls.of_function(
+        call, message, large = self.new_calls.of_function(
             to, func, args, kwargs, timeout_s, creation, share, on, is_serial, device_map
         )
         self._send_in_turn(call, message, large)
@@ -245,7 +230,7 @@ class Caller:
             return WITHHELD
         value_sink = SyncReplySink()
         try:
-            call = creation.want_value(value_sink, self.rpc_timeout_s or INFINITE)
+            call = creation.want_value(value_sink, self.new_calls.rpc_timeout_s or INFINITE)
         except BaseException:  # Ctrl-C
             creation.forget(value_sink)
             raise
@@ -257,26 +242,26 @@ class Caller:
         if asyncio._get_running_loop() is not None:
             raise BlockingInLoop("to_here()", "await rref")
         reply_sink = SyncReplySink()
-        call, message, large = self._new_calls.of_fetch(owner, share, timeout_s, reply_sink)
-        session = self._router.session_for_call(owner)
+        call, message, large = self.new_calls.of_fetch(owner, share, timeout_s, reply_sink)
+        session = self.router.session_for_call(owner)
         return reply_sink.wait(call, partial(self._send, call, message, large, session), session)
 
     def start_fetch(self, owner: int, share: ReferenceShare, timeout_s: float) -> Future[Any]:
         future = CallFuture()
-        call, message, large = self._new_calls.of_fetch(owner, share, timeout_s, future)
+        call, message, large = self.new_calls.of_fetch(owner, share, timeout_s, future)
         future.expect(call)
-        self._send(call, message, large, self._router.session_for_call(owner))
+        self._send(call, message, large, self.router.session_for_call(owner))
         return future
 
     def gather(self, to: int, name: str, args: tuple[Any, ...], timeout_s: float) -> Any:
         """Calls a function that every worker serves under this name, and that waits for other workers; blocks."""
         reply_sink = SyncReplySink()
-        call, message, large = self._new_calls.of_gathering(to, name, args, timeout_s, reply_sink)
+        call, message, large = self.new_calls.of_gathering(to, name, args, timeout_s, reply_sink)
         return reply_sink.wait(call, partial(self._send, call, message, large))
 
     def start_gathering(self, to: int, name: str, args: tuple[Any, ...], timeout_s: float) -> Future[Any]:
         future = CallFuture()
-        call, message, large = self._new_calls.of_gathering(to, name, args, timeout_s, future)
+        call, message, large = self.new_calls.of_gathering(to, name, args, timeout_s, future)
         future.expect(call)
         self._send(call, message, large)
         return future
@@ -299,7 +284,7 @@ class Caller:
             else:
                 later = partial(self._send_later, call, message, large)
         try:
-            session = self._router.session_for_call(call.peer)
+            session = self.router.session_for_call(call.peer)
         except BaseException:  # Ctrl-C
             self._withdraw(call)
             raise
@@ -325,17 +310,17 @@ class Caller:
                     "some results before you make more calls, or raise the limit"
                 )
         except BaseException:
-            self._marshal.give_back(call.forks)
+            self.marshal.give_back(call.forks)
             raise
 
     def _has_room(self, call: PendingCall, num_bytes: int, later: Callable[[], None]) -> bool:
         """Whether a call may be sent now; if not, `later` is called on the I/O loop when it may. On an event loop."""
         if num_bytes < COUNTED_FROM_BYTES:
             return True
-        if self._on_handler_loop():
+        if self.on_handler_loop():
             self.in_flight.take_anyway(call.peer, call.id, num_bytes)
             return True
-        return self.in_flight.defer(call.peer, call.id, num_bytes, lambda: self._io.call_soon(later))
+        return self.in_flight.defer(call.peer, call.id, num_bytes, lambda: self.io.call_soon(later))
 
     def _send_later(self, call: PendingCall, message: CallMessage, large: Sequence[LargeBuffer]) -> None:
         """Sends a call that had to wait, unless it has ended; on the I/O loop."""
@@ -353,9 +338,9 @@ class Caller:
 
     def _resolve(self, to: Destination, timeout_s: float) -> int:
         """The id of a destination. If the coordinator may be lost, or have returned, looks for it first; bounded."""
-        worker_id = self._directory.resolve(to)
-        if worker_id == self._directory.coordinator and self._router.misses_coordinator():
-            self._router.find_coordinator(self.deadline_of(timeout_s))
+        worker_id = self.directory.resolve(to)
+        if worker_id == self.directory.coordinator and self.router.misses_coordinator():
+            self.router.find_coordinator(self.deadline_of(timeout_s))
         return worker_id
 
     def _send(
@@ -372,7 +357,7 @@ class Caller:
         and `later` is given, `later` is called when there is room; meanwhile the deadline applies.
         """
         try:
-            if self._lifetime.is_closed:
+            if self.lifetime.is_closed:
                 self.in_flight.end(call.peer, call.id)
                 raise RpcdistError("RPC is shutting down in this process")
             if call.is_repeatable and not large and not call.forks:
@@ -387,7 +372,7 @@ class Caller:
     def _withdraw(self, call: PendingCall) -> None:
         """Ends a call that could not be sent, or was interrupted by Ctrl-C: its caller will not get its outcome."""
         if not self.calls.cancel(call, None):
-            self._marshal.give_back(call.forks)
+            self.marshal.give_back(call.forks)
 
     def _dispatch(
         self, call: PendingCall, message: CallMessage, large: Sequence[LargeBuffer], session: AnySession | None = None
@@ -395,14 +380,14 @@ class Caller:
         at = call.deadline.at
         message.timeout_us = 0 if at == INFINITE else max(1, int((at - time.monotonic()) * 1e6))
         if session is not None:
-            if self._marshal.gpu_news:
-                self._marshal.send_gpu_news(session)
+            if self.marshal.gpu_news:
+                self.marshal.send_gpu_news(session)
             call.on_sent(session, session.send(message, large))
             return
         try:
-            self._router.send_call(call.peer, message, large, call)
+            self.router.send_call(call.peer, message, large, call)
         except TransportError as exc:
-            call.on_not_sent(self._router.silence_s(call.peer), str(exc))
+            call.on_not_sent(self.router.silence_s(call.peer), str(exc))
 
     # ------------------------------------------------------------ replies
 
@@ -411,11 +396,11 @@ class Caller:
     ) -> None:
         """Handles a reply; on the thread that has read it: the I/O loop, or a thread that leads."""
         failure = None
-        payload = self._marshal.arrived_with(reply, buffers, session.peer)
+        payload = self.marshal.arrived_with(reply, buffers, session.peer)
         if payload is None and reply.has_value:
             payload = Arrived()
         elif reply.failure is not None:
-            failure = self._marshal.arrived_failure(reply.failure, buffers, session.peer)
+            failure = self.marshal.arrived_failure(reply.failure, buffers, session.peer)
         outcome = OK if failure is None else failure.type_name
         call = self.calls.take_answered(reply.id, session, outcome, reply.is_stream)
         if call is None:  # it timed out or was cancelled here, or was sent to another worker
@@ -427,7 +412,7 @@ class Caller:
                 session.send(rpc_pb2.Message(cancel=rpc_pb2.Cancel(id=reply.id)))
             return
         if reply.is_stream:
-            stream = self._streams.open(call, session, None if call.timeout_s == INFINITE else call.timeout_s)
+            stream = self.streams.open(call, session, None if call.timeout_s == INFINITE else call.timeout_s)
             call.reply_sink.replied(None, stream, jobs)
             return
         if payload is not None:

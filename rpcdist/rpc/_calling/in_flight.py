@@ -68,13 +68,12 @@ class InFlightBytes:
         there_is_room.acquire()
         if self.defer(to, call, num_bytes, there_is_room.release):
             return True
+        admitted = False
         try:
             admitted = acquire(there_is_room, deadline.wait_s())
-        except BaseException:  # Ctrl-C in the main thread
-            self.end(to, call)
-            raise
-        if not admitted:
-            self.end(to, call)
+        finally:
+            if not admitted:  # too late, or Ctrl-C in the main thread
+                self.end(to, call)
         return admitted
 
     def defer(self, to: int, call: int, num_bytes: int, admitted: Callable[[], object]) -> bool:

@@ -189,7 +189,7 @@ class NewCalls:
     def _explain(self, exc: Exception, pending: PendingCall, written: Written) -> None:
         assert isinstance(written.obj, tuple)
         parts = dict(zip(("args", "kwargs", "function"), written.obj, strict=False))
-        self._marshal.explain(exc, written, f"in an {pending.what()}", **parts)
+        self._marshal.explain(exc, f"in an {pending.what()}", **parts)
         if "function" in parts and not self._marshal.by_value:
             add_note(
                 exc,

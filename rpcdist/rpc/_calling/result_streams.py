@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import Any, Generic, TypeVar
@@ -42,6 +43,7 @@ T = TypeVar("T")
 _END = object()
 
 
+@dataclass(eq=False, repr=False)
 class StreamState:
     """The receiving end, without the object that the user holds. The agent's table keeps this, and the user's object
     may be dropped at any time.
@@ -51,26 +53,25 @@ class StreamState:
         on_ended: called with the outcome when the consumer has reached the end, or has closed the stream; for traces.
     """
 
-    def __init__(
-        self, id: int, what: str, window: int, grant: Callable[[int], None], cancel: Callable[[], None]
-    ) -> None:
-        self.autograd: CallContext | None = None
-        self.on_ended: Callable[[str], object] | None = None
-        self.id = id
-        self.what = what
-        self._grant = grant
-        self._cancel = cancel
-        self._window = window
-        self._half = max(1, window // 2)
-        self._taken = 0
-        self._items: deque[ArrivedValue] = deque()
-        self._ended = False
-        self._exhausted = False  # the consumer knows that the stream has ended
-        self._failure: BaseException | ArrivedFailure | None = None
-        self._condition = threading.Condition()
-        self._async_waiters: list[asyncio.Future[None]] = []
-        self._readers = 0
-        self._last_read = time.monotonic()
+    id: int
+    what: str
+    _window: int
+    _grant: Callable[[int], None]
+    _cancel: Callable[[], None]
+    autograd: CallContext | None = None
+    on_ended: Callable[[str], object] | None = None
+    _taken: int = 0
+    _items: deque[ArrivedValue] = field(default_factory=deque)
+    _ended: bool = False
+    _exhausted: bool = False  # the consumer knows that the stream has ended
+    _failure: BaseException | ArrivedFailure | None = None
+    _condition: threading.Condition = field(default_factory=threading.Condition)
+    _async_waiters: list[asyncio.Future[None]] = field(default_factory=list)
+    _readers: int = 0
+    _last_read: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self._half = max(1, self._window // 2)
 
     def __repr__(self) -> str:
         return f"<stream {self.id} of {self.what} [{len(self._items)} waiting{', ended' if self._ended else ''}]>"

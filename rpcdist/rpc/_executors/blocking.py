@@ -12,7 +12,7 @@ import time
 from _thread import LockType, allocate_lock
 from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from rpcdist.errors import BlockingInLoop
 from rpcdist.rpc._executors.torch_state import StateSlot
@@ -20,7 +20,6 @@ from rpcdist.transport.io_loop import unblock_signals
 from rpcdist.waiters import run_in_thread
 
 Hook = Callable[[], object]
-HAS_THREAD_CLOCK: Final = hasattr(time, "pthread_getcpuclockid")
 
 
 def new_baton() -> LockType:
@@ -58,8 +57,7 @@ class WorkerThread:
     def begin(self) -> None:
         """Must run on the thread itself: asking for the clock of a thread that has ended may crash the process."""
         unblock_signals()
-        if HAS_THREAD_CLOCK:
-            self._clock = time.pthread_getcpuclockid(threading.get_ident())
+        self._clock = time.pthread_getcpuclockid(threading.get_ident())
 
     def cpu_s(self) -> float:
         """CPU time that the thread has used, in seconds; 0 if unknown."""

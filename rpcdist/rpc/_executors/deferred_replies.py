@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from rpcdist.rpc._peers.network import AnySession
@@ -44,6 +45,7 @@ class DeferredReply(NamedTuple):
             raise problem
 
 
+@dataclass(eq=False, repr=False)
 class HeldAnswers:
     """The held-back answers of one pool; thread-safe.
 
@@ -55,14 +57,11 @@ class HeldAnswers:
         A session with a queued answer is in the set, or a thread is about to flush it.
     """
 
-    def __init__(
-        self, on_held: Callable[[], object], on_error: Callable[[BaseException, Callable[..., object]], object]
-    ) -> None:
-        self._on_held = on_held
-        self._on_error = on_error
-        self._sinks: set[AnySession] = set()  # changed by single operations, which are atomic in CPython
-        self._num_held = 0  # approximate: concurrent increments may lose one
-        self._since = 0.0
+    _on_held: Callable[[], object]
+    _on_error: Callable[[BaseException, Callable[..., object]], object]
+    _sinks: set[AnySession] = field(default_factory=set)  # changed by single operations, which are atomic in CPython
+    _num_held: int = 0  # approximate: concurrent increments may lose one
+    _since: float = 0.0
 
     def __bool__(self) -> bool:
         return bool(self._sinks)

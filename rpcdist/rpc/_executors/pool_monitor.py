@@ -9,6 +9,7 @@ import threading
 import time
 from _thread import LockType
 from collections.abc import Callable
+from dataclasses import KW_ONLY, InitVar, dataclass
 from typing import Final
 
 from rpcdist.rpc._executors.blocking import new_baton
@@ -46,8 +47,8 @@ class LoadHistory:
     """The state that the monitor keeps between two samples.
 
     Args:
-        cpu_s: returns the CPU time that the pool's threads have used, in seconds; None if the system cannot tell.
-            Called at stalls only, since it costs a system call per thread.
+        cpu_s: returns the CPU time that the pool's threads have used, in seconds. Called at stalls only, since it
+            costs a system call per thread.
         num_cores: threads that may run before the stall rule applies.
         stall_limit_s: a pool at its cap is exhausted if no job ends for this long.
 
@@ -56,7 +57,7 @@ class LoadHistory:
     """
 
     def __init__(
-        self, cpu_s: Callable[[], float] | None, num_cores: int, max_threads: int, stall_limit_s: float, now: float
+        self, cpu_s: Callable[[], float], num_cores: int, max_threads: int, stall_limit_s: float, now: float
     ) -> None:
         self._read_cpu_s = cpu_s
         self._num_cores = num_cores
@@ -68,7 +69,7 @@ class LoadHistory:
         self.last_progress = now
         self._last_move = now  # when a job ended or threads were started
         self._burst = 1
-        self._cpu_s = self._read_cpu_s() if self._read_cpu_s is not None else 0.0
+        self._cpu_s = self._read_cpu_s()
 
     def num_to_start(self, now: float, queued: int, oldest_s: float, running: int, has_progress: bool) -> int:
         """Returns how many threads the caller must start now, when at least one job is queued.
@@ -96,8 +97,6 @@ class LoadHistory:
 
     def _choose_burst(self, elapsed_s: float) -> None:
         """Doubles the burst while the threads only wait; otherwise 1, because each thread brings an OpenMP team."""
-        if self._read_cpu_s is None:
-            return
         cpu_s = self._read_cpu_s()
         is_waiting = 0 <= cpu_s - self._cpu_s < BUSY_SHARE * elapsed_s
         self._burst = min(2 * self._burst, MAX_BURST) if is_waiting else 1
@@ -108,6 +107,7 @@ class LoadHistory:
         return num_threads >= self._max_threads and now - self.last_progress >= self._stall_limit_s
 
 
+@dataclass(eq=False, repr=False)
 class PoolMonitor:
     """Samples a pool on its own thread. Any thread may wake it; the first wake starts the thread.
 
@@ -122,22 +122,17 @@ class PoolMonitor:
             thread that pops the entry wakes the monitor, so no lock is needed. Callers may check it before `wake`.
     """
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        adjust: Callable[[], bool],
-        must_stay: Callable[[], bool],
-        is_drained: Callable[[], bool],
-        restart: Callable[[float], object],
-    ) -> None:
+    name: InitVar[str]
+    _: KW_ONLY
+    adjust: Callable[[], bool]
+    must_stay: Callable[[], bool]
+    is_drained: Callable[[], bool]
+    restart: Callable[[float], object]
+    _is_started: bool = False
+
+    def __post_init__(self, name: str) -> None:
         self.sleeping: list[Callable[[], object]] = [self._start]
-        self._adjust = adjust
-        self._must_stay = must_stay
-        self._is_drained = is_drained
-        self._restart = restart
         self._thread = threading.Thread(target=self._watch, name=name, daemon=True)
-        self._is_started = False
 
     def wake(self) -> None:
         """Makes the monitor sample the pool soon; does nothing if it is awake."""
@@ -162,8 +157,8 @@ class PoolMonitor:
     def _watch(self) -> None:
         baton = new_baton()
         empty_ticks = 0
-        while not self._is_drained():
-            empty_ticks = 0 if self._adjust() else empty_ticks + 1
+        while not self.is_drained():
+            empty_ticks = 0 if self.adjust() else empty_ticks + 1
             if empty_ticks > LINGER_TICKS:
                 self._sleep(baton)
                 empty_ticks = 0
@@ -173,9 +168,9 @@ class PoolMonitor:
         wake = baton.release
         self.sleeping.append(wake)
         # `submit` appends its job and then checks `sleeping`; here the order is reversed, so one sees the other.
-        if not (self._must_stay() and self._withdraw(wake)):
+        if not (self.must_stay() and self._withdraw(wake)):
             baton.acquire()
-        self._restart(time.monotonic())
+        self.restart(time.monotonic())
 
     def _withdraw(self, wake: Callable[[], object]) -> bool:
         """Takes the entry back; False if another thread has taken it, and is about to call it."""

@@ -34,6 +34,7 @@ import traceback
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextvars import Context
+from dataclasses import InitVar, dataclass, field
 from functools import partial
 from typing import Final
 
@@ -42,7 +43,7 @@ from rpcdist.deadline import Deadline
 from rpcdist.errors import ForkedProcess, NotInitialized, PoolExhausted
 from rpcdist.inspection import PoolFacts
 from rpcdist.rpc._executors import torch_state
-from rpcdist.rpc._executors.blocking import HAS_THREAD_CLOCK, WorkerThread, forget_hooks, hooks, set_hooks
+from rpcdist.rpc._executors.blocking import WorkerThread, forget_hooks, hooks, set_hooks
 from rpcdist.rpc._executors.deferred_replies import DeferredReply, HeldAnswers
 from rpcdist.rpc._executors.pool_monitor import LoadHistory, PoolMonitor
 from rpcdist.rpc._peers.network import AnySession
@@ -88,6 +89,7 @@ def _do_nothing() -> None:
     """The answer has been sent."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class ThreadPool:
     """Runs synchronous jobs in threads, each in its own `contextvars.Context`; see the rules above.
 
@@ -103,44 +105,36 @@ class ThreadPool:
             when `shutdown` may be called.
     """
 
-    def __init__(
-        self,
-        *,
-        max_threads: int = 1024,
-        idle_s: float = IDLE_LIMIT_S,
-        stall_limit_s: float = POOL_EXHAUSTED_LIMIT_S,
-        num_cores: int | None = None,
-        on_error: Callable[[BaseException, Function], object] = _log_error,
-        on_exhausted: Callable[[PoolExhausted, Function, tuple[object, ...]], object] | None = None,
-        describe: Callable[[Function, tuple[object, ...]], str] = _describe,
-        new_context: Callable[[], Context] = Context,
-        keeps_one: bool = STARTS_NO_THREAD,
-    ) -> None:
-        self.max_threads = max_threads
-        self._idle_s = idle_s
-        self._stall_limit_s = stall_limit_s
-        self._num_cores = num_cores or _usable_cores()
-        self._on_error = on_error
-        self._on_exhausted = on_exhausted
-        self._describe = describe
-        self._new_context = new_context
-        self._keeps_one = keeps_one
+    max_threads: int = 1024
+    idle_s: float = IDLE_LIMIT_S
+    stall_limit_s: float = POOL_EXHAUSTED_LIMIT_S
+    num_cores: InitVar[int | None] = None
+    on_error: Callable[[BaseException, Function], object] = _log_error
+    on_exhausted: Callable[[PoolExhausted, Function, tuple[object, ...]], object] | None = None
+    describe: Callable[[Function, tuple[object, ...]], str] = _describe
+    new_context: Callable[[], Context] = Context
+    keeps_one: bool = STARTS_NO_THREAD
+    _lines: dict[Hashable, JobLine] = field(default_factory=dict)  # by owner: rule 8
+    # The lines with jobs; the first has the next turn.
+    _turns: OrderedDict[JobLine, None] = field(default_factory=OrderedDict)
+    _workers: set[WorkerThread] = field(default_factory=set)
+    # LIFO: the stack of the last one is warm, and the others can retire.
+    _idle: list[WorkerThread] = field(default_factory=list)
+    _blocked: set[WorkerThread] = field(default_factory=set)
+    _lent: set[WorkerThread] = field(default_factory=set)  # rule 6
+    num_reserved: int = 0
+    _lending: threading.Lock = field(default_factory=threading.Lock)  # guards `num_reserved`
+    _numbers: itertools.count[int] = field(default_factory=itertools.count)
+    _progress: bool = False  # set after each job, cleared by the monitor
+    _refusal: Callable[[], Exception] | None = None
+    _stopping: bool = False
+    _reported_stall: float = -1.0  # `last_progress` of the last logged stall: each is logged once
+    _is_start_failure_logged: bool = False
 
-        self._lines: dict[Hashable, JobLine] = {}  # by owner: rule 8
-        self._turns: OrderedDict[JobLine, None] = OrderedDict()  # the lines with jobs; the first has the next turn
-        self._workers: set[WorkerThread] = set()
-        self._idle: list[WorkerThread] = []  # LIFO: the stack of the last one is warm, and the others can retire
-        self._blocked: set[WorkerThread] = set()
-        self._lent: set[WorkerThread] = set()  # rule 6
-        self.num_reserved = 0
-        self._lending = threading.Lock()  # guards `num_reserved`
-        self._numbers = itertools.count()
-        self._progress = False  # set after each job, cleared by the monitor
-        self._refusal: Callable[[], Exception] | None = None
-        self._stopping = False
-        cpu_s = self._cpu_s if HAS_THREAD_CLOCK else None
-        self._history = LoadHistory(cpu_s, self._num_cores, max_threads, stall_limit_s, time.monotonic())
-        self._reported_stall = -1.0  # `last_progress` of the last logged stall: each is logged once
+    def __post_init__(self, num_cores: int | None) -> None:
+        self._num_cores = num_cores or len(os.sched_getaffinity(0))
+        now = time.monotonic()
+        self._history = LoadHistory(self._cpu_s, self._num_cores, self.max_threads, self.stall_limit_s, now)
         self._monitor = PoolMonitor(
             f"{NAME}-monitor",
             adjust=self._adjust,
@@ -148,14 +142,13 @@ class ThreadPool:
             is_drained=lambda: self._stopping and not self._turns and not self._held,
             restart=self._history.restart,
         )
-        self._is_start_failure_logged = False
         self._held = HeldAnswers(self._watch_held_answers, self.report)
         fork.register(self)
         register_at_exit(self.close)
 
     def start(self) -> None:
         """Starts the thread that stays, if there is one; jobs start the others."""
-        if self._keeps_one:
+        if self.keeps_one:
             self.start_one()
 
     # -- any thread ----------------------------------------------------------------------------------------------------
@@ -243,8 +236,8 @@ class ThreadPool:
                 break
             self._join(workers[0], deadline)
         jobs = [(worker.job, worker.arguments) for worker in self._all_workers() if worker.thread is not me]
-        left = [self._describe(job, arguments) for job, arguments in jobs if job is not None]
-        never_ran = [f"{self._describe(job[0], job[1])} (never started)" for job in self._drop_queue()]
+        left = [self.describe(job, arguments) for job, arguments in jobs if job is not None]
+        never_ran = [f"{self.describe(job[0], job[1])} (never started)" for job in self._drop_queue()]
         if left or never_ran:
             logger.error(
                 "the worker pool was closed after %.1f s, but %d jobs did not end and %d never ran:\n%s",
@@ -345,7 +338,7 @@ class ThreadPool:
         worker.job = function
         try:
             # A fresh context: the next job must not see a deadline or autograd context that this one leaves set.
-            result = self._new_context().run(function, *arguments)
+            result = self.new_context().run(function, *arguments)
         except BaseException as error:  # `SystemExit` in a user function ends the job, not the thread
             self.report(error, function)
         worker.arguments = ()
@@ -445,7 +438,7 @@ class ThreadPool:
 
     def report(self, error: BaseException, function: Function) -> None:
         try:
-            self._on_error(error, function)
+            self.on_error(error, function)
         except BaseException as why:
             logger.error("the error hook of the worker pool failed: %s", traceback_of(why))
 
@@ -455,7 +448,7 @@ class ThreadPool:
         # A job submitted before the line above woke no thread, because this one counted as running (rule 7).
         if (self._turns or self._stopping) and self._unpark(worker):
             return bool(self._turns) or not self._retire(worker)
-        while not worker.baton.acquire(timeout=self._idle_s):
+        while not worker.baton.acquire(timeout=self.idle_s):
             if self._unpark(worker):
                 return not self._retire(worker)
             # Another thread has just taken this one out of the list, and is about to release the baton.
@@ -471,7 +464,7 @@ class ThreadPool:
 
     def _retire(self, worker: WorkerThread) -> bool:
         self._workers.discard(worker)
-        is_kept = self._keeps_one and not self._workers and not self._stopping
+        is_kept = self.keeps_one and not self._workers and not self._stopping
         if self._turns or is_kept:  # the job arrived while this thread still counted as running (rule 7)
             self._workers.add(worker)
             return False
@@ -521,11 +514,11 @@ class ThreadPool:
 
     def _fail_stalled_jobs(self) -> None:
         """Hands the jobs that have waited for `stall_limit_s` to `on_exhausted`; without it they keep waiting."""
-        hook = self._on_exhausted
+        hook = self.on_exhausted
         if hook is None:
             return
         for line in list(self._turns):
-            while (at := line.oldest_at) is not None and time.monotonic() - at >= self._stall_limit_s:
+            while (at := line.oldest_at) is not None and time.monotonic() - at >= self.stall_limit_s:
                 try:
                     function, arguments, _ = line.popleft()
                 except IndexError:  # a thread was faster
@@ -542,7 +535,7 @@ class ThreadPool:
 
     def _exhaustion(self) -> PoolExhausted:
         return PoolExhausted(
-            f"all {self.max_threads} worker threads are busy, no call has ended for {self._stall_limit_s:g} s, and "
+            f"all {self.max_threads} worker threads are busy, no call has ended for {self.stall_limit_s:g} s, and "
             f"{self.facts().queued} calls are queued. Raise the option max_worker_threads, or make the handlers "
             "`async def`, which need no thread while they wait."
         )
@@ -564,7 +557,7 @@ class ThreadPool:
             job, arguments = worker.job, worker.arguments
             if frame is not None and job is not None and worker.thread is not threading.current_thread():
                 stack = "".join(traceback.format_stack(frame, 12))
-                parts.append(f"{worker.thread.name} in {self._describe(job, arguments)}:\n{stack}")
+                parts.append(f"{worker.thread.name} in {self.describe(job, arguments)}:\n{stack}")
         return "\n".join(parts)
 
     def after_fork_in_child(self) -> None:
@@ -576,9 +569,3 @@ class ThreadPool:
         self._lines, self._turns = {}, OrderedDict()
         self._held.after_fork_in_child()
         unregister_at_exit(self.close)
-
-
-def _usable_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

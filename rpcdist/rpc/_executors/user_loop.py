@@ -18,21 +18,22 @@ import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextvars import Context
-from typing import Any, Final, Literal, TypeVar
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
 
 from rpcdist.at_exit import STARTS_NO_THREAD, register_at_exit, unregister_at_exit
 from rpcdist.deadline import NEVER, Deadline, current_deadline
-from rpcdist.errors import Cancelled, ConfigError, DeadlineExceeded, ForkedProcess, NotInitialized, TransportError
-from rpcdist.own_shortage import NO_THREAD, check_can_start
+from rpcdist.errors import Cancelled, DeadlineExceeded, ForkedProcess, NotInitialized, TransportError
+from rpcdist.own_shortage import NO_THREAD
 from rpcdist.rpc._executors.torch_state import StatefulCoroutine, adopt_num_threads
 from rpcdist.rpc._values.exceptions import drop_first_frame, traceback_of
 from rpcdist.time_limits import CLOSE_LIMIT_S, CLOSE_STEP_LIMIT_S, THREAD_GRACE_S
 from rpcdist.transport import fork
+from rpcdist.transport.io_loop import new_event_loop
+from rpcdist.waiters import ends_within
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-
-LoopKind = Literal["auto", "uvloop", "asyncio"]
 
 _WHAT: Final = "the event loop of user functions"
 CANCEL_ROUNDS: Final = 3  # times that `close` cancels a coroutine, which may catch a cancellation by mistake
@@ -43,44 +44,21 @@ OnDone = Callable[[object, BaseException | None], object]
 """Called with (result, None) or (None, error)."""
 
 
+@dataclass(slots=True, weakref_slot=True, eq=False, repr=False)
 class UserCall(Coroutine[Any, Any, None]):
     """A submitted coroutine: the submitter's handle, and the coroutine that the task runs."""
 
-    __slots__ = (
-        "__weakref__",
-        "_coroutine",
-        "_end_reason",
-        "_host",
-        "_is_over",
-        "_on_done",
-        "_start",
-        "_task",
-        "_timer",
-        "context",
-        "deadline",
-        "name",
-    )
-
-    def __init__(
-        self,
-        host: UserLoop,
-        start: Start,
-        on_done: OnDone,
-        deadline: Deadline,
-        context: Context | None,
-        name: str | None,
-    ) -> None:
-        self._host = host
-        self._start: Start | None = start
-        self._on_done: OnDone | None = on_done
-        self.deadline = deadline
-        self.context = context
-        self.name = name or getattr(start, "__qualname__", None) or type(start).__qualname__
-        self._coroutine: StatefulCoroutine[object] | None = None
-        self._end_reason: BaseException | None = None  # why the call was cancelled
-        self._task: asyncio.Task[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._is_over = False
+    _host: UserLoop
+    _start: Start | None
+    _on_done: OnDone | None
+    deadline: Deadline
+    context: Context | None
+    name: str
+    _coroutine: StatefulCoroutine[object] | None = None
+    _end_reason: BaseException | None = None  # why the call was cancelled
+    _task: asyncio.Task[None] | None = None
+    _timer: asyncio.TimerHandle | None = None
+    _is_over: bool = False
 
     def cancel(self) -> None:
         """Cancels the coroutine soon, unless it has ended; any thread, any number of times."""
@@ -194,19 +172,9 @@ async def _run(start: Start) -> object:
 
 
 class UserLoop:
-    """An event loop on its own thread for the user's coroutines; the first coroutine, or `start`, starts both.
+    """An event loop on its own thread for the user's coroutines; the first coroutine, or `start`, starts both."""
 
-    Args:
-        kind: "uvloop", "asyncio", or "auto" for uvloop if it is installed.
-
-    Raises:
-        ConfigError: unknown kind.
-    """
-
-    def __init__(self, kind: LoopKind = "auto") -> None:
-        if kind not in ("auto", "uvloop", "asyncio"):
-            raise ConfigError(f"the kind of the user loop must be 'auto', 'uvloop' or 'asyncio', not {kind!r}")
-        self._kind: LoopKind = kind
+    def __init__(self) -> None:
         self._starting = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -232,7 +200,6 @@ class UserLoop:
         Raises:
             NotInitialized: closed before it ever ran.
             ForkedProcess: the process is a forked child.
-            ConfigError: "uvloop" was requested but is not installed.
             TransportError: no descriptor or thread is left for the loop.
         """
         return self._loop or self._run_new_loop()
@@ -243,7 +210,7 @@ class UserLoop:
                 return self._loop
             if self._refusal is not None:
                 raise self._refusal()
-            loop = _new_loop(self._kind)
+            loop = new_event_loop(_WHAT, starts_threads=False)
             loop.set_task_factory(self._make_task)
             loop.set_exception_handler(_log_loop_error)
             thread = threading.Thread(target=self._work, args=(loop,), name="rpcdist-user-loop", daemon=True)
@@ -293,7 +260,8 @@ class UserLoop:
             raise self._refusal()
         if self._loop is None:
             self._run_new_loop()
-        call = UserCall(self, start, on_done, deadline, context, name)
+        shown = name or getattr(start, "__qualname__", None) or type(start).__qualname__
+        call = UserCall(self, start, on_done, deadline, context, shown)
         self.calls.add(call)
         self._had_calls = True
         self.post(call.begin)
@@ -333,16 +301,10 @@ class UserLoop:
                     loop.run_forever()
                 except (SystemExit, KeyboardInterrupt) as error:  # from a task that user code started (rule 3)
                     logger.error("a task in user code raised this; the loop continues:\n%s", traceback_of(error))
-            loop.run_until_complete(self._close_generators(loop))
+            if not loop.run_until_complete(ends_within(loop.shutdown_asyncgens(), CLOSE_STEP_LIMIT_S)):
+                logger.error("an async generator did not close within %.1f s", CLOSE_STEP_LIMIT_S)
         finally:
             loop.close()
-
-    async def _close_generators(self, loop: asyncio.AbstractEventLoop) -> None:
-        try:
-            async with asyncio.timeout(CLOSE_STEP_LIMIT_S):
-                await loop.shutdown_asyncgens()
-        except TimeoutError:
-            logger.error("an async generator did not close within %.1f s", CLOSE_STEP_LIMIT_S)
 
     def close(self, timeout_s: float = CLOSE_LIMIT_S) -> list[str]:
         """Refuses new coroutines, cancels the running ones, and joins the thread; idempotent.
@@ -430,17 +392,3 @@ def _where(task: asyncio.Task[Any]) -> str:
         if inner is not None and inner.f_code.co_filename == asyncio.tasks.__file__:
             break  # in asyncio.sleep or the like: the user's line that calls it says more
     return place
-
-
-def _new_loop(kind: LoopKind) -> asyncio.AbstractEventLoop:
-    check_can_start(_WHAT, starts_threads=False)
-    if kind != "asyncio":
-        try:
-            import uvloop
-        except ImportError as error:
-            if kind == "uvloop":
-                raise ConfigError("uvloop is not installed; run `pip install uvloop`, or use 'asyncio'") from error
-        else:
-            loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
-            return loop
-    return asyncio.SelectorEventLoop() if sys.platform != "win32" else asyncio.new_event_loop()

@@ -37,7 +37,6 @@ logger = logging.getLogger(__name__)
 VERSION: Final = 1
 MAX_EVENTS: Final = 200
 MAX_TEXT: Final = 2000
-DUMP_SIGNAL: Final = getattr(signal, "SIGUSR2", None)
 _ABRUPT: Final = ("broke", "no sign of life")
 """Words in the reasons for the end of connections that neither side has closed."""
 
@@ -65,17 +64,17 @@ class FlightLog:
         """Begins to listen for failures of the program and for the signal; on the thread that starts the agent."""
         add_failure_listener(self.failed)
         is_main = threading.current_thread() is threading.main_thread()
-        if DUMP_SIGNAL is not None and is_main and signal.getsignal(DUMP_SIGNAL) is signal.SIG_DFL:
+        if is_main and signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:
             SignalShield.harmless.append(self._handler)
-            signal.signal(DUMP_SIGNAL, self._handler)
+            signal.signal(signal.SIGUSR2, self._handler)
             self._handles_signal = True
 
     def stop(self) -> None:
         remove_failure_listener(self.failed)
         if self._handles_signal and threading.current_thread() is threading.main_thread():
             self._handles_signal = False
-            if signal.getsignal(DUMP_SIGNAL) is self._handler:  # type: ignore[arg-type]
-                signal.signal(DUMP_SIGNAL, signal.SIG_DFL)  # type: ignore[arg-type]
+            if signal.getsignal(signal.SIGUSR2) is self._handler:
+                signal.signal(signal.SIGUSR2, signal.SIG_DFL)
             SignalShield.harmless.remove(self._handler)
 
     def _on_signal(self, number: int, frame: object) -> None:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 from rpcdist.collectives._group.flight_records import Record
@@ -27,6 +28,7 @@ MAX_NAME: Final = 100
 N = TypeVar("N", LogLine, SpanFacts)
 
 
+@dataclass(eq=False, repr=False)
 class NoteTaker:
     """Takes the notes of an agent; requests and `stop_if_unused` on the I/O loop, notes on any thread.
 
@@ -36,21 +38,17 @@ class NoteTaker:
         operations: returns the operations in the flight recorder of collectives.
     """
 
-    def __init__(
-        self,
-        is_mine: Callable[[], bool],
-        pass_taps: list[Callable[[int, Sequence[Any], Sequence[Any]], object]],
-        operations: Callable[[], Iterable[Record]],
-    ) -> None:
-        self._is_mine = is_mine
-        self._pass_taps = pass_taps
-        self._operations = operations
+    _is_mine: Callable[[], bool]
+    _pass_taps: list[Callable[[int, Sequence[Any], Sequence[Any]], object]]
+    _operations: Callable[[], Iterable[Record]]
+    _until: float = 0.0  # 0 while nothing is noted
+    _operations_until_ns: int = 0
+    _lines: deque[LogLine] = field(default_factory=lambda: deque(maxlen=MAX_LINES))
+    _spans: deque[SpanFacts] = field(default_factory=lambda: deque(maxlen=MAX_SPANS))
+    _ended: deque[SpanFacts] = field(default_factory=lambda: deque(maxlen=MAX_OPERATIONS))
+
+    def __post_init__(self) -> None:
         self._numbers = itertools.count(1)
-        self._until = 0.0  # 0 while nothing is noted
-        self._operations_until_ns = 0
-        self._lines: deque[LogLine] = deque(maxlen=MAX_LINES)
-        self._spans: deque[SpanFacts] = deque(maxlen=MAX_SPANS)
-        self._ended: deque[SpanFacts] = deque(maxlen=MAX_OPERATIONS)
 
     def since(self, number: int) -> LiveNotes:
         """The notes with larger numbers; recording continues for `LIVE_NOTES_S` seconds."""

@@ -19,7 +19,7 @@ import threading
 from functools import lru_cache
 from itertools import islice, pairwise
 from types import CodeType, FrameType, MemberDescriptorType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from rpcdist.inspection import Frame, ThreadState
 from rpcdist.rpc._calling.call_table import PendingCall
@@ -36,20 +36,16 @@ MAX_INSTRUCTIONS: Final = 5000
 """Limit on the instructions of a function that is analysed: longer ones would take too long."""
 
 
-class AwaitedLock(NamedTuple):
-    """A lock that a thread waits for: its name in the source line, the object, and the owning thread if it is known."""
-
-    name: str
-    lock: object
-    owner: int | None
-
-
 Path = tuple[str, ...]
 """The names that lead to a lock, such as ("self", "_lock")."""
 
 
-def awaited_lock(frame: FrameType) -> AwaitedLock | None:
-    """The lock that a thread waits for, found from its innermost frame."""
+def awaited_lock(frame: FrameType) -> tuple[str, object, int | None] | None:
+    """The lock that a thread waits for: its name in the source line, the object, and the owning thread if it is known.
+
+    Args:
+        frame: the innermost frame of the thread.
+    """
     path = _locks_in(frame.f_code)[0].get(frame.f_lasti)
     if path is None or (path == ("waiter",) and frame.f_code is _WAITS_FOR_NOTICE):
         return None
@@ -63,7 +59,7 @@ def awaited_lock(frame: FrameType) -> AwaitedLock | None:
     if isinstance(found, _LOCK_TYPES[0]) and not found.locked():
         return None  # the thread has just acquired it
     owner = _OWNER.search(repr(found)) if isinstance(found, _LOCK_TYPES[1]) else None
-    return AwaitedLock(name, found, int(owner[1]) if owner is not None else None)
+    return name, found, int(owner[1]) if owner is not None else None
 
 
 def holds_lock(frame: FrameType, lock: object) -> bool:
@@ -193,25 +189,25 @@ def thread_states(only: int | None = None) -> tuple[list[ThreadState], int]:
     if only is not None:
         frames = {ident: frame for ident, frame in frames.items() if ident == only}
     found = []
-    waiting: dict[int, Any] = {}
+    waiting: dict[int, tuple[str, object, int | None]] = {}
     chosen = list(islice(frames.items(), MAX_THREADS))
     for ident, frame in chosen:
         if (awaited := awaited_lock(frame)) is not None:
             waiting[ident] = awaited
     for ident, frame in chosen:
         stack, waits_for, is_callback = _walk(frame)
-        awaited = waiting.get(ident)
-        holder = None
-        if awaited is not None and not waits_for:
+        name, holder = "", None
+        if ident in waiting and not waits_for:
+            name, lock, holder = waiting[ident]
             ordered = sorted(chosen, key=lambda one: one[0] == ident)  # it may hold the lock itself
-            holder = awaited.owner or next((one for one, top in ordered if _holds(top, awaited.lock)), None)
+            holder = holder or next((one for one, top in ordered if _holds(top, lock)), None)
         found.append(
             ThreadState(
                 ident,
                 names.get(ident, ""),
                 stack,
                 waits_for,
-                "" if awaited is None or waits_for else awaited.name,
+                name,
                 holder,
                 is_callback,
             )

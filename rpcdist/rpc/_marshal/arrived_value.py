@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Final
 
@@ -257,25 +257,3 @@ class ArrivedCompact(Arrived):
 
     def _attach(self, context: CallContext, tensors: list[torch.Tensor]) -> None:
         context.received(self._message.history, tensors, self._sender.id)
-
-
-@dataclass(slots=True, eq=False)
-class OutgoingRRefs:
-    """`Externals` of the encoder: shares each remote reference of a value with the receiver.
-
-    Attributes:
-        forks: the shares, in their order in the value.
-    """
-
-    _rrefs: RRefShell
-    _type: type
-    _to: int
-    _incarnation: int | None = None
-    forks: list[value_pb2.RRefFork] = field(default_factory=list)
-
-    def is_external(self, obj: object) -> bool:
-        return isinstance(obj, self._type)
-
-    def externalize(self, obj: object) -> int:
-        self.forks.append(self._rrefs.share(obj, self._to, self._incarnation))
-        return len(self.forks) - 1

@@ -7,7 +7,8 @@ back. If a message may not have arrived, its shares are returned, or their value
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -18,17 +19,18 @@ from rpcdist.errors import Overloaded, SerializationError
 from rpcdist.ids import Identity
 from rpcdist.rpc._autograd_hooks import CallContext
 from rpcdist.rpc._devices.gpu_sharing import GpuSharing
-from rpcdist.rpc._marshal.arrived_value import Arrived, ArrivedCompact, ArrivedFailure, ArrivedValue, OutgoingRRefs
+from rpcdist.rpc._marshal.arrived_value import Arrived, ArrivedCompact, ArrivedFailure, ArrivedValue
 from rpcdist.rpc._peers.device_maps import DeviceMap
 from rpcdist.rpc._peers.network import AnySession
 from rpcdist.rpc._rref.shell import RRefShell
-from rpcdist.rpc._values import LargeBuffer, ReceiveBuffer
+from rpcdist.rpc._values import DeviceRoute, LargeBuffer, ReceiveBuffer
 from rpcdist.rpc._values.codec import add_weight, fill_pickled, fill_value, unpicklable_part, write_plain
 from rpcdist.rpc._values.compact import compact_value
 from rpcdist.rpc._values.exceptions import add_note
 from rpcdist.rpc._values.failures import failure_of
 from rpcdist.rpc._values.pickled import PickledParts
 from rpcdist.rpc._values.plain import PlainWriter
+from rpcdist.rpc._values.tensors import ShareRRef
 from rpcdist.transport.wire_messages import CallMessage, ReplyMessage, WireMessage
 
 logger = logging.getLogger(__name__)
@@ -46,7 +48,6 @@ class Written(NamedTuple):
         to: the id of the receiving worker.
         session: for the result of a call, the session of the call.
         writer: has written it without pickle; None if that is impossible.
-        externals: shares its remote references.
         device_map: a device map for this call alone, or its inverse for the result.
     """
 
@@ -54,10 +55,10 @@ class Written(NamedTuple):
     to: int
     session: AnySession | None
     writer: PlainWriter | None
-    externals: OutgoingRRefs
     device_map: DeviceMap | None = None
 
 
+@dataclass(eq=False, repr=False)
 class Marshal:
     """Encodes and decodes the values of one agent. Encoding may run user code, so it happens on user or pool threads.
 
@@ -73,25 +74,18 @@ class Marshal:
         moves_cpu: see `GpuSharing`.
     """
 
-    def __init__(
-        self,
-        rrefs: RRefShell,
-        rref_type: type,
-        gpus: GpuSharing,
-        worker_name: str,
-        *,
-        by_value: bool,
-        allow_pickle: bool,
-    ) -> None:
-        self.by_value = by_value
-        self.allow_pickle = allow_pickle
-        self._rrefs = rrefs
-        self._rref_type = rref_type
-        self._gpus = gpus
-        self.gpu_news = gpus.borrowed.news
-        self.send_gpu_news = gpus.send_report
-        self.moves_cpu = gpus.moves_cpu
-        self._worker_name = worker_name
+    _rrefs: RRefShell
+    _rref_type: type
+    _gpus: GpuSharing
+    _worker_name: str
+    _: KW_ONLY
+    by_value: bool
+    allow_pickle: bool
+
+    def __post_init__(self) -> None:
+        self.gpu_news = self._gpus.borrowed.news
+        self.send_gpu_news = self._gpus.send_report
+        self.moves_cpu = self._gpus.moves_cpu
 
     def encode(
         self,
@@ -120,10 +114,8 @@ class Marshal:
         self, obj: object, to: int, session: AnySession | None = None, device_map: DeviceMap | None = None
     ) -> Written:
         """The first step of encoding an object for a worker, before `put` or `fill`."""
-        incarnation = None if session is None else session.peer.incarnation
-        externals = OutgoingRRefs(self._rrefs, self._rref_type, to, incarnation)
-        writer = write_plain(obj, externals, plain_only=not self.allow_pickle)
-        return Written(obj, to, session, writer, externals, device_map)
+        writer = write_plain(obj, self._rref_type, plain_only=not self.allow_pickle)
+        return Written(obj, to, session, writer, device_map)
 
     def put(
         self, message: CallMessage | ReplyMessage, written: Written, autograd: CallContext | None = None
@@ -149,35 +141,49 @@ class Marshal:
         self, value: value_pb2.Value, written: Written, autograd: CallContext | None = None
     ) -> tuple[list[LargeBuffer], Sequence[Share]]:
         """See `encode`."""
-        externals, to = written.externals, written.to
+        obj, to, session, writer, device_map = written
         record = None if autograd is None else partial(_record, autograd, value, to)
-        route = self._gpus.route(to, written.session, written.device_map)
+        fill = partial(
+            fill_value,
+            value,
+            obj,
+            writer,
+            self._rref_type,
+            by_value=self.by_value,
+            plain_only=not self.allow_pickle,
+            on_tensors=record,
+        )
+        return self._with_shares(fill, value, to, session, device_map)
+
+    def _with_shares(
+        self,
+        fill: Callable[[ShareRRef, DeviceRoute], list[LargeBuffer]],
+        value: value_pb2.Value,
+        to: int,
+        session: AnySession | None,
+        device_map: DeviceMap | None,
+    ) -> tuple[list[LargeBuffer], Sequence[Share]]:
+        """Fills a value with `fill`, and returns the buffers and the shares; if it fails, no share is left."""
+        forks: list[value_pb2.RRefFork] = []
+        incarnation = None if session is None else session.peer.incarnation
+        route = self._gpus.route(to, session, device_map)
         try:
-            large = fill_value(
-                value,
-                written.obj,
-                written.writer,
-                externals,
-                by_value=self.by_value,
-                plain_only=not self.allow_pickle,
-                route=route,
-                on_tensors=record,
-            )
-            if externals.forks:
-                value.rrefs.extend(externals.forks)
+            large = fill(lambda rref: forks.append(self._rrefs.share(rref, to, incarnation)), route)
+            if forks:
+                value.rrefs.extend(forks)
                 add_weight(value)
         except BaseException:
-            self.give_back([*externals.forks, *route.loans])
+            self.give_back([*forks, *route.loans])
             raise
-        return large, [*externals.forks, *route.loans] if route.loans else externals.forks
+        return large, [*forks, *route.loans] if route.loans else forks
 
-    def explain(self, exc: BaseException, written: Written, what: str, **parts: object) -> None:
+    def explain(self, exc: BaseException, what: str, **parts: object) -> None:
         """Adds a note to an error of `fill`: the named part that cannot be sent, and that it was sent as `what`."""
         if issubclass(type(exc), SerializationError):  # its text says so itself
             return
         try:
             for name, part in parts.items():
-                found = unpicklable_part(part, name, written.externals, self.by_value)
+                found = unpicklable_part(part, name, self._rref_type, self.by_value)
                 if found is not None:
                     add_note(exc, f"{found}, which should be sent {what}.")
                     return
@@ -186,8 +192,7 @@ class Marshal:
 
     def why_unpicklable(self, obj: object, name: str) -> str | None:
         """A sentence that names the part of `obj` that cannot be sent to other workers, by its path; or None."""
-        externals = OutgoingRRefs(self._rrefs, self._rref_type, self._rrefs.me.worker)
-        return unpicklable_part(obj, name, externals, self.by_value)
+        return unpicklable_part(obj, name, self._rref_type, self.by_value)
 
     def give_back(self, shares: Iterable[Share] | None) -> None:
         """Returns shares whose message may not have arrived."""
@@ -243,25 +248,15 @@ class Marshal:
         self, exc: BaseException, session: AnySession, device_map: DeviceMap | None = None
     ) -> tuple[rpc_pb2.Failure, list[LargeBuffer], Sequence[Share]]:
         """The message for an exception of this worker, with large buffers and shares as in `encode`; raises nothing."""
-        to = session.peer.id
         shared: list[Share] = []
 
         def fill(value: value_pb2.Value, parts: PickledParts) -> list[LargeBuffer]:
-            externals = OutgoingRRefs(self._rrefs, self._rref_type, to, session.peer.incarnation)
-            route = self._gpus.route(to, session, device_map)
-            try:
-                large = fill_pickled(value, parts, externals, route)
-            except BaseException:
-                self.give_back([*externals.forks, *route.loans])
-                raise
-            value.rrefs.extend(externals.forks)
-            add_weight(value)
-            shared.extend(externals.forks)
-            shared.extend(route.loans)
+            fill_it = partial(fill_pickled, value, parts)
+            large, shares = self._with_shares(fill_it, value, session.peer.id, session, device_map)
+            shared.extend(shares)
             return large
 
-        known = OutgoingRRefs(self._rrefs, self._rref_type, to)
-        failure, large = failure_of(exc, self._worker_name, fill, externals=known, by_value=self.by_value)
+        failure, large = failure_of(exc, self._worker_name, fill, rref_type=self._rref_type, by_value=self.by_value)
         return failure, large, shared
 
     def arrived_failure(

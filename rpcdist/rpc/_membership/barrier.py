@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from rpcdist.errors import CallRefused, ConfigError, DeadlineExceeded, RpcdistError, WorkerLost, abridged
@@ -69,6 +70,7 @@ class _GatherRound:
         self.ended.set()
 
 
+@dataclass(eq=False, repr=False)
 class Gatherings:
     """Both sides of gatherings; one per agent. Workers take part on threads that block; rounds live on the host's loop.
 
@@ -80,20 +82,19 @@ class Gatherings:
         is_static: whether the members are the same from beginning to end.
     """
 
-    def __init__(
-        self, caller: Caller, directory: Directory, watch: Callable[[int, str], WorkerLost | None], is_static: bool
-    ) -> None:
-        self._me = directory.me
-        self._caller = caller
-        self._directory = directory
-        self._is_static = is_static
-        self._watch_worker = watch
-        self._rounds: dict[Group, list[_GatherRound]] = {}
-        self._last_came: dict[Group, set[str]] = {}
-        self._loop: asyncio.AbstractEventLoop | None = None
-        # The last participants, as a set, in order, and in the form for others than the host: most gatherings have the
-        # same.
-        self._last: tuple[frozenset[str], list[str], Group] = (frozenset(), [], [])
+    _caller: Caller
+    _directory: Directory
+    _watch_worker: Callable[[int, str], WorkerLost | None]
+    _is_static: bool
+    _rounds: dict[Group, list[_GatherRound]] = field(default_factory=dict)
+    _last_came: dict[Group, set[str]] = field(default_factory=dict)
+    _loop: asyncio.AbstractEventLoop | None = None
+    # The last participants, as a set, in order, and in the form for others than the host: most gatherings have the
+    # same.
+    _last: tuple[frozenset[str], list[str], Group] = field(default_factory=lambda: (frozenset(), [], []))
+
+    def __post_init__(self) -> None:
+        self._me = self._directory.me
 
     # ------------------------------------------------------------ taking part
 

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -48,7 +47,7 @@ from rpcdist.time_limits import (
 )
 from rpcdist.transport.identities import identity_to_proto
 from rpcdist.transport.io_loop import IoLoop
-from rpcdist.waiters import noticed
+from rpcdist.waiters import ends_within, noticed
 
 logger = logging.getLogger(__name__)
 
@@ -364,9 +363,7 @@ class CoordinatorSearch:
             if limit_s <= 0:
                 break
             self._changed.clear()
-            with suppress(TimeoutError):  # the loop condition decides
-                async with asyncio.timeout(None if limit_s == float("inf") else limit_s):
-                    await self._changed.wait()
+            await ends_within(self._changed.wait(), limit_s)
         return self._num_found != found
 
     def close(self) -> None:
@@ -397,9 +394,7 @@ class CoordinatorSearch:
                 if self._missed_news:  # sent before the answer to the announcement had come
                     await self.directory.refresh_async()
                 return
-            with suppress(TimeoutError):  # no call was waiting
-                async with asyncio.timeout(next(pauses)):
-                    await self._wanted.wait()
+            await ends_within(self._wanted.wait(), next(pauses))
         if not self.lifetime.is_closed:
             logger.error(
                 "%s has not found the coordinator for %.0f s, and stops looking; it continues with the workers that "

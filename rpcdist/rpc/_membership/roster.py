@@ -58,9 +58,6 @@ class Verdict:
     def ok(self) -> bool:
         return self.outcome == Outcome.OK
 
-    def __repr__(self) -> str:
-        return f"<{Outcome.Name(self.outcome)}>"
-
 
 _OK = Verdict(Outcome.OK)
 

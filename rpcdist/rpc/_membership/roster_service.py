@@ -19,6 +19,7 @@ from rpcdist.rpc._membership.roster_messages import departures_to_proto, member_
 from rpcdist.rpc._peers.directory import COORDINATOR, Event, Member
 from rpcdist.time_limits import ANSWER_LIMIT_S, HEARTBEATS_PER_PEER_TIMEOUT, PARKED_LIMIT_S, PEER_TIMEOUT_S
 from rpcdist.transport.identities import identity_from_proto
+from rpcdist.waiters import ends_within
 
 logger = logging.getLogger(__name__)
 
@@ -125,11 +126,9 @@ class MembershipService:
         waits = version, unaware, asyncio.Event()
         self._unaware.append(waits)
         try:
-            async with asyncio.timeout(ANSWER_LIMIT_S):
-                await waits[2].wait()
-        except TimeoutError:
-            names = [who.name for who in unaware]
-            logger.info("these workers have not confirmed the new list of members yet: %s", listed(names))
+            if not await ends_within(waits[2].wait(), ANSWER_LIMIT_S):
+                names = [who.name for who in unaware]
+                logger.info("these workers have not confirmed the new list of members yet: %s", listed(names))
         finally:
             self._unaware.remove(waits)
 

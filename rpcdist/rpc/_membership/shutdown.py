@@ -19,7 +19,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from types import FrameType
@@ -53,6 +53,7 @@ from rpcdist.time_limits import (
     SLOW_WORK_LIMIT_S,
     THREAD_GRACE_S,
 )
+from rpcdist.waiters import ends_within
 
 logger = logging.getLogger(__name__)
 
@@ -136,11 +137,7 @@ class ShutdownRounds:
         round_.came.add(name)
         self._review(is_new)
         try:
-            while not round_.ended.is_set():
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(DEPARTURE_REVIEW_S):
-                        await round_.ended.wait()
-                        return round_.answer
+            while not await ends_within(round_.ended.wait(), DEPARTURE_REVIEW_S):
                 self._review(time.monotonic() - self._watched_at >= DEPARTURE_REVIEW_S)
         except asyncio.CancelledError:
             if not round_.ended.is_set():

@@ -9,7 +9,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import InitVar, dataclass, field
 
+from rpcdist.deadline import Deadline
 from rpcdist.ids import Identity
 from rpcdist.own_shortage import own_shortage
 from rpcdist.rpc._peers.control import ControlReceiver
@@ -23,6 +25,7 @@ from rpcdist.transport.session import NullHandler, Session
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False, repr=False)
 class Connections:
     """The connections of one agent, on the I/O loop. It handles the sessions that other workers open to this one.
 
@@ -33,25 +36,20 @@ class Connections:
         taken: the open sessions that others have opened.
     """
 
-    def __init__(
-        self,
-        demultiplexer: Demultiplexer,
-        directory: Directory,
-        events: PeerEvents,
-        router: Router,
-        control: ControlReceiver,
-    ) -> None:
-        self.taken: set[Session] = set()
+    demultiplexer: InitVar[Demultiplexer]
+    _directory: Directory
+    _events: PeerEvents
+    _router: Router
+    _control: ControlReceiver
+    taken: set[Session] = field(default_factory=set)
+
+    def __post_init__(self, demultiplexer: Demultiplexer) -> None:
         self.on_messages = demultiplexer.on_messages  # not through a method here: every message would pass through it
         self.allocate = demultiplexer.allocate
         self.borrow = demultiplexer.borrow
         self.shares_payloads = demultiplexer.shares_payloads
         self.announced_by = demultiplexer.announced_by
-        self._router = router
-        self._control = control
-        self._directory = directory
-        self._events = events
-        events.replaced.listen(self._close_sessions_of)
+        self._events.replaced.listen(self._close_sessions_of)
 
     def refusal(self, identity: Identity) -> str | None:
         """The reason to refuse a worker, or None.
@@ -88,13 +86,10 @@ class Connections:
     async def flush(self, timeout_s: float, wait_for_others: bool) -> None:
         """Waits until queued messages are written, and, with `wait_for_others`, until the others have left."""
         self._control.acknowledge()
-        try:
-            async with asyncio.timeout(timeout_s):
-                await asyncio.gather(*(session.drain(timeout_s) for session in self.sessions()))
-                if wait_for_others:
-                    await asyncio.gather(*(session.ended(timeout_s) for session in list(self.taken)))
-        except TimeoutError:
-            logger.debug("not everything was written within %s s", timeout_s)
+        deadline = Deadline.after(timeout_s)
+        await asyncio.gather(*(session.drain(timeout_s) for session in self.sessions()))
+        if wait_for_others:
+            await asyncio.gather(*(session.ended(deadline.remaining_s()) for session in list(self.taken)))
 
     def close(self, reason: str) -> None:
         self._router.close(reason)

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from typing import Final, Generic, Literal, NamedTuple, ParamSpec
 
 from rpcdist.deadline import Deadline, longest_sleep_s
@@ -67,6 +67,7 @@ class MemberEvent(NamedTuple):
     reason: str = ""
 
 
+@dataclass(eq=False, repr=False)
 class Directory:
     """The members of the job. Any thread may use it.
 
@@ -84,33 +85,26 @@ class Directory:
             was the first one to join afterwards.
     """
 
-    def __init__(
-        self,
-        me: Identity,
-        roster: Roster,
-        ask: Callable[[float | None], Roster],
-        ask_async: Callable[[], Awaitable[Roster]],
-        io: IoLoop,
-        on_replaced: Callable[[Identity], object],
-        on_event: Callable[[MemberEvent], object],
-        coordinator: int = COORDINATOR,
-    ) -> None:
-        self.me = me
-        self.coordinator = coordinator
-        self._ask = ask
-        self._ask_async = ask_async
-        self._io = io
-        self._on_replaced = on_replaced
-        self._on_event = on_event
-        self._lock = threading.Lock()
+    me: Identity
+    first: InitVar[Roster]
+    _ask: Callable[[float | None], Roster]
+    _ask_async: Callable[[], Awaitable[Roster]]
+    _io: IoLoop
+    _on_replaced: Callable[[Identity], object]
+    _on_event: Callable[[MemberEvent], object]
+    coordinator: int = COORDINATOR
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _replaced: set[Identity] = field(default_factory=set)  # one entry for each process that was replaced during ours
+    _suspected: dict[Identity, str] = field(default_factory=dict)  # listed by the coordinator, but declared lost here
+    _leader: Identity | None = None  # if it is known
+    # Name and reason of the lost workers whose places are free.
+    _losses: dict[int, tuple[str, str]] = field(default_factory=dict)
+
+    def __post_init__(self, first: Roster) -> None:
         self._changed = threading.Condition(self._lock)
-        self._replaced: set[Identity] = set()  # one entry for each process that was replaced during ours
-        self._suspected: dict[Identity, str] = {}  # listed by the coordinator, but declared lost here
-        self._leader: Identity | None = None  # if it is known
-        self._losses: dict[int, tuple[str, str]] = {}  # name and reason of the lost workers whose places are free
         # Without events, since these workers were there at the start. In a large world this is the cost of `init_rpc`.
-        self.version = roster.version
-        self._by_id: dict[int, Member] = {member.identity.id: member for member in roster.members}
+        self.version = first.version
+        self._by_id: dict[int, Member] = {member.identity.id: member for member in first.members}
         self._by_name: dict[str, int] = {member.identity.name: id for id, member in self._by_id.items()}
         self._present = set(self._by_id)
         # The living members are changed under the lock; readers copy them in one step, and need no lock.

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Hashable, Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import InitVar, dataclass, field
 from typing import Any, Final, Protocol, TypeVar
 
 from google.protobuf.descriptor import ServiceDescriptor
@@ -25,7 +26,7 @@ from rpcdist.rpc.options import RpcOptions
 from rpcdist.time_limits import CONNECTION_CLOSE_LIMIT_S
 from rpcdist.transport._channels.polling_and_signals import SignalShield
 from rpcdist.transport.announced_bytes import AnnouncedBytes
-from rpcdist.transport.credentials import Records
+from rpcdist.transport.credentials import Credentials
 from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.memory_copies import LargeBuffer
 from rpcdist.transport.session import Session, SessionHandler
@@ -158,8 +159,8 @@ class Network(Protocol):
         """The I/O loop on which it runs."""
 
     @property
-    def records(self) -> Records:
-        """Signs and verifies the records that processes of the job exchange through a store."""
+    def credentials(self) -> Credentials:
+        """Sign and verify the records that processes of the job exchange through a store."""
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
         """Runs a coroutine on the I/O loop and waits for it; on any other thread."""
@@ -213,6 +214,7 @@ class SendObserver(Protocol):
         """Called if the worker was lost before that; or, without `is_lost`, if this process could not send it."""
 
 
+@dataclass(eq=False, repr=False)
 class Demultiplexer:
     """Handles the messages of all sessions of this worker, in both directions, and provides their memory; one per
     agent. Handlers run on the I/O loop, or on the sending thread if a worker calls itself.
@@ -229,23 +231,20 @@ class Demultiplexer:
 
     allocate = staticmethod(ReceiveBuffer.allocate)
 
-    def __init__(
-        self,
-        submit_many: Callable[..., object],
-        lifetime: Lifetime,
-        options: RpcOptions,
-        holder_of: Callable[[int], str | None],
-    ) -> None:
-        self._submit_many = submit_many
-        self._lifetime = lifetime
-        self._handlers: dict[str | type | None, Handler] = {}
+    _submit_many: Callable[..., object]
+    _lifetime: Lifetime
+    options: InitVar[RpcOptions]
+    _holder_of: Callable[[int], str | None]
+    _handlers: dict[str | type | None, Handler] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    # One entry for each worker that was ever a member.
+    _announced: dict[str | None, AnnouncedBytes] = field(default_factory=dict)
+
+    def __post_init__(self, options: RpcOptions) -> None:
         self.shares_payloads = options.share_payloads
         # A peer that may not send pickles is trusted with values only, and must not change them during their use.
         self.borrow = ReceiveBuffer.borrowed if options.allow_pickle else ReceiveBuffer.copied
         self._limit_bytes = options.max_incoming_bytes
-        self._holder_of = holder_of
-        self._lock = threading.Lock()
-        self._announced: dict[str | None, AnnouncedBytes] = {}  # one entry for each worker that was ever a member
 
     def announced_by(self, peer: Identity) -> AnnouncedBytes:
         """See `SessionHandler`; any thread."""

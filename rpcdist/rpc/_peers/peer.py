@@ -30,7 +30,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from enum import Enum
+from dataclasses import KW_ONLY, InitVar, dataclass, field
+from typing import Literal
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.deadline import backoff
@@ -122,12 +123,7 @@ MAX_SILENT_LOOKS = 3  # peer timeouts without a sign of life, after which a work
 ONE_WAY = f", {ALTHOUGH_IT_LIVES}: it has its own connection to this worker; look for a firewall or NAT between them"
 
 
-class PeerState(Enum):
-    IDLE = "idle"
-    CONNECTING = "connecting"
-    UP = "up"
-    LOST = "lost"
-    CLOSED = "closed"
+PeerState = Literal["idle", "connecting", "up", "lost", "closed"]
 
 
 Unsent = tuple[WireMessage, Sequence[LargeBuffer], SendObserver]
@@ -137,6 +133,7 @@ _Waiting = tuple[WireMessage, Sequence[LargeBuffer], SendObserver | None, float]
 """A message, its large buffers, its observer, and the time since which it waits, in monotonic seconds."""
 
 
+@dataclass(eq=False, repr=False)
 class Peer:
     """The connection to one incarnation of another worker.
 
@@ -152,48 +149,39 @@ class Peer:
         is_out_of_reach: whether this process cannot connect to it, although its own connection is alive.
     """
 
-    def __init__(
-        self,
-        network: Network,
-        member: Member,
-        demultiplexer: Demultiplexer,
-        events: PeerEvents,
-        lifetime: Lifetime,
-        timeout_s: float,
-        *,
-        introduction: Callable[[Identity], rpc_pb2.Message | None],
-        hears_from: Callable[[Identity], bool],
-        submit: Callable[..., object],
-        on_lost: Callable[[Peer, str, Sequence[Unsent]], object],
-    ) -> None:
+    _network: Network
+    member: InitVar[Member]
+    demultiplexer: InitVar[Demultiplexer]
+    _events: PeerEvents
+    _lifetime: Lifetime
+    _timeout_s: float
+    _: KW_ONLY
+    introduction: Callable[[Identity], rpc_pb2.Message | None]
+    hears_from: Callable[[Identity], bool]
+    submit: Callable[..., object]
+    on_lost: Callable[[Peer, str, Sequence[Unsent]], object]
+    session: Session | None = None
+    lost_reason: str | None = None
+    last_up: float = field(default_factory=time.monotonic)
+    lost_at: float = 0.0
+    is_gone: bool = False
+    is_out_of_reach: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _waiting: list[_Waiting] = field(default_factory=list)
+    _control: ControlOutbox = field(default_factory=ControlOutbox)
+    _connection: Connection | None = None
+    _task: asyncio.Task[None] | None = None
+
+    def __post_init__(self, member: Member, demultiplexer: Demultiplexer) -> None:
         self.identity = member.identity
         self.address = member.address
-        self.session: Session | None = None
-        self.state = PeerState.IDLE
-        self.lost_reason: str | None = None
-        self.last_up = time.monotonic()
-        self.lost_at = 0.0
-        self.is_gone = False
-        self.is_out_of_reach = False
+        self.state: PeerState = "idle"
         # As the handler of its sessions: the peer handles their end, the demultiplexer handles the rest.
         self.allocate = demultiplexer.allocate
         self.borrow = demultiplexer.borrow
         self.shares_payloads = demultiplexer.shares_payloads
         self.announced_by = demultiplexer.announced_by
         self.on_messages = demultiplexer.on_messages  # not through a method here: every answer would pass through it
-        self._network = network
-        self._events = events
-        self._lifetime = lifetime
-        self._timeout_s = timeout_s
-        self._introduction = introduction
-        self._hears_from = hears_from
-        self._submit = submit
-        self._on_lost = on_lost
-        self._lock = threading.Lock()
-        self._waiting: list[_Waiting] = []
-        self._control = ControlOutbox()
-        self._connection: Connection | None = None
-        self._task: asyncio.Task[None] | None = None
 
     # ------------------------------------------------------------ any thread
 
@@ -218,23 +206,23 @@ class Peer:
             sent.on_sent(session, number)
 
     def _queue(self, message: WireMessage, buffers: Sequence[LargeBuffer], sent: SendObserver | None) -> None:
-        if self.state in (PeerState.LOST, PeerState.CLOSED):
+        if self.state in ("lost", "closed"):
             raise TransportError(self.lost_reason or "this process has shut down RPC")
         self._waiting.append((message, buffers, sent, time.monotonic()))
-        if self.state is PeerState.IDLE:
+        if self.state == "idle":
             self._start_connecting()
 
     def send_control(self, body: ControlBody) -> None:
         """Sends a message until it is acknowledged; dropped if the worker is long gone. [Note: late comers]"""
         with self._lock:
             lease_s = LEASE_IN_PEER_TIMEOUTS * self._timeout_s
-            if self.state is PeerState.CLOSED or (self.is_gone and time.monotonic() - self.lost_at > lease_s):
+            if self.state == "closed" or (self.is_gone and time.monotonic() - self.lost_at > lease_s):
                 return
             # Numbered under the lock under which `_up` sends unacknowledged messages again: numbers leave in order.
             message = self._control.add(body)
-            if self.state is PeerState.UP and self._connection is not None:
+            if self.state == "up" and self._connection is not None:
                 self._connection.session.send(message)
-            elif self.state is PeerState.IDLE:
+            elif self.state == "idle":
                 self._start_connecting()
 
     def acknowledged(self, up_to: int) -> None:
@@ -244,7 +232,7 @@ class Peer:
     def revive(self) -> None:
         """Tries again to reach a worker that is LOST."""
         with self._lock:
-            if self.state is PeerState.LOST:
+            if self.state == "lost":
                 self.is_gone = False
                 self._start_connecting()
 
@@ -252,23 +240,23 @@ class Peer:
         """Connects, and waits until the connection is open, or the worker is declared lost; on the I/O loop."""
         self.connect()
         await asyncio.sleep(0)  # lets the loop start the attempt
-        if self._task is not None and self.state is PeerState.CONNECTING:
+        if self._task is not None and self.state == "connecting":
             await asyncio.wait({self._task}, timeout=limit_s)
 
     def connect(self) -> None:
         """Opens the connection if there is none, so that the worker's death is noticed."""
         with self._lock:
-            if self.state is PeerState.IDLE:
+            if self.state == "idle":
                 self._start_connecting()
 
     def _start_connecting(self) -> None:
-        self.state = PeerState.CONNECTING
+        self.state = "connecting"
         self._network.io.call_soon(self._spawn_connect)
 
     # ------------------------------------------------------------ I/O loop
 
     def _spawn_connect(self, broken: str = "", last_seen: float | None = None) -> None:
-        if self.state is PeerState.CONNECTING:
+        if self.state == "connecting":
             if self._task is not None and self._task is not asyncio.current_task():
                 self._task.cancel()  # a slower attempt
             connecting = self._connect(broken, last_seen)
@@ -287,7 +275,7 @@ class Peer:
             try:
                 connection = await self._open(limit.attempt_s)
             except TransportError as exc:
-                is_heard = self._hears_from(self.identity)
+                is_heard = self.hears_from(self.identity)
                 # If another process listens at its address, it has ended, and another attempt would not help, unless it
                 # lives behind a NAT.
                 is_another = isinstance(exc, AuthenticationFailed)
@@ -297,7 +285,7 @@ class Peer:
                     reason = (f"{broken}; then {exc}" if broken else str(exc)) + (ONE_WAY if is_heard else "")
                     self.is_out_of_reach = is_heard
                     self._lose(reason, gone=(is_another or was_refused(exc)) and not is_heard)
-                    if is_heard and self.state is PeerState.LOST:  # neither closed nor revived meanwhile
+                    if is_heard and self.state == "lost":  # neither closed nor revived meanwhile
                         trying = self._try_now_and_then()
                         self._task = self._network.io.spawn(trying, f"rpcdist try to reach {self.identity.name}")
                     return
@@ -322,9 +310,9 @@ class Peer:
         num_silent = 0
         while num_silent < MAX_SILENT_LOOKS:
             await asyncio.sleep(self._timeout_s)
-            if self.state is not PeerState.LOST:
+            if self.state != "lost":
                 return
-            if not self._hears_from(self.identity):  # or this process was delayed, and has not read yet
+            if not self.hears_from(self.identity):  # or this process was delayed, and has not read yet
                 num_silent += 1
                 continue
             num_silent = 0
@@ -340,16 +328,16 @@ class Peer:
 
     def _up(self, connection: Connection) -> None:
         with self._lock:
-            if self.state is PeerState.CLOSED:
+            if self.state == "closed":
                 connection.session.close("closed at this end")
                 return
             self._connection = connection
-            self.state = PeerState.UP
+            self.state = "up"
             was_lost = self.lost_reason is not None
             self.lost_reason = None
             self.is_out_of_reach = False
             session = connection.session
-            if (introduction := self._introduction(self.identity)) is not None:
+            if (introduction := self.introduction(self.identity)) is not None:
                 session.send(introduction)
             for control in self._control.to_resend():  # before anything new: the peer applies them in order
                 session.send(control)
@@ -358,7 +346,7 @@ class Peer:
             self._events.found.publish(self.identity)
         if is_large:  # sending copies it into shared memory, which must not block this loop
             with suppress(RpcdistError):  # the pool has ended
-                self._submit(self._send_waiting, session)
+                self.submit(self._send_waiting, session)
                 return
         self._send_waiting(session)
 
@@ -392,30 +380,30 @@ class Peer:
             return waiting or None
 
     def _is_up_by(self, session: Session) -> bool:
-        return self.state is PeerState.UP and self._connection is not None and self._connection.session is session
+        return self.state == "up" and self._connection is not None and self._connection.session is session
 
     def on_opened(self, session: Session) -> None:
         """Not called: this process opens the session itself."""
 
     def on_closed(self, session: Session, reason: str) -> None:
         with self._lock:
-            if self.state is PeerState.CLOSED:
+            if self.state == "closed":
                 return
             reconnect = self._is_up_by(session)
             if reconnect:
                 self.session = None
                 self.last_up = session.last_received
                 reconnect = not self._lifetime.all_leave or bool(self._waiting or len(self._control))
-                self.state = PeerState.CONNECTING if reconnect else PeerState.IDLE
+                self.state = "connecting" if reconnect else "idle"
         self._events.broken.publish(session, reason)  # also after `declare_lost`: calls wait on this session
         if reconnect:
             self._spawn_connect(reason, session.last_received)
 
     def _lose(self, reason: str, gone: bool) -> None:
         with self._lock:
-            if self.state is PeerState.CLOSED:
+            if self.state == "closed":
                 return
-            self.state = PeerState.LOST
+            self.state = "lost"
             self.lost_reason = reason
             self.lost_at = time.monotonic()
             if self.session is not None:
@@ -424,19 +412,19 @@ class Peer:
             # Notified without the lock: their calls end, and a thread that waits for one may call this worker again.
             unsent = [(message, buffers, sent) for message, buffers, sent, _ in self._waiting if sent is not None]
             self._waiting.clear()
-        self._on_lost(self, reason, unsent)
+        self.on_lost(self, reason, unsent)
 
     def declare_lost(self, reason: str) -> None:
         """Ends the connection permanently, on evidence from elsewhere (a newer incarnation, the coordinator)."""
-        if self.state not in (PeerState.LOST, PeerState.CLOSED):
+        if self.state not in ("lost", "closed"):
             self._lose(reason, gone=True)
         self._end(reason)
 
     def close(self, reason: str) -> None:
         """Ends the connection without declaring the worker lost; idempotent."""
         with self._lock:
-            if self.state is not PeerState.LOST:
-                self.state = PeerState.CLOSED
+            if self.state != "lost":
+                self.state = "closed"
             self._waiting.clear()
         self._end(reason)
 

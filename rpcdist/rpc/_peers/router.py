@@ -21,7 +21,7 @@ from rpcdist.ids import Identity
 from rpcdist.rpc._peers.control import ControlBody, ControlReceiver, kind_of
 from rpcdist.rpc._peers.directory import Directory, PeerEvents
 from rpcdist.rpc._peers.network import AnySession, Demultiplexer, Lifetime, Loopback, Network, SendObserver
-from rpcdist.rpc._peers.peer import Peer, PeerState, Unsent
+from rpcdist.rpc._peers.peer import Peer, Unsent
 from rpcdist.rpc._values.buffers import ReceiveBuffer
 from rpcdist.time_limits import QUICK_ANSWER_LIMIT_S, THREAD_GRACE_S
 from rpcdist.transport.memory_copies import LargeBuffer
@@ -193,7 +193,7 @@ class Router:
         """The connection to another worker; a new one if it was replaced, a new attempt if it was lost a while ago."""
         peer = self._peers.get(worker_id)
         member = self._directory.member(worker_id)
-        if peer is not None and peer.identity == member.identity and peer.state is not PeerState.LOST:
+        if peer is not None and peer.identity == member.identity and peer.state != "lost":
             return peer
         with self._lock:
             peer = self._peers.get(worker_id)  # another thread may have made it meanwhile
@@ -237,7 +237,7 @@ class Router:
         itself, or was not heard from lately, is not asked, since the caller must fail fast.
         """
         peer = self._peers.get(worker_id)
-        if peer is None or peer.state is not PeerState.LOST or not self._hears_from_coordinator():
+        if peer is None or peer.state != "lost" or not self._hears_from_coordinator():
             return
         if peer.identity != self._directory.member(worker_id).identity:
             return  # the new process is known already
@@ -318,7 +318,7 @@ class Router:
             self.find_coordinator(deadline)
         peer = self._living_peer(worker_id)
         if asyncio._get_running_loop() is None:
-            given_up = (PeerState.LOST, PeerState.CLOSED)
+            given_up = ("lost", "closed")
             self._directory.wait_while(lambda: is_lost() and peer.state not in given_up, deadline)
 
     def revive(self, worker_id: int) -> None:
@@ -333,7 +333,7 @@ class Router:
             The error, if the worker is already lost.
         """
         peer = self.peer(worker_id)
-        if peer.state is PeerState.LOST:
+        if peer.state == "lost":
             silence_s = time.monotonic() - peer.last_up
             return WorkerLost(peer.identity.name, what, silence_s, peer.lost_reason or "unknown")
         peer.connect()

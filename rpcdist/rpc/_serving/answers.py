@@ -160,7 +160,7 @@ class Answers:
         try:
             large, forks = self._marshal.put(reply, written, active.autograd)
         except Exception as exc:
-            self._marshal.explain(exc, written, f"as the result of {active.what}", result=result)
+            self._marshal.explain(exc, f"as the result of {active.what}", result=result)
             raise
         return reply, large, forks
 

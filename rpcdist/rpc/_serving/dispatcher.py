@@ -17,6 +17,7 @@ import time
 from _thread import get_ident
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from contextvars import Context, copy_context
+from dataclasses import InitVar, dataclass, field
 from functools import partial
 from typing import Any, Final
 
@@ -73,6 +74,7 @@ MAX_FUNCTION_CHARS: Final = 2000
 _IN_TURN: Final = function_name(_invoke_in_turn)
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Dispatcher:
     """The callee's side of an agent.
 
@@ -86,38 +88,29 @@ class Dispatcher:
         gil_waits: the times that handlers waited for the interpreter lock; None if they are not measured.
     """
 
-    def __init__(
-        self,
-        *,
-        pool: ThreadPool,
-        user_loop: UserLoop,
-        new_context: Callable[[], Context],
-        marshal: Marshal,
-        rrefs: RRefShell,
-        actors: ActorTable,
-        callables: Callables,
-        admit_context: Callable[[int, Identity], CallContext | None],
-        me: Identity,
-        lifetime: Lifetime,
-        recorder: CallRecorder | None = None,
-    ) -> None:
-        self._pool = pool
-        self._user_loop = user_loop
-        self._new_context = new_context
-        self._marshal = marshal
-        self._rrefs = rrefs
-        self._actors = actors
-        self._callables = callables
-        self._admit_context = admit_context
-        self._me = me
+    pool: ThreadPool
+    user_loop: UserLoop
+    new_context: Callable[[], Context]
+    marshal: Marshal
+    rrefs: RRefShell
+    actors: ActorTable
+    callables: Callables
+    admit_context: Callable[[int, Identity], CallContext | None]
+    me: Identity
+    lifetime: InitVar[Lifetime]
+    recorder: InitVar[CallRecorder | None] = None
+    # Names that led to coroutine functions, which need no pool thread the next time. A name may lead to another
+    # object later: the object that is found then decides.
+    _coroutine_functions: set[str] = field(default_factory=set)
+    # Likewise, names of functions that run on the reading thread.
+    _reader_functions: set[str] = field(default_factory=set)
+    accepting: bool = True
+    gil_waits: Histogram | None = None
+
+    def __post_init__(self, lifetime: Lifetime, recorder: CallRecorder | None) -> None:
         self.calls = ActiveCalls(recorder)
-        self._answers = Answers(marshal, rrefs, self.calls, self._produce, actors.born, me, lifetime)
-        # Names that led to coroutine functions, which need no pool thread the next time. A name may lead to another
-        # object later: the object that is found then decides.
-        self._coroutine_functions: set[str] = set()
-        self._reader_functions: set[str] = set()  # likewise, names of functions that run on the reading thread
-        self.accepting = True
-        self.gil_waits: Histogram | None = None
+        marshal, born = self.marshal, self.actors.born
+        self._answers = Answers(marshal, self.rrefs, self.calls, self._produce, born, self.me, lifetime)
 
     # ------------------------------------------------------------ I/O loop; `on_call` on the reading thread
 
@@ -129,7 +122,7 @@ class Dispatcher:
         Steps that run no user code are done at once, so that a pool thread has less to do: the shares of references in
         the arguments are received, and the result of a `remote()` is registered as being created.
         """
-        arguments = self._marshal.arrived_with(call, buffers, session.peer)
+        arguments = self.marshal.arrived_with(call, buffers, session.peer)
         active = ActiveCall.of(session, call, arguments)
         if len(call.function) > MAX_FUNCTION_CHARS:  # names are kept for the inspection of ended calls
             active.function = f"{call.function[:MAX_METHOD_CHARS]}..."
@@ -152,18 +145,18 @@ class Dispatcher:
             active.span = spans.begin_served(call.traceparent)
         if call.context:
             try:
-                active.autograd = self._admit_context(call.context, session.peer)
+                active.autograd = self.admit_context(call.context, session.peer)
             except CallRefused as exc:
                 self._answers.fail(active, exc)
                 return
             if arguments is not None:
                 arguments.autograd = active.autograd
         if not self.accepting:
-            self._answers.fail(active, RpcdistError(f"worker {self._me.name!r} has shut down"))
+            self._answers.fail(active, RpcdistError(f"worker {self.me.name!r} has shut down"))
             return
         if active.result is not None:
             try:
-                self._rrefs.accept_creation(active.result, session.peer.id, session.peer.incarnation)
+                self.rrefs.accept_creation(active.result, session.peer.id, session.peer.incarnation)
                 active.entry = active.result.rref
             except RpcdistError as exc:
                 self._answers.fail(active, exc)
@@ -173,9 +166,9 @@ class Dispatcher:
         # The lane in which it must run: for the creation of an actor, or a call that finds its actor free.
         lane: Lane | None = None
         if active.is_serial and active.result is not None:
-            lane = self._actors.begin(active.result.rref)
+            lane = self.actors.begin(active.result.rref)
         elif active.value is not None and active.function == _IN_TURN:
-            lane = self._actors.free_lane(active.value.rref)
+            lane = self.actors.free_lane(active.value.rref)
         confirmed = arguments.confirmation() if arguments is not None else None
         if confirmed is not None:
             # A function may rely on its arguments: their owners have counted the shares before it runs.
@@ -189,7 +182,7 @@ class Dispatcher:
         elif active.function in self._coroutine_functions and (arguments is None or arguments.is_simple):
             self._start_coroutine(active, None)
         elif active.function in self._reader_functions and active.is_plain and (not arguments or arguments.is_short):
-            self._new_context().run(self._run_on_reader, active)
+            self.new_context().run(self._run_on_reader, active)
         elif active.is_nested:
             self._submit(active, self.run, active)
         else:
@@ -203,7 +196,7 @@ class Dispatcher:
             has made the value.
         """
         peer = active.session.peer
-        if (there_already := self._rrefs.value_there(value, peer.id, peer.incarnation)) is not None:
+        if (there_already := self.rrefs.value_there(value, peer.id, peer.incarnation)) is not None:
             active.target = there_already
             return True
         reader, is_there = get_ident(), False
@@ -220,7 +213,7 @@ class Dispatcher:
                 self._submit(active, self.run, active)
 
         active.is_chained = True
-        self._rrefs.when_there(value, there, peer.id, peer.incarnation)
+        self.rrefs.when_there(value, there, peer.id, peer.incarnation)
         reader = 0
         return is_there
 
@@ -254,7 +247,7 @@ class Dispatcher:
         if function == self.run:
             self._answers.fail(arguments[0], error)
         else:
-            run = partial(self._new_context().run, function, *arguments)
+            run = partial(self.new_context().run, function, *arguments)
             threading.Thread(target=_run_beside, args=(run,), name="rpcdist-overflow", daemon=True).start()
 
     # ------------------------------------------------------------ pool
@@ -293,7 +286,7 @@ class Dispatcher:
     def _run_on_reader(self, active: ActiveCall) -> None:
         """Runs a call on the reading thread, which sends the answer and reads on."""
         try:
-            function = self._callables.find(active.function)
+            function = self.callables.find(active.function)
         except BaseException as exc:
             self._answers.fail(active, exc)
             return
@@ -304,7 +297,7 @@ class Dispatcher:
             self._submit(active, self.run, active)
 
     def _submit(self, active: ActiveCall, function: Callable[..., object], *arguments: object) -> None:
-        self._pool.submit_many(((function, arguments),), line_of(active.session, active.is_nested))
+        self.pool.submit_many(((function, arguments),), line_of(active.session, active.is_nested))
 
     def _refuse(self, active: ActiveCall) -> None:
         error: RpcdistError = DeadlineExceeded(
@@ -337,7 +330,7 @@ class Dispatcher:
     ) -> DeferredReply | None:
         if active.weight >= LARGE_BYTES:  # the result is likely to be as large
             stock_small_blocks()
-        function, args, kwargs = decoded_call(active, self._callables)
+        function, args, kwargs = decoded_call(active, self.callables)
         name = active.function
         if function in CALLS_OF_METHODS:  # the value and its method decide how it runs
             target, *order, method, args, kwargs = args
@@ -348,7 +341,7 @@ class Dispatcher:
             number = order[0] if order else None
             kind = described("the name of the type", lambda: type(value).__name__)
             active.method = f"{kind[:MAX_METHOD_CHARS]}.{called_method((method, args, kwargs))}"
-            turn = self._actors.turn(active.session.peer, named, value, number, method, args, kwargs)
+            turn = self.actors.turn(active.session.peer, named, value, number, method, args, kwargs)
             if turn is not None:
                 # The object of an actor must be freed on its own thread, so this thread must not hold the last
                 # reference.
@@ -398,7 +391,7 @@ class Dispatcher:
                 # The turn of an actor may have come at once, or later as a job of its own: then nothing is left to do,
                 # unless other jobs wait here. They may be the next turns, and the answer must not wait behind them.
                 is_turn_here = isinstance(future, Turn) and future.thread == get_ident()
-                is_last = is_turn_here and hooks.enter is not None and not self._pool.has_queue
+                is_last = is_turn_here and hooks.enter is not None and not self.pool.has_queue
                 reply = self._answers.finish(active, result, is_last)
                 if isinstance(future, Turn):
                     future.reply = reply
@@ -424,7 +417,7 @@ class Dispatcher:
             active.started = time.monotonic()
             if coroutine is not None:
                 return await coroutine
-            function, args, kwargs = decoded_call(active, self._callables)
+            function, args, kwargs = decoded_call(active, self.callables)
             result = function(*args, **kwargs)
             return await result if inspect.iscoroutine(result) else result
 
@@ -440,14 +433,14 @@ class Dispatcher:
                 self._submit(active, self._answers.finish, active, outcome)
 
         # A plain function may have set context variables before it returned a coroutine.
-        context = self._new_context() if coroutine is None else copy_context()
+        context = self.new_context() if coroutine is None else copy_context()
         context.run(current_autograd.set, active.autograd)
         context.run(calling_worker.set, active.session.peer)
         if coroutine is None and active.span is not None and (spans := call_records.exporter) is not None:
             context.run(spans.attach, active.span)
         name = getattr(coroutine, "__qualname__", active.what)
         try:
-            active.handle = self._user_loop.submit(run, done, deadline=active.deadline, context=context, name=name)
+            active.handle = self.user_loop.submit(run, done, deadline=active.deadline, context=context, name=name)
         except BaseException as exc:  # RPC is shutting down, or the loop cannot start
             if inspect.iscoroutine(coroutine):
                 coroutine.close()  # otherwise Python warns that it was never awaited
@@ -461,13 +454,13 @@ class Dispatcher:
             self.calls.remove(active)
             active.producer = None  # it refers to this function
 
-        sender = StreamSender(self._marshal, active.session, active.id, active.autograd, ended, active.back)
+        sender = StreamSender(self.marshal, active.session, active.id, active.autograd, ended, active.back)
         producer: SyncProducer | AsyncProducer
         if isinstance(generator, Generator):
-            producer = SyncProducer(self._pool, sender, generator, self._new_context())
+            producer = SyncProducer(self.pool, sender, generator, self.new_context())
             begin = producer.run
         else:
-            producer = AsyncProducer(self._user_loop, sender, generator, self._new_context())
+            producer = AsyncProducer(self.user_loop, sender, generator, self.new_context())
             begin = producer.credit
         active.session.send(ReplyMessage(active.id, is_stream=True))  # not before: the loop may refuse the producer
         active.producer = producer

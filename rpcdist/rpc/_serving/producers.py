@@ -8,7 +8,7 @@ import logging
 import threading
 from collections.abc import AsyncGenerator, Callable, Generator
 from contextvars import Context
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, TypeGuard
 
@@ -80,6 +80,7 @@ class StreamSender:
         self.marshal.send(self.session, message, large, forks)
 
 
+@dataclass(eq=False, repr=False)
 class SyncProducer:
     """Draws from a plain generator on one pool thread, from its first step to its end.
 
@@ -87,19 +88,18 @@ class SyncProducer:
     torch's thread state (`with torch.no_grad(): yield ...`) that the generator sets apply only to itself.
     """
 
-    def __init__(
-        self, pool: ThreadPool, sender: StreamSender, generator: Generator[Any, Any, Any], context: Context
-    ) -> None:
-        self._pool = pool
-        self._generator = generator
-        self._context = context
-        self._context.run(current_autograd.set, sender.autograd)
-        self._state = StateSlot()
-        self._sender = sender
-        self._credits = 0
-        self._is_running = False
-        self._cancelled = False
-        self._changed = threading.Condition()  # protects the three above
+    _pool: ThreadPool
+    _sender: StreamSender
+    _generator: Generator[Any, Any, Any]
+    _context: Context
+    _state: StateSlot = field(default_factory=StateSlot)
+    _credits: int = 0
+    _is_running: bool = False
+    _cancelled: bool = False
+    _changed: threading.Condition = field(default_factory=threading.Condition)  # protects the three above
+
+    def __post_init__(self) -> None:
+        self._context.run(current_autograd.set, self._sender.autograd)
 
     def run(self, items: int) -> None:
         """Begins with `items` credits; on this thread, which has created the generator, if it is a pool thread."""

@@ -4,14 +4,13 @@ from rpcdist.rpc._values.buffers import INLINE_LIMIT, ReceiveBuffer, takes_long
 from rpcdist.rpc._values.codec import OnTensors, decode, encode_into
 from rpcdist.rpc._values.pickled import NOT_ON_CALLEE, Reducer, register_reducer
 from rpcdist.rpc._values.rebuild import GpuArrivals
-from rpcdist.rpc._values.tensors import DeviceRoute, Externals, Lend, MapDevice
+from rpcdist.rpc._values.tensors import DeviceRoute, Lend, MapDevice
 from rpcdist.transport.memory_copies import LargeBuffer
 
 __all__ = [
     "INLINE_LIMIT",
     "NOT_ON_CALLEE",
     "DeviceRoute",
-    "Externals",
     "GpuArrivals",
     "LargeBuffer",
     "Lend",

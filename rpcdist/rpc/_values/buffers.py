@@ -17,7 +17,7 @@ import torch
 from rpcdist._proto import value_pb2
 from rpcdist.errors import SerializationError, TransportError
 from rpcdist.own_shortage import free_memory
-from rpcdist.transport.memory_copies import LargeBuffer, copy_memory, copy_view, memory_view
+from rpcdist.transport.memory_copies import LargeBuffer, copy_memory, copy_view, declare, memory_view
 
 INLINE_LIMIT: Final = 32 * 1024
 """Buffers up to this many bytes travel inside the message. Copying 32 KiB costs 2 us; a transfer costs more."""
@@ -32,7 +32,7 @@ HUGE_PAGES_FROM: Final = 32 << 20
 of many small pages costs more than the transfer: an echo of 64 MiB takes half as long with huge pages."""
 
 _CPU: Final = torch.device("cpu")
-_madvise: Final = getattr(ctypes.CDLL(None), "madvise", None) if hasattr(mmap, "MADV_HUGEPAGE") else None
+_madvise: Final = declare("madvise", ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class TensorBuffer(LargeBuffer):
@@ -216,10 +216,9 @@ class ReceiveBuffer:
 
 def _ask_for_huge_pages(address: int, size: int) -> None:
     """Requests huge pages for the whole pages of an untouched range; the kernel may ignore it."""
-    if _madvise is not None:
-        start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
-        end = (address + size) // mmap.PAGESIZE * mmap.PAGESIZE
-        _madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_HUGEPAGE)
+    start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (address + size) // mmap.PAGESIZE * mmap.PAGESIZE
+    _madvise(start, end - start, mmap.MADV_HUGEPAGE)
 
 
 def add_buffer(value: value_pb2.Value, view: memoryview, large: list[LargeBuffer]) -> int:

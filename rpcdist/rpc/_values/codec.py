@@ -27,7 +27,15 @@ from rpcdist.rpc._values.plain import (
     read_plain,
 )
 from rpcdist.rpc._values.rebuild import TENSOR_BYTES, GpuArrivals, rebuild_tensors, tensors_cost
-from rpcdist.rpc._values.tensors import DTYPE_CODES, DeviceRoute, Externals, Internalize, NotPlain, pack_tensors
+from rpcdist.rpc._values.tensors import (
+    DTYPE_CODES,
+    DeviceRoute,
+    Internalize,
+    NotPlain,
+    RRefType,
+    ShareRRef,
+    pack_tensors,
+)
 from rpcdist.transport._framing.message_parts import missing_weight
 from rpcdist.transport.memory_copies import LargeBuffer
 
@@ -37,7 +45,7 @@ MAX_TRIALS = 1000
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, bytearray, torch.Size, torch.dtype, torch.device)
 
 
-def why_not_plain(obj: object, externals: Externals | None, name: str = "value") -> str:
+def why_not_plain(obj: object, rref_type: RRefType, name: str = "value") -> str:
     """A sentence that names the first part of `obj` that cannot be sent without pickle, by its path."""
     seen: set[int] = set()
     pending: list[tuple[object, str, int]] = [(obj, name, 0)]
@@ -57,7 +65,7 @@ def why_not_plain(obj: object, externals: Externals | None, name: str = "value")
             if item.layout is not torch.strided or item.is_nested or item.dtype not in DTYPE_CODES:
                 return f"{path} is a tensor of {item.layout} and {item.dtype}; only dense ones go without pickle"
             continue
-        if kind in _SCALARS or (externals is not None and externals.is_external(item)):
+        if kind in _SCALARS or isinstance(item, rref_type):
             continue
         return (
             f"{path} is a {kind.__module__}.{kind.__qualname__}, which only pickle can send, and pickle is off here. "
@@ -81,14 +89,14 @@ def _parts(item: object) -> list[tuple[object, str]]:
     return [(part, f"[{index}]") for index, part in enumerate(item)]
 
 
-def unpicklable_part(obj: object, name: str, externals: Externals | None, by_value: bool) -> str | None:
+def unpicklable_part(obj: object, name: str, rref_type: RRefType, by_value: bool) -> str | None:
     """A sentence that names the innermost part of `obj` that cannot be pickled; None if all parts can.
 
     Runs user code (`__reduce__`), as sending does.
     """
     trials = MAX_TRIALS
     item, path = obj, name
-    if _pickles(item, externals, by_value):
+    if _pickles(item, rref_type, by_value):
         return None
     seen: set[int] = set()
     while trials > 0 and id(item) not in seen:
@@ -97,7 +105,7 @@ def unpicklable_part(obj: object, name: str, externals: Externals | None, by_val
             trials -= 1
             if trials <= 0:
                 break
-            if not _pickles(part, externals, by_value):
+            if not _pickles(part, rref_type, by_value):
                 item, path = part, path + step
                 break
         else:
@@ -106,9 +114,9 @@ def unpicklable_part(obj: object, name: str, externals: Externals | None, by_val
     return f"{path} is a {kind.__module__}.{kind.__qualname__}, which cannot be pickled"
 
 
-def _pickles(item: object, externals: Externals | None, by_value: bool) -> bool:
+def _pickles(item: object, rref_type: RRefType, by_value: bool) -> bool:
     try:
-        write_pickle(item, externals, by_value)
+        write_pickle(item, rref_type, by_value)
     except Exception:  # for whatever reason, the part cannot be sent
         return False
     return True
@@ -153,9 +161,9 @@ PLAIN_ITEMS: Final = 48
 """Values with more parts are pickled: the plain writer, in Python, is slower from here on."""
 
 
-def write_plain(obj: object, externals: Externals | None = None, *, plain_only: bool = False) -> PlainWriter | None:
+def write_plain(obj: object, rref_type: RRefType = (), *, plain_only: bool = False) -> PlainWriter | None:
     """Writes `obj` without pickle; None if it has a part that cannot be written so, or too many parts."""
-    writer = PlainWriter(externals, MAX_ITEMS if plain_only else PLAIN_ITEMS, may_list_tensors=not plain_only)
+    writer = PlainWriter(rref_type, MAX_ITEMS if plain_only else PLAIN_ITEMS, may_list_tensors=not plain_only)
     try:
         writer.write(obj)
     except NotPlain:
@@ -166,7 +174,8 @@ def write_plain(obj: object, externals: Externals | None = None, *, plain_only: 
 def encode_into(
     value: value_pb2.Value,
     obj: object,
-    externals: Externals | None = None,
+    rref_type: RRefType = (),
+    share: ShareRRef | None = None,
     *,
     by_value: bool = False,
     plain_only: bool = False,
@@ -179,7 +188,8 @@ def encode_into(
     sent, the caller must not change tensors and arrays in `obj`.
 
     Args:
-        externals: sends remote references; without it they are refused.
+        rref_type: recognizes remote references; without it they are refused.
+        share: shares each of them with the receiver.
         by_value: whether to send the code of functions and classes that the receiver cannot import.
         plain_only: whether to refuse values that would need pickle.
         route: how tensors on GPUs reach the receiver; without it they are refused.
@@ -189,21 +199,19 @@ def encode_into(
         SerializationError: the value cannot be sent; with `plain_only`, the text names the part.
         AttributeError, TypeError, pickle.PicklingError: from pickle, with a note. `value` is left empty in all cases.
     """
-    writer = write_plain(obj, externals, plain_only=plain_only)
-    return fill_value(
-        value, obj, writer, externals, by_value=by_value, plain_only=plain_only, route=route, on_tensors=on_tensors
-    )
+    writer = write_plain(obj, rref_type, plain_only=plain_only)
+    return fill_value(value, obj, writer, rref_type, share, route, by_value, plain_only, on_tensors)
 
 
 def fill_value(
     value: value_pb2.Value,
     obj: object,
     writer: PlainWriter | None,
-    externals: Externals | None,
-    *,
+    rref_type: RRefType,
+    share: ShareRRef | None,
+    route: DeviceRoute | None,
     by_value: bool,
     plain_only: bool,
-    route: DeviceRoute | None,
     on_tensors: OnTensors | None,
 ) -> list[LargeBuffer]:
     """Like `encode_into`, for an object that `write_plain` has written, or could not write."""
@@ -211,10 +219,10 @@ def fill_value(
     try:
         if writer is None or not _fill_plainly(value, writer, large, route):
             if plain_only:
-                raise SerializationError(why_not_plain(obj, externals))
+                raise SerializationError(why_not_plain(obj, rref_type))
             value.Clear()
-            return fill_pickled(value, write_pickle(obj, externals, by_value), externals, route, on_tensors)
-        _complete(writer, externals, on_tensors)
+            return fill_pickled(value, write_pickle(obj, rref_type, by_value), share, route, on_tensors)
+        _complete(writer, share, on_tensors)
     except BaseException:
         value.Clear()
         raise
@@ -224,7 +232,7 @@ def fill_value(
 def fill_pickled(
     value: value_pb2.Value,
     parts: PickledParts,
-    externals: Externals | None = None,
+    share: ShareRRef | None = None,
     route: DeviceRoute | None = None,
     on_tensors: OnTensors | None = None,
 ) -> list[LargeBuffer]:
@@ -233,17 +241,18 @@ def fill_pickled(
     try:
         value.encoding = value_pb2.Value.PICKLE
         _fill(value, parts.body, parts, large, route)
-        _complete(parts, externals, on_tensors)
+        _complete(parts, share, on_tensors)
     except BaseException:
         value.Clear()
         raise
     return large
 
 
-def _complete(parts: PlainWriter | PickledParts, externals: Externals | None, on_tensors: OnTensors | None) -> None:
+def _complete(parts: PlainWriter | PickledParts, share: ShareRRef | None, on_tensors: OnTensors | None) -> None:
     """The last steps, which cannot fail, when the rest of a value has been encoded."""
-    if parts.externals:
-        _externalize(parts.externals, externals)
+    for rref in parts.rrefs:
+        assert share is not None  # given with the type that has found it
+        share(rref)
     if on_tensors is not None and parts.tensors:
         on_tensors(parts.tensors)
 
@@ -299,14 +308,6 @@ def add_weight(value: value_pb2.Value) -> None:
     missing = missing_weight(value_pb2.Value, value.SerializeToString())
     if missing > 0:
         value.weight = bytes(len(value.weight) + missing)
-
-
-def _externalize(objects: Sequence[object], externals: Externals | None) -> None:
-    assert externals is not None  # it has found them
-    for expected, obj in enumerate(objects):
-        index = externals.externalize(obj)
-        if index != expected:
-            raise SerializationError(f"remote reference {expected} of a value got entry {index} of its table")
 
 
 def decode(

@@ -50,7 +50,7 @@ def compact_value(writer: PlainWriter) -> CompactValue | None:
     Large tensors are not copied: see `encode_into`.
     """
     body = writer.body
-    if writer.externals or writer.buffers or len(body) > INLINE_LIMIT:
+    if writer.rrefs or writer.buffers or len(body) > INLINE_LIMIT:
         return None
     if writer.lists_tensors:  # they travel as runs, which the table cannot express
         return None

@@ -34,7 +34,7 @@ from rpcdist.rpc._values.exceptions import (
 )
 from rpcdist.rpc._values.function_names import FunctionLookupError, look_up_quietly
 from rpcdist.rpc._values.pickled import PickledParts, read_pickle, write_pickle
-from rpcdist.rpc._values.tensors import Externals
+from rpcdist.rpc._values.tensors import RRefType
 from rpcdist.transport.memory_copies import LargeBuffer
 
 Kind = rpc_pb2.Failure.Kind
@@ -80,14 +80,14 @@ class RemoteTraceback(Exception):
 
 
 def failure_of(
-    exc: BaseException, worker: str, fill: Fill, *, externals: Externals | None = None, by_value: bool = False
+    exc: BaseException, worker: str, fill: Fill, *, rref_type: RRefType = (), by_value: bool = False
 ) -> tuple[rpc_pb2.Failure, list[LargeBuffer]]:
     """The wire form of an exception that was raised on `worker`, this worker; raises nothing.
 
     Args:
         exc: the exception. See [Note: hostile exceptions].
         fill: writes tensors, buffers and references as for other values.
-        externals: recognizes remote references.
+        rref_type: recognizes remote references.
         by_value: see `write_pickle`.
     """
     failure = rpc_pb2.Failure(
@@ -104,7 +104,7 @@ def failure_of(
     )
     if failure.kind == Kind.NOT_FOUND:
         return failure, []  # its type is private to the callee; the caller makes its own error
-    trials = _Trials(worker, externals, by_value)
+    trials = _Trials(worker, rref_type, by_value)
     try:
         return failure, fill(failure.exception, trials.usable(exc, MAX_EXCEPTION_BYTES))
     except BaseException as why:
@@ -137,10 +137,10 @@ class _Trials:
     The trials read the tensors, buffers and references themselves, so nothing is copied.
     """
 
-    def __init__(self, worker: str, externals: Externals | None, by_value: bool) -> None:
+    def __init__(self, worker: str, rref_type: RRefType, by_value: bool) -> None:
         self.worker = worker
         self.left = MAX_TRIALS
-        self._externals = externals
+        self._rref_type = rref_type
         self._by_value = by_value
 
     def usable(self, exc: object, limit_bytes: int) -> PickledParts:
@@ -161,11 +161,11 @@ class _Trials:
         return True
 
     def _both_ways(self, obj: object, limit_bytes: int) -> tuple[PickledParts, object]:
-        parts = write_pickle(obj, self._externals, self._by_value)
+        parts = write_pickle(obj, self._rref_type, self._by_value)
         size = len(parts.body) + sum(view.nbytes for view in parts.buffers) + sum(map(_num_bytes, parts.tensors))
         if size > limit_bytes:
             raise SerializationError(f"it has {size} bytes; the limit is {limit_bytes}")
-        return parts, read_pickle(parts.body, parts.tensors, parts.buffers, parts.externals.__getitem__, is_trial=True)
+        return parts, read_pickle(parts.body, parts.tensors, parts.buffers, parts.rrefs.__getitem__, is_trial=True)
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:

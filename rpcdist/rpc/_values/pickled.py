@@ -23,7 +23,7 @@ from torch.nn import Parameter
 from rpcdist.errors import SerializationError
 from rpcdist.rpc._values.buffers import ReceiveBuffer
 from rpcdist.rpc._values.exceptions import add_note, reduce_exception, text_of
-from rpcdist.rpc._values.tensors import DTYPE_CODES, Externals, Internalize
+from rpcdist.rpc._values.tensors import DTYPE_CODES, Internalize, RRefType
 
 Reducer = Callable[[Any], Any]
 """Returns the result that `__reduce__` should return for an object."""
@@ -50,19 +50,19 @@ class PickledParts:
     """A pickle, and the objects to which it refers by index. Both picklers fill it.
 
     Attributes:
-        source: recognizes remote references.
+        rref_type: recognizes remote references.
         body: the pickle.
         tensors: strided tensors.
-        externals: objects for `Externals.externalize`.
+        rrefs: remote references.
         buffers: the out-of-band buffers of the pickle, in its order; contiguous bytes.
     """
 
     lists_tensors = False  # see `PlainWriter`: the pickle names each
 
-    source: Externals | None
+    rref_type: RRefType
     body: bytes = b""
     tensors: list[torch.Tensor] = field(default_factory=list)
-    externals: list[object] = field(default_factory=list)
+    rrefs: list[object] = field(default_factory=list)
     buffers: list[memoryview] = field(default_factory=list)
 
     def add_buffer(self, buffer: pickle.PickleBuffer) -> bool:
@@ -83,9 +83,9 @@ class PickledParts:
             return reducer(obj)
         if kind is types.FunctionType or kind is type:
             return NotImplemented
-        if self.source is not None and self.source.is_external(obj):
-            self.externals.append(obj)
-            return external_, (len(self.externals) - 1,)
+        if isinstance(obj, self.rref_type):
+            self.rrefs.append(obj)
+            return external_, (len(self.rrefs) - 1,)
         if issubclass(kind, BaseException):
             return reduce_exception(obj)
         if isinstance(obj, torch.UntypedStorage):
@@ -122,11 +122,11 @@ class PickledParts:
         return NotImplemented
 
 
-def write_pickle(obj: object, source: Externals | None, by_value: bool) -> PickledParts:
+def write_pickle(obj: object, rref_type: RRefType, by_value: bool) -> PickledParts:
     """Pickles `obj`.
 
     Args:
-        source: recognizes remote references.
+        rref_type: recognizes remote references.
         by_value: whether to send the code of functions and classes that the receiver cannot import, with cloudpickle.
 
     Raises:
@@ -135,7 +135,7 @@ def write_pickle(obj: object, source: Externals | None, by_value: bool) -> Pickl
         SerializationError: a future, or a value that is nested too deeply. Errors of a user's `__reduce__` pass
             through.
     """
-    parts = PickledParts(source)
+    parts = PickledParts(rref_type)
     file = io.BytesIO()
     pickler: Any
     if by_value:

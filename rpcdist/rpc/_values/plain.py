@@ -1,8 +1,8 @@
 """Plain values, written by a codec without pickle: compact, and safe to read from any peer, on any thread.
 
 Plain are None, bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, torch.Size, torch.dtype,
-torch.device, tensors and externals (remote references); of exactly these types, since a subclass may carry more than
-the codec would send. docs/values.md has the format. Lists, dicts and bytearrays that occur twice arrive as one object,
+torch.device, tensors and remote references; of exactly these types, since a subclass may carry more than the codec
+would send. docs/values.md has the format. Lists, dicts and bytearrays that occur twice arrive as one object,
 so cycles work.
 
 Rules of this file: the decoder trusts no input. For any bytes it returns a value or raises `SerializationError`; it
@@ -30,7 +30,7 @@ from rpcdist.errors import SerializationError
 from rpcdist.rpc._values.buffers import INLINE_LIMIT, ReceiveBuffer
 from rpcdist.rpc._values.hash_work import CHECKED_FROM, Fill, bounded_fill
 from rpcdist.rpc._values.tensor_runs import RUNS_FROM
-from rpcdist.rpc._values.tensors import DTYPE_CODES, DTYPES, Externals, Internalize, NotPlain
+from rpcdist.rpc._values.tensors import DTYPE_CODES, DTYPES, Internalize, NotPlain, RRefType
 
 MAX_DEPTH: Final = 64
 """Limit on containers within containers; deeper values are pickled."""
@@ -121,7 +121,7 @@ class PlainWriter:
     """Writes one value.
 
     Args:
-        source: recognizes remote references.
+        rref_type: recognizes remote references.
         max_items: limit on the parts.
         may_list_tensors: whether a long list of tensors counts as one part, and need not name each.
 
@@ -131,39 +131,39 @@ class PlainWriter:
         tensors: the tensors of the value; the body refers to them by index.
         may_list_tensors: see above.
         lists_tensors: whether it has a long list of tensors; the body then is valid only if all tensors differ.
-        externals: the remote references of the value; the body refers to them by index.
+        rrefs: the remote references of the value; the body refers to them by index.
         buffers: large strings and bytes that stay out of the body, which refers to them by index.
     """
 
     __slots__ = (
         "_known",
-        "_known_externals",
+        "_known_rrefs",
         "_left",
         "_num_listed",
+        "_rref_type",
         "_seen",
-        "_source",
         "body",
         "buffers",
         "cost_bytes",
-        "externals",
         "lists_tensors",
         "may_list_tensors",
+        "rrefs",
         "tensors",
     )
 
-    def __init__(self, source: Externals | None, max_items: int, *, may_list_tensors: bool = False) -> None:
-        self._source = source
+    def __init__(self, rref_type: RRefType, max_items: int, *, may_list_tensors: bool = False) -> None:
+        self._rref_type = rref_type
         self._left = max_items
         self.may_list_tensors = may_list_tensors
         self._num_listed = 0
         self.cost_bytes = 0
         self.lists_tensors = False
-        self._seen: dict[int, int] = {}  # by id(): lists, dicts and bytearrays; tensors; externals
+        self._seen: dict[int, int] = {}  # by id(): lists, dicts and bytearrays; tensors; references
         self._known: dict[int, int] = {}
-        self._known_externals: dict[int, int] = {}
+        self._known_rrefs: dict[int, int] = {}
         self.body = bytearray()
         self.tensors: list[torch.Tensor] = []
-        self.externals: list[object] = []
+        self.rrefs: list[object] = []
         self.buffers: list[memoryview] = []
 
     def write(self, obj: object) -> None:
@@ -343,11 +343,11 @@ class PlainWriter:
             body.append(len(name))
             body += name
             self.cost_bytes += _TEXT_BYTES + len(name)
-        elif self._source is not None and self._source.is_external(item):
-            count = len(self.externals)
-            index = self._known_externals.setdefault(id(item), count)
+        elif isinstance(item, self._rref_type):
+            count = len(self.rrefs)
+            index = self._known_rrefs.setdefault(id(item), count)
             if index == count:
-                self.externals.append(item)
+                self.rrefs.append(item)
                 self.cost_bytes += REFERENCE_BYTES
             body += _write_length(_EXTERNAL, index)
         else:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from ctypes import string_at
 from itertools import pairwise
 from math import gcd
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch.nn import Parameter
@@ -467,16 +467,9 @@ def _share_no_element(start: int, views: list[_View]) -> bool:
 Internalize = Callable[[int], object]
 """Returns the object of an entry of `Value.rrefs`; a decoder may call it more than once for an entry."""
 
+RRefType = type | tuple[()]
+"""The class of remote references, for `isinstance`; an empty tuple where they are refused."""
 
-class Externals(Protocol):
-    """Sends the objects that are more than data. One instance serves one value.
-
-    Called on the encoding thread. `externalize` is called only after everything else of the value has been encoded, so
-    that a value which cannot be sent has created no share of a remote reference.
-    """
-
-    def is_external(self, obj: object) -> bool:
-        """Whether `obj` is such an object. Must be cheap: called for every object of a type unknown to the codec."""
-
-    def externalize(self, obj: object) -> int:
-        """Appends `obj` to `Value.rrefs` and returns its index there: 0, then 1, and so on."""
+ShareRRef = Callable[[object], object]
+"""Appends a share of a remote reference to `Value.rrefs`. Called on the encoding thread, after everything else of the
+value has been encoded, so that a value which cannot be sent has created no share."""

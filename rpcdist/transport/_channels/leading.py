@@ -48,8 +48,6 @@ from rpcdist.errors import BlockingInLoop
 from rpcdist.time_limits import LEAVE_LIMIT_S, LONGEST_WAIT_S, READ_TURN_S, SIGNAL_CHECK_INTERVAL_S
 from rpcdist.transport._channels.polling_and_signals import BriefPolling, SignalNoted, SignalShield, may_poll
 
-CAN_WATCH: Final = hasattr(select, "epoll")
-
 _MODIFY: Final = 3  # EPOLL_CTL_MOD
 _MOST_AT_ONCE: Final = 8
 """Sockets read before the loop may do other work. The kernel then queues them behind the others, so all have turns."""
@@ -58,15 +56,13 @@ _DATA_AT: Final = 4 if platform.machine() in ("x86_64", "i686", "i386") else 8  
 
 
 def _epoll_ctl() -> Any:
-    if not CAN_WATCH:
-        return None
     function = ctypes.PyDLL(None, use_errno=True).epoll_ctl
     function.restype, function.argtypes = ctypes.c_int, (ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_char_p)
     return function
 
 
 _control: Final = _epoll_ctl()
-_READABLE: Final = int(getattr(select, "EPOLLIN", 1))
+_READABLE: Final = select.EPOLLIN
 
 
 def _event(mask: int, descriptor: int) -> bytes:
@@ -151,8 +147,6 @@ _of_loops: Final[dict[asyncio.AbstractEventLoop, WatchedSockets]] = {}
 """One entry for each loop that has such sockets."""
 
 
-CAN_LEAD: Final = CAN_WATCH and hasattr(os, "eventfd")
-
 Sleep = tuple[Callable[[], object], Callable[[], object]]
 """Two functions that a leader calls: before each sleep, and after it."""
 
@@ -182,13 +176,11 @@ class Lead:
         self._along: dict[int, Lead] = {}  # the others that the leader reads, by the descriptors of socket and bell
 
     def allow(self, descriptor: int, watch: Callable[[int], Watch]) -> bool:
-        """Prepares for leading threads; False if the system does not support that, or has no free descriptor.
+        """Prepares for leading threads; False if the system has no free descriptor.
 
         Args:
             watch: registers the socket with the loop, which reads it unless a thread leads.
         """
-        if not CAN_LEAD:
-            return False
         try:
             self._hide, self._show = watch(descriptor)
         except OSError:

@@ -155,10 +155,6 @@ class BriefPolling:
     _was_long: bool = False  # whether the wait that is about to sleep has polled for the whole limit
     _is_steady: bool = False  # True if another short wait would change nothing
 
-    def __repr__(self) -> str:
-        state = "polls" if self.is_worth_it else f"sleeps, {self._rest} to go" if self._rest else "sleeps"
-        return f"<BriefPolling [{state}], {self.num_polled} waits polled, {self.num_slept} slept>"
-
     def try_polling(self) -> Ready:
         """Polls for at most `LIMIT_NS`.
 
@@ -220,7 +216,7 @@ _NAMES: Final = (
     "SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGVTALRM", "SIGPROF", "SIGCHLD",
     "SIGCONT", "SIGTSTP", "SIGIO", "SIGWINCH",
 )  # fmt: skip
-_NUMBERS: Final = tuple(int(getattr(signal, name)) for name in _NAMES if hasattr(signal, name))
+_NUMBERS: Final = tuple(int(signal.Signals[name]) for name in _NAMES)
 
 
 class SignalNoted(BaseException):

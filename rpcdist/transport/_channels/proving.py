@@ -95,7 +95,7 @@ async def open_proven(
         handshake: ClientHandshake | None = None
         try:
             used, pipe, ends = await connected_pipe(raw, address, credentials)
-            handshake = credentials.client_handshake(role, expected, purpose=purpose, channel=ends)
+            handshake = ClientHandshake(credentials, role, expected, purpose=purpose, channel=ends)
             await prove_client(pipe, handshake)
             names_senders(raw, on=False)
             return used, handshake

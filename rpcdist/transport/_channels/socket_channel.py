@@ -513,7 +513,7 @@ class SocketChannel:
 def _bound_unsent_bytes(connection: socket.socket | TlsSocket) -> None:
     if connection.family == socket.AF_UNIX:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
-    elif hasattr(socket, "TCP_NOTSENT_LOWAT"):  # a fixed buffer would also bound the bytes in flight, and so the rate
+    else:  # a fixed buffer would also bound the bytes in flight, and so the rate
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
 
 
@@ -521,6 +521,6 @@ def _round_trip_s(connection: Any, at: int) -> float | None:
     """The round trip in that field of the kernel's `tcp_info` of a connection; None if it is not available."""
     try:
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, at + 4)
-    except (AttributeError, OSError):  # another system, or the connection is closed
+    except OSError:  # the connection is closed
         return None
     return float(struct.unpack_from("=I", info, at)[0]) / 1e6 if len(info) == at + 4 else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import socket
 import ssl
 import struct
+from dataclasses import dataclass
 from typing import Final
 
 from rpcdist.errors import AuthenticationFailed, ProtocolViolation, TransportError
@@ -24,6 +25,7 @@ _TLS_MAJOR_VERSION: Final = 3
 _PEEKED_BYTES: Final = 3
 
 
+@dataclass(eq=False, repr=False)
 class SocketPipe:
     """The `HandshakePipe` of one socket. On a Unix socket, every message must come from the process that connected.
 
@@ -37,19 +39,11 @@ class SocketPipe:
         may_be_plain: whether an accepted TCP connection without TLS is served.
     """
 
-    def __init__(
-        self,
-        connection: StreamSocket,
-        address: str,
-        tls_source: str | None = None,
-        accepting: Credentials | None = None,
-        may_be_plain: bool = True,
-    ) -> None:
-        self.connection = connection
-        self._address = address
-        self._tls_source = tls_source
-        self._accepting = accepting
-        self._may_be_plain = may_be_plain
+    connection: StreamSocket
+    _address: str
+    _tls_source: str | None = None
+    accepting: Credentials | None = None
+    may_be_plain: bool = True
 
     async def shake_hands(self) -> None:
         """Performs the TLS handshake; the caller limits the time.
@@ -67,8 +61,8 @@ class SocketPipe:
             raise self._broken(exc) from exc
 
     async def read(self) -> bytes | None:
-        if self._accepting is not None:
-            credentials, self._accepting = self._accepting, None
+        if self.accepting is not None:
+            credentials, self.accepting = self.accepting, None
             await self._accept(credentials)
         head = await self._read_exactly(_LENGTH.size)
         if head is None:
@@ -124,7 +118,7 @@ class SocketPipe:
             self.connection = wrapped(raw, self._address, credentials, server_side=True)
             self._tls_source = credentials.tls_source
             await self.shake_hands()
-        elif not self._may_be_plain:
+        elif not self.may_be_plain:
             await self.read()  # unread bytes would cause a reset, and the peer would get no reason
             raise ProtocolViolation(
                 f"{self._address} connected without TLS, which is accepted only from trusted networks; "

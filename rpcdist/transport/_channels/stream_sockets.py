@@ -30,7 +30,11 @@ from rpcdist.waiters import wake
 logger = logging.getLogger(__name__)
 
 _BACKLOG: Final = 512
-_KEEP_ALIVE: Final = (("TCP_KEEPIDLE", KEEP_ALIVE_S), ("TCP_KEEPINTVL", KEEP_ALIVE_S // 3), ("TCP_KEEPCNT", 3))
+_KEEP_ALIVE: Final = (
+    (socket.TCP_KEEPIDLE, KEEP_ALIVE_S),
+    (socket.TCP_KEEPINTVL, KEEP_ALIVE_S // 3),
+    (socket.TCP_KEEPCNT, 3),
+)
 
 
 def listen_tcp(host: str, port: int = 0) -> socket.socket:
@@ -178,15 +182,13 @@ def tune(connection: socket.socket) -> None:
         return
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _KEEP_ALIVE:
-        if (option := getattr(socket, name, None)) is not None:  # some systems lack some of them
-            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    for option, value in _KEEP_ALIVE:
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def break_when_silent(connection: socket.socket | TlsSocket, limit_s: float) -> None:
-    """Makes the kernel break a connection whose peer acknowledges no bytes for `limit_s`, if the system supports it."""
-    if (option := getattr(socket, "TCP_USER_TIMEOUT", None)) is not None:
-        connection.setsockopt(socket.IPPROTO_TCP, option, max(1, min(int(1000 * limit_s), 2**31 - 1)))
+    """Makes the kernel break a connection whose peer acknowledges no bytes for `limit_s`."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, min(int(1000 * limit_s), 2**31 - 1)))
 
 
 def connected_ends(connection: socket.socket) -> str:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Final, Protocol
 
@@ -231,6 +232,7 @@ class _IncomingTransfer:
         return [] if self.failure else [self.buffer(number).view[start:end] for number, start, end in pieces]
 
 
+@dataclass(eq=False, repr=False)
 class Incoming:
     """The unfinished transfers of one session; any thread that reads its connections may use it.
 
@@ -239,20 +241,14 @@ class Incoming:
         announced: counts the bytes that the peer has announced on all its sessions and not sent.
     """
 
-    def __init__(
-        self,
-        allocate: Callable[[int], IncomingBuffer] = heap_buffer,
-        borrow: Borrow = _nothing_is_lent,
-        announced: AnnouncedBytes | None = None,
-    ) -> None:
-        self._allocate = allocate
-        self._borrow = borrow
-        self._announced = AnnouncedBytes() if announced is None else announced
-        self._transfers: dict[int, _IncomingTransfer] = {}
-        self._num_announced = 0  # messages with large buffers; the peer counts them too
-        self._by_ordinal: dict[int, _IncomingTransfer] = {}
-        self._has_ended = False  # no further announcement will arrive
-        self._changed = threading.Condition()  # protects all of the above
+    _allocate: Callable[[int], IncomingBuffer] = heap_buffer
+    _borrow: Borrow = _nothing_is_lent
+    announced: AnnouncedBytes = field(default_factory=AnnouncedBytes)
+    _transfers: dict[int, _IncomingTransfer] = field(default_factory=dict)
+    _num_announced: int = 0  # messages with large buffers; the peer counts them too
+    _by_ordinal: dict[int, _IncomingTransfer] = field(default_factory=dict)
+    _has_ended: bool = False  # no further announcement will arrive
+    _changed: threading.Condition = field(default_factory=threading.Condition)  # protects all of the above
 
     def __repr__(self) -> str:
         return f"<Incoming {len(self._transfers)} transfers, {self.missing} B missing>"
@@ -295,9 +291,9 @@ class Incoming:
         transfer = _IncomingTransfer(message, lent, allocate, ordinal)
         if not transfer.missing:
             return self._deliver(transfer)
-        if (refusal := self._announced.add(transfer.own_bytes)) is not None:
+        if (refusal := self.announced.add(transfer.own_bytes)) is not None:
             raise ProtocolViolation(refusal)
-        refusal = self._announced.add(transfer.missing)
+        refusal = self.announced.add(transfer.missing)
         transfer.is_counted = refusal is None
         if refusal is not None:
             transfer.fail(refusal)
@@ -381,7 +377,7 @@ class Incoming:
         """Counts bytes that have arrived; returns the message if they were the last ones."""
         transfer.missing -= size
         if transfer.is_counted:
-            self._announced.subtract(size)
+            self.announced.subtract(size)
         if transfer.missing:
             return None
         self._forget(transfer)
@@ -393,12 +389,12 @@ class Incoming:
             was_aborted = self._transfers.get(transfer.message.transfer) is not transfer
             if transfer.is_counted and not was_aborted:
                 transfer.is_counted = False
-                self._announced.subtract(transfer.missing)
+                self.announced.subtract(transfer.missing)
 
     def _forget(self, transfer: _IncomingTransfer) -> None:
         del self._transfers[transfer.message.transfer]
         del self._by_ordinal[transfer.ordinal]
-        self._announced.subtract(transfer.own_bytes + (transfer.missing if transfer.is_counted else 0))
+        self.announced.subtract(transfer.own_bytes + (transfer.missing if transfer.is_counted else 0))
 
     def abort(self, number: int) -> WireMessage | None:
         """Forgets a transfer; returns its message, which will not be delivered."""
@@ -420,7 +416,7 @@ class Incoming:
         with self._changed:
             for transfer in list(self._transfers.values()):
                 self._forget(transfer)
-            self._announced = AnnouncedBytes()  # bytes that are still read do not count for the peer
+            self.announced = AnnouncedBytes()  # bytes that are still read do not count for the peer
         self.end_announcements()
 
     def _deliver(self, transfer: _IncomingTransfer) -> Delivery | None:
@@ -436,12 +432,12 @@ class Incoming:
         view = buffers[0].view
         data = view.obj if isinstance(view.obj, bytearray) else bytes(view)  # lent memory could change meanwhile
         parsed_bytes = parsed_cost(rpc_pb2.Message, data)
-        if (refusal := self._announced.add(parsed_bytes)) is not None:
+        if (refusal := self.announced.add(parsed_bytes)) is not None:
             raise ProtocolViolation(refusal)
         try:
             inner = rpc_pb2.Message.FromString(data)  # type: ignore[arg-type]  # protobuf's stubs know no bytearray
         except Exception as exc:
             raise ProtocolViolation("a wrapped message cannot be parsed") from exc
         finally:
-            self._announced.subtract(parsed_bytes)
+            self.announced.subtract(parsed_bytes)
         return self._announce(from_protobuf(inner, len(data)), transfer.ordinal)

@@ -227,9 +227,8 @@ class Server:
         """Serves a session on gRPC until it ends."""
         channel = GrpcServerChannel(context, context.peer())
         self._calls(context.peer())
-        handshake = self._credentials.server_handshake(
-            self._grpc_refusal, channel=accepted_grpc_ends(context), stream_port=self._streams.tcp_port
-        )
+        ends, tcp_port = accepted_grpc_ends(context), self._streams.tcp_port
+        handshake = ServerHandshake(self._credentials, self._grpc_refusal, channel=ends, stream_port=tcp_port)
 
         async def turn_away(reason: handshake_pb2.Refusal) -> None:
             await refuse(context, reason)
@@ -252,7 +251,7 @@ class Server:
             id=keys.session_id,
             handler=await self._roles.handler(role) or NullHandler(),
             silence_limit_s=self._silence_limit_s,
-            by_me=False,
+            opened_by_me=False,
             has_payload_connections=is_tcp,
         )
         if session.striping is not None:

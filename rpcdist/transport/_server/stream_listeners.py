@@ -155,7 +155,7 @@ class StreamListeners:
             used = pipe.connection
             return f"{used.ends()}, {ends}" if isinstance(used, TlsSocket) else ends
 
-        handshake = self.credentials.server_handshake(self.roles.refusal, channel=seen_ends)
+        handshake = ServerHandshake(self.credentials, self.roles.refusal, channel=seen_ends)
 
         async def turn_away(reason: handshake_pb2.Refusal) -> None:
             if handshake.failure is None:  # otherwise the peer has sent or received a refusal already

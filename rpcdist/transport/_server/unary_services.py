@@ -11,6 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import grpc
@@ -41,6 +42,7 @@ it has done, which is called if a reply of more than some KiB has no room, or wa
 """
 
 
+@dataclass(eq=False, repr=False)
 class UnaryServices(grpc.GenericRpcHandler):
     """The registered services of one listener, or of all listeners. Lives on the I/O loop.
 
@@ -50,20 +52,15 @@ class UnaryServices(grpc.GenericRpcHandler):
         others: finds the handler of calls to other services.
     """
 
-    def __init__(
-        self,
-        proven: ProvenSessions,
-        on_call: Callable[[str], object],
-        others: Callable[[grpc.HandlerCallDetails], Any] = lambda details: None,
-    ) -> None:
-        self._others = others
-        self._on_call = on_call
-        self.names: list[str] = []
-        self._methods: dict[str, tuple[type[Message], Method, bool]] = {}  # by path; the last item: in pieces
-        self._proven = proven
-        self._num_running = 0
-        self._num_bytes: Counter[Identity] = Counter()  # in unfinished calls, by caller
-        self._one_ended = asyncio.Event()
+    _proven: ProvenSessions
+    _on_call: Callable[[str], object]
+    _others: Callable[[grpc.HandlerCallDetails], Any] = lambda details: None
+    names: list[str] = field(default_factory=list)
+    # By path; the last item is true for requests in pieces.
+    _methods: dict[str, tuple[type[Message], Method, bool]] = field(default_factory=dict)
+    _num_running: int = 0
+    _num_bytes: Counter[Identity] = field(default_factory=Counter)  # in unfinished calls, by caller
+    _one_ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     def add(self, descriptor: ServiceDescriptor, methods: Mapping[str, Method]) -> None:
         """Serves methods of a service; replaces earlier methods of the same name."""

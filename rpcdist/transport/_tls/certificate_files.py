@@ -48,9 +48,6 @@ class CertificateFiles:
         self._used = self._texts()  # the files' contents: a replaced file may have the same time and length
         self._certificate, self._prover = self._load(self._used)
 
-    def __repr__(self) -> str:
-        return f"<CertificateFiles {self._certificate!r} from {self._options.certificate}>"
-
     def current(self) -> Certificate:
         """The certificate to present now. Raises `AuthenticationFailed` if it has expired."""
         shown, _ = self._latest()

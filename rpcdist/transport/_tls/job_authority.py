@@ -45,9 +45,6 @@ class JobAuthority:
         is_authority = x509.BasicConstraints(ca=True, path_length=0)
         self.certificate = self._sign(self._name, self._key.public_key(), _AUTHORITY_PERIOD, is_authority)
 
-    def __repr__(self) -> str:
-        return "<JobAuthority>"
-
     def issue(self, owner: Identity, job: str, now: datetime | None = None) -> Certificate:
         """A certificate, with a new key, for a process of the job; takes about 1 ms.
 

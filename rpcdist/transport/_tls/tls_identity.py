@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import ssl
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -91,13 +90,7 @@ def _context(shown: Certificate, server_side: bool) -> ssl.SSLContext:
 
 @contextmanager
 def _file_of(content: bytes) -> Iterator[str]:
-    """A file for OpenSSL, which accepts nothing else; without a name if possible, so that a kill leaves none behind."""
-    if not hasattr(os, "memfd_create"):
-        with tempfile.NamedTemporaryFile() as file:
-            file.write(content)
-            file.flush()
-            yield file.name
-        return
+    """A file for OpenSSL, which accepts nothing else; it has no name, so a kill leaves none behind."""
     with open(os.memfd_create("rpcdist certificate"), "wb") as file:
         file.write(content)
         file.flush()

@@ -29,7 +29,7 @@ from typing import Final, ParamSpec, TypeVar
 from rpcdist.transport import fork
 from rpcdist.transport._tls.certificate import PEER_NAME, fingerprint
 
-NO_SIGPIPE: Final[int] = getattr(socket, "MSG_NOSIGNAL", 0)
+NO_SIGPIPE: Final = int(socket.MSG_NOSIGNAL)
 """The flag for every `send` and `sendmsg` to another process. If that process has ended, the call raises `OSError`,
 even if the program lets SIGPIPE end it (`signal.signal(SIGPIPE, SIG_DFL)`, for the sake of its standard output)."""
 
@@ -80,9 +80,6 @@ class TlsSocket:
         self._is_broken = False
         self._failure: OSError | None = None  # of a read; OpenSSL reports it only once
         self.has_unsent = False  # handshake bytes wait for room in the socket
-
-    def __repr__(self) -> str:
-        return f"<TlsSocket {self._tls!r} [{self.num_owed} B owed]>"
 
     def __enter__(self) -> TlsSocket:
         return self
