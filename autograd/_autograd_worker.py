@@ -191,6 +191,8 @@ class AutogradWorker:
         context = self.contexts.release(context_id)
         if context is None or not context.end():
             return None
+        for loan in context.gpu_loans:  # a worker where a pass has failed does not read, nor return, what comes later
+            self.host.gpus.doubt(loan)
         for current in list(self._passes.values()):
             if current.context is context and not current.is_finishing:
                 current.fail(_released(context))

@@ -284,9 +284,8 @@ class BackwardPass:
             self.context.is_heavy_elsewhere = True
         if message.messages:
             gpus = self._host.gpus
-            message.read_gradients(
-                not self._host.allow_pickle, lambda value: gpus.arriving(value, gpus.identity_of(sender))
-            )
+            lender = gpus.identity_of(sender) if via is None else via.peer
+            message.read_gradients(not self._host.allow_pickle, lambda value: gpus.arriving(value, lender))
         if self.then is not None:
             self.then.take(sender, message)
             if self.then.is_begun:
@@ -411,7 +410,11 @@ class BackwardPass:
             if message.is_done:
                 message.is_heavy = self.context.is_heavy
             route = self._host.gpus.route(to, self._links.get(to), back=True) if message.messages else None
-            part, large = message.encode(self.context.id, self.id, route)
+            try:
+                part, large = message.encode(self.context.id, self.id, route)
+            finally:
+                if route is not None:
+                    self.context.gpu_loans += route.loans
             packed.append((to, part, large, route.loans if route is not None else ()))
         return partial(self._send_packed, packed, self.is_finishing)
 

@@ -30,8 +30,9 @@ LEASE_IN_PEER_TIMEOUTS: Final = 3
 GPU_LOAN_DOUBT_S: Final = 60.0
 """GPU memory that was lent with a message that may not have arrived is used again after this time."""
 GPU_WAIT_LIMIT_S: Final = 600.0
-"""A stream waits this long until the lender's GPU has written lent memory. Then the stream continues with undefined
-content, the log names the lender, and no more is borrowed from it. The borrower checks every few seconds."""
+"""A stream waits this long until the lender's GPU has written lent memory, or the borrower's GPU has copied memory that
+is lent again. Then the stream continues with undefined content, the log names the other worker, and no more is borrowed
+from it or lent to it. The waiting worker checks every few seconds."""
 GROUP_SILENCE_LIMIT_S: Final = 10
 """Silence between the hosts of rank 0 and another rank, detected by TCP keep-alive. Then the rank is lost."""
 KEEP_ALIVE_S: Final = 30

@@ -86,8 +86,8 @@ class GpuRelease(_message.Message):
     CLOSED_FIELD_NUMBER: _ClassVar[int]
     copied: _containers.RepeatedScalarFieldContainer[int]
     unwanted: _containers.RepeatedScalarFieldContainer[int]
-    closed: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, copied: _Optional[_Iterable[int]] = ..., unwanted: _Optional[_Iterable[int]] = ..., closed: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    closed: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, copied: _Optional[_Iterable[int]] = ..., unwanted: _Optional[_Iterable[int]] = ..., closed: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Loan(_message.Message):
     __slots__ = ("buffer", "segment")

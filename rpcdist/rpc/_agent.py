@@ -364,6 +364,7 @@ class Agent:
         events.broken.listen(self._gpus.on_broken)
         events.lost.listen(self._gpus.on_gone)
         events.replaced.listen(self._gpus.on_gone)
+        events.member.listen(self._gpus.on_member)
         events.replaced.listen(references.on_replaced)
         events.replaced.listen(self.actors.lost)
         events.replaced.listen(self._control.forget)

@@ -172,9 +172,12 @@ class LargeBuffer:
 
     Attributes:
         size: size in bytes.
+        may_wait: whether reading may wait for a device; an event loop then asks `is_ready` first.
     """
 
     __slots__ = ("_view", "size")
+
+    may_wait = False
 
     def __init__(self, view: memoryview) -> None:
         self.size = view.nbytes
@@ -182,12 +185,20 @@ class LargeBuffer:
 
     @property
     def view(self) -> memoryview:
-        """The bytes, C-contiguous, one byte per item; read for every chunk that is written.
+        """The bytes, C-contiguous, one byte per item.
 
         Raises:
             TransportError: the memory was released; the session ends.
         """
         return self._view
+
+    def part(self, start: int, end: int) -> memoryview:
+        """A chunk of the bytes, which is written next. Raises the errors of `view`."""
+        return self.view[start:end]
+
+    def is_ready(self, end: int) -> bool:
+        """Whether the bytes up to `end` can be read without waiting."""
+        return True
 
     def copy_to(self, address: int) -> None:
         """Copies the bytes to memory with room for them, in turns with other copies. Raises the errors of `view`."""

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from rpcdist.errors import TransportError
-from rpcdist.time_limits import BATCH_DELAY_S, BURST_GAP_S
+from rpcdist.time_limits import BATCH_DELAY_S, BURST_GAP_S, POLL_S
 from rpcdist.transport._channels.channel import ReadChannel
 from rpcdist.transport._channels.polling_and_signals import SignalShield
 from rpcdist.transport._channels.socket_channel import SocketChannel
@@ -200,8 +200,10 @@ class SessionWriter:
                 # holder of the turn sees that. If the task did not have the turn, the queue may be empty while half a
                 # frame is in the channel, or `drain` was not notified.
                 if (self._outgoing or not had_turn) and not self._turn.locked():
-                    self._awake = True
-                    continue
+                    if not self._outgoing.waits:
+                        self._awake = True
+                        continue
+                    self._io.loop.call_later(POLL_S, self.wake)
                 await self._wake
         except TransportError as exc:
             self._failed(exc)

@@ -101,7 +101,7 @@ class SharedPayloads:
         Returns:
             The same number of buffers; lent ones have no bytes.
         """
-        if not self._allowed:
+        if not self._allowed or _would_block(buffers):
             return buffers
         left = list(buffers)
         loans = []
@@ -262,6 +262,13 @@ class SharedPayloads:
             self._return_handle.cancel()
         self._lender.close()
         self._borrower.close()
+
+
+def _would_block(buffers: Sequence[LargeBuffer]) -> bool:
+    """Whether an event loop would wait for copies of a device. It writes such buffers in chunks when they are there."""
+    if asyncio._get_running_loop() is None:
+        return False
+    return any([buffer.may_wait and not buffer.is_ready(buffer.size) for buffer in buffers])
 
 
 def _size_of(buffers: Sequence[LargeBuffer]) -> int:

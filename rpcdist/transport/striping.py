@@ -202,7 +202,7 @@ class StripeConnection:
         size = sum(end - start for _, start, end in ranges)
         self.num_sent += size
         head = memoryview(_HEAD.pack(transfer.ordinal, cursor.index, size))
-        parts = [head, *(buffers[number].view[start:end] for number, start, end in ranges)]
+        parts = [head, *(buffers[number].part(start, end) for number, start, end in ranges)]
         while parts:
             try:
                 sent = self._socket.sendmsg(parts, (), NO_SIGPIPE)

@@ -6,11 +6,17 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
+import torch
+from torch import Tensor
 
+from rpcdist import autograd, rpc
 from rpcdist._proto import autograd_pb2
 from rpcdist.autograd import _context
 from rpcdist.autograd._context import Releases
 from rpcdist.rpc._calling.autograd_links import AutogradLinks
+from rpcdist.rpc._devices.gpu_sharing import GpuSharing
+from rpcdist.rpc._values import DeviceRoute
+from rpcdist.testing import InProcessCluster, eventually
 
 
 class Host:
@@ -96,3 +102,28 @@ def test_flush_before_the_agent_closes(host: Host, releases: Releases) -> None:
     host.is_closed = True
     host.pass_time()
     assert len(host.sent) == 1
+
+
+def scaled(tensor: Tensor, weight: Tensor) -> Tensor:
+    return tensor * weight
+
+
+def test_loans_of_gradients_end_with_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker where a pass has failed drops later messages, and does not return the loans in them."""
+    doubted: list[int] = []
+    route = GpuSharing.route
+
+    def lending(sharing: GpuSharing, *arguments: Any, back: bool = False) -> DeviceRoute:
+        made = route(sharing, *arguments, back=back)
+        made.loans += [5] if back else []
+        return made
+
+    monkeypatch.setattr(GpuSharing, "route", lending)
+    monkeypatch.setattr(GpuSharing, "doubt", lambda sharing, loan: doubted.append(loan))
+    with InProcessCluster("ada", "bob") as cluster, cluster.use("ada"):
+        with autograd.context() as context_id:
+            weight = torch.ones(2, requires_grad=True)
+            result = rpc.rpc_sync("bob", scaled, (torch.ones(2), weight))
+            autograd.backward(context_id, [result.sum()])
+            assert not doubted
+        eventually(lambda: doubted == [5, 5], "both workers have sent gradients")

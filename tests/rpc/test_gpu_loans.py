@@ -14,6 +14,7 @@ import torch
 from fake_gpus import UUID, FakeGpuMemory, FakeHost
 
 from rpcdist._proto import rpc_pb2, value_pb2
+from rpcdist.deadline import Deadline
 from rpcdist.errors import SerializationError
 from rpcdist.ids import Identity
 from rpcdist.rpc._devices.borrowed_gpu_memory import Borrowed, BorrowedGpuMemory
@@ -47,7 +48,7 @@ class World:
         self.borrowed = self.borrower(self.bob)
 
     def borrower(self, memory: FakeGpuMemory, lent: LentGpuMemory | None = None) -> BorrowedGpuMemory:
-        borrowed = BorrowedGpuMemory(lambda: memory, lambda: lent, lambda id: "alice", lambda: self.now)
+        borrowed = BorrowedGpuMemory(lambda: memory, lambda: lent or LentGpuMemory(memory), lambda: self.now)
         borrowed._indices = {UUID: 0}
         return borrowed
 
@@ -62,13 +63,13 @@ class World:
     def copy(self, loan: value_pb2.GpuLoan, size: int) -> tuple[Borrowed, torch.Tensor]:
         target = torch.full((size,), 99, dtype=torch.uint8)
         self.tensors.append(target)
-        begun = self.borrowed.begin(loan, ALICE.id)
+        begun = self.borrowed.begin(loan, ALICE)
         self.borrowed.copy(begun, ALIGNMENT_BYTES, target, size)
-        self.borrowed.finish(begun, ALICE.id)
+        self.borrowed.finish(begun, ALICE)
         return begun, target
 
     def news(self) -> rpc_pb2.GpuRelease:
-        message = self.borrowed.release(ALICE.id)
+        message = self.borrowed.release(ALICE)
         assert message is not None
         return message.gpu_release
 
@@ -126,7 +127,7 @@ def test_a_slot_is_used_again_when_it_was_read() -> None:
 def test_a_loan_that_nobody_wants_is_used_again_at_once() -> None:
     world = World()
     loan = world.lend(tensor_of(1))
-    world.borrowed.discard([loan], ALICE.id)
+    world.borrowed.discard([loan], ALICE)
     world.tell()
     assert world.lent.num_loans == 0
     again = world.lend(tensor_of(2))
@@ -157,7 +158,7 @@ def test_others_cannot_end_a_loan() -> None:
     world = World()
     loan = world.lend(tensor_of(1))
     world.lent.release([loan.number], [loan.number], CAROL)
-    world.lent.release([loan.number + 1], (), BOB)
+    world.lent.release([loan.number + 1], (), BOB, [loan.number + 1])
     assert world.lent.num_loans == 1
 
 
@@ -222,19 +223,95 @@ def test_what_is_closed_with_a_loan_under_way_is_not_freed() -> None:
     assert all_are(copied, 2)
 
 
+def test_what_is_opened_again_before_its_end_is_reported_is_not_freed() -> None:
+    world = World()
+    world.copy(world.lend(tensor_of(1)), 1000)
+    assert world.alice.run() and world.bob.run()
+    world.tell()
+    world.now += IDLE_LIMIT_S + 1
+    world.borrowed.clean()
+    assert not world.host.opened
+    world.copy(world.lend(tensor_of(2)), 1000)  # one report has the end of the first use and the second loan
+    world.tell()
+    world.now += IDLE_LIMIT_S + 1
+    world.lent.clean()
+    assert world.lent.kept_bytes() and world.host.opened
+    for _ in range(3):
+        world.bob.run()
+        world.alice.run()
+    world.borrowed.clean()
+    world.tell()
+    world.lent.clean()
+    assert not world.lent.kept_bytes()
+
+
+def test_memory_of_loans_that_were_not_opened_is_freed() -> None:
+    """Those of a call that was cancelled, for example."""
+    world = World()
+    world.borrowed.discard([world.lend(tensor_of(1)), world.lend(tensor_of(2, 10 << 20))], ALICE)
+    world.tell()
+    assert world.alice.run()
+    world.now += IDLE_LIMIT_S + 1
+    world.lent.clean()
+    assert not world.lent.kept_bytes() and not world.host.allocations
+
+
+def test_memory_that_cannot_be_named_for_others_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    handle = world.alice.handle
+
+    def refuse(device: int, address: int) -> bytes:
+        monkeypatch.setattr(world.alice, "handle", handle)
+        raise GpuUnavailable("not supported here")
+
+    monkeypatch.setattr(world.alice, "handle", refuse)
+    with pytest.raises(GpuUnavailable, match="not supported here"):
+        world.lend(tensor_of(1))
+    assert not world.host.allocations and not world.lent.kept_bytes()
+
+
+def test_a_report_to_an_earlier_process_of_a_worker_ends_no_loan_of_the_next() -> None:
+    world, successor = World(), LentGpuMemory(FakeHost().process("alice again"))
+    world.borrowed.discard([world.lend(tensor_of(1))], ALICE)
+    assert successor.lend(BOB, 0, ()) is not None
+    news = world.news()
+    successor.release(news.copied, news.unwanted, BOB, news.closed)
+    assert successor.num_loans == 1 and [list(each.readers) for each in successor._allocations.values()] == [[BOB]]
+
+
+def test_the_loss_of_a_process_changes_nothing_of_the_one_in_its_place() -> None:
+    """The loss is handled by the pool, perhaps after the first tensors of the new process."""
+    world = World()
+    memory = world.host.process("alice again")
+    again, lent = ALICE._replace(incarnation=999), LentGpuMemory(memory, lambda: world.now)
+    source = tensor_of(1)
+    made = lent.lend(BOB, 0, [(source.data_ptr(), source.nbytes)])
+    assert made is not None
+    target = tensor_of(99)
+    begun = world.borrowed.begin(made[0], again)
+    world.borrowed.copy(begun, ALIGNMENT_BYTES, target, 1000)
+    world.borrowed.finish(begun, again)
+    world.borrowed.on_gone(ALICE)
+    assert not world.bob.run() and world.host.opened  # its GPU has not written yet
+    assert memory.run() and world.bob.run() and all_are(target, 1)
+    assert world.borrowed.release(ALICE) is None
+    news = world.borrowed.release(again)
+    assert news is not None and list(news.gpu_release.copied) == [made[0].number]
+
+
 def test_a_lender_that_is_lost_holds_nobody_up(caplog: pytest.LogCaptureFixture) -> None:
     """Its GPU never came to the loan."""
     world = World()
     _, copied = world.copy(world.lend(tensor_of(1)), 1000)
     world.bob.enqueue(lambda: copied.add_(1))  # the next kernel
     assert not world.bob.run()
-    world.borrowed.on_gone(ALICE.id, "alice")
+    world.borrowed.on_gone(ALICE)
     assert world.bob.run()
     assert (
         "worker 'alice' was lost before the GPU of the sender had computed tensors that came with 1 messages"
         in caplog.text
     )
-    assert not world.host.opened and world.borrowed.release(ALICE.id) is None
+    assert not world.host.opened and world.borrowed.release(ALICE) is None
 
 
 def test_memory_for_which_a_stream_waits_is_not_closed(caplog: pytest.LogCaptureFixture) -> None:
@@ -244,7 +321,7 @@ def test_memory_for_which_a_stream_waits_is_not_closed(caplog: pytest.LogCapture
     world.now += IDLE_LIMIT_S + 1
     world.borrowed.clean()
     assert world.host.opened
-    world.borrowed.on_gone(ALICE.id, "alice")
+    world.borrowed.on_gone(ALICE)
     assert world.bob.run() and not world.host.opened
     assert "worker 'alice' was lost before" in caplog.text
 
@@ -267,9 +344,9 @@ def test_a_number_that_never_comes(caplog: pytest.LogCaptureFixture) -> None:
     assert world.bob.run() and all_are(copied, 5)
     assert caplog.text.count("worker 'alice' has lent memory of a GPU, and has not written it within 600 s") == 1
     with pytest.raises(SerializationError, match=r"worker 'alice' has lent memory .* nothing more is borrowed"):
-        world.borrowed.begin(world.lend(tensor_of(2)), ALICE.id)
-    world.borrowed.on_gone(ALICE.id, "alice")  # another process in its place
-    world.borrowed.begin(world.lend(tensor_of(2)), ALICE.id)
+        world.borrowed.begin(world.lend(tensor_of(2)), ALICE)
+    world.borrowed.on_gone(ALICE)  # another process in its place
+    world.borrowed.begin(world.lend(tensor_of(2)), ALICE)
 
 
 def test_numbers_that_came_late_are_no_fault(caplog: pytest.LogCaptureFixture) -> None:
@@ -286,18 +363,18 @@ def test_garbage_of_a_peer_changes_nothing_of_others() -> None:
     """Releases of loans that are not its own, of no loan and of memory that it did not open; loans that are none."""
     world = World()
     loans = [world.lend(tensor_of(number), to) for number, to in ((1, BOB), (2, CAROL))]
-    readers = [set(each.readers) for each in world.lent._allocations.values()]
+    readers = [dict(each.readers) for each in world.lent._allocations.values()]
     numbers = [loans[0].number, 0, 1 << 63, loans[0].number, *range(100, 200)]
     for sender in (CAROL, ALICE):
-        world.lent.release(numbers, numbers, sender, [b"", b"unknown", loans[0].memory])
-    assert world.lent.num_loans == 2 and [set(each.readers) for each in world.lent._allocations.values()] == readers
+        world.lent.release(numbers, numbers, sender, [0, 1 << 63, loans[0].number])
+    assert world.lent.num_loans == 2 and [each.readers for each in world.lent._allocations.values()] == readers
     for wrong in ({"memory": b"\xff" * 1000}, {"offset": (1 << 64) - 512}, {"size": (1 << 64) - 1}, {"gpu": b""}):
         forged = value_pb2.GpuLoan()
         forged.CopyFrom(loans[0])
         for name, value in wrong.items():
             setattr(forged, name, value)
         with pytest.raises(SerializationError):
-            world.borrowed.begin(forged, ALICE.id)
+            world.borrowed.begin(forged, ALICE)
     _, copied = world.copy(loans[0], 1000)
     assert world.alice.run() and world.bob.run() and all_are(copied, 1)
 
@@ -306,7 +383,7 @@ def test_a_lender_that_is_lost_when_all_was_computed(caplog: pytest.LogCaptureFi
     world = World()
     _, copied = world.copy(world.lend(tensor_of(1)), 1000)
     world.alice.run()
-    world.borrowed.on_gone(ALICE.id, "alice")
+    world.borrowed.on_gone(ALICE)
     assert world.bob.run() and all_are(copied, 1)
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
@@ -340,6 +417,91 @@ def test_a_receiver_that_is_lost_holds_nobody_up() -> None:
         assert world.alice.run()
 
 
+def test_a_report_that_is_handled_after_the_loss_of_its_sender() -> None:
+    world = World()
+    world.lend(tensor_of(9, 5000), CAROL)  # the allocation stays
+    world.copy(world.lend(tensor_of(1)), 1000)
+    news = world.news()
+    world.lent.on_gone(BOB)
+    world.lent.release(news.copied, news.unwanted, BOB, news.closed)
+    world.now += GPU_LOAN_DOUBT_S + 1
+    world.lent.clean()
+    assert world.lent.num_loans == 1 and world.host.num_made == 1
+    world.lend(tensor_of(2), CAROL)
+    assert world.alice.run()
+
+
+def test_the_loss_of_an_earlier_receiver_whose_copy_is_still_awaited() -> None:
+    """Two others have got the same slot meanwhile; the stream of the lender has reached neither of these loans."""
+    world = World()
+    world.copy(world.lend(tensor_of(1)), 1000)
+    world.tell()
+    second = world.lend(tensor_of(2), CAROL)
+    carol = world.borrower(world.host.process("carol"))
+    begun, target = carol.begin(second, ALICE), tensor_of(0)
+    carol.copy(begun, ALIGNMENT_BYTES, target, 1000)
+    carol.finish(begun, ALICE)
+    world.lent.release([second.number], (), CAROL)
+    world.lend(tensor_of(3), Identity("dave", 3, 103))
+    assert not world.alice.run()
+    world.lent.on_gone(BOB)
+    memory = carol.memory()
+    assert isinstance(memory, FakeGpuMemory)
+    assert not world.alice.run() and memory.run() and world.alice.run()
+    assert all_are(target, 2)
+
+
+def test_a_copy_that_never_comes(caplog: pytest.LogCaptureFixture) -> None:
+    """Bob says that he copies a loan, and his GPU does not come to it."""
+    world = World()
+    world.copy(world.lend(tensor_of(1)), 1000)
+    world.tell()
+    world.lend(tensor_of(2), CAROL)
+    late = world.lend(tensor_of(3))
+    world.now += GPU_WAIT_LIMIT_S - 1
+    world.lent.clean()
+    assert not world.alice.run() and "has not copied" not in caplog.text
+    world.now += 2
+    world.lent.clean()
+    assert world.alice.run()
+    assert caplog.text.count("worker 'bob' has not copied GPU memory that was lent to it within 600 s") == 1
+    assert world.lent.lend(BOB, 0, ()) is None
+    world.lent.release([late.number], (), BOB)
+    world.lend(tensor_of(4), CAROL)
+    assert world.alice.run()
+    world.lent.on_gone(BOB)
+    assert world.lent.lend(BOB, 0, ()) is not None
+
+
+def test_copies_that_came_late_are_no_fault(caplog: pytest.LogCaptureFixture) -> None:
+    world = World()
+    world.copy(world.lend(tensor_of(1)), 1000)
+    world.tell()
+    world.lend(tensor_of(2))
+    for _ in range(2):
+        world.bob.run()
+        world.alice.run()
+    world.now += GPU_WAIT_LIMIT_S + 1
+    world.lent.clean()
+    assert not caplog.text and not any(slot.awaited for slot in world.lent._slots())
+    assert world.lent.lend(BOB, 0, ()) is not None
+
+
+def test_a_lender_that_ends_waits_until_its_memory_was_read() -> None:
+    world = World()
+    _, copied = world.copy(world.lend(tensor_of(1)), 1000)
+    world.tell()
+    world.lent.settle(Deadline.after(0.01))
+    ending = threading.Thread(target=world.lent.settle, args=(Deadline.after(30.0),))
+    ending.start()
+    assert world.alice.run()
+    ending.join(0.05)
+    assert ending.is_alive()
+    assert world.bob.run() and all_are(copied, 1)
+    ending.join(30.0)
+    assert not ending.is_alive()
+
+
 def test_a_loss_that_is_told_late_changes_no_newer_number() -> None:
     world = World()
     world.copy(world.lend(tensor_of(1)), 1000)
@@ -349,10 +511,10 @@ def test_a_loss_that_is_told_late_changes_no_newer_number() -> None:
         world.bob.run()
         world.alice.run()
     carol = world.borrower(world.host.process("carol"))
-    begun = carol.begin(loan, ALICE.id)
+    begun = carol.begin(loan, ALICE)
     target = torch.zeros(1000, dtype=torch.uint8)
     carol.copy(begun, ALIGNMENT_BYTES, target, 1000)
-    carol.finish(begun, ALICE.id)
+    carol.finish(begun, ALICE)
     assert carol.memory().run() and all_are(target, 2)  # type: ignore[attr-defined]
     world.lent.release([loan.number], (), CAROL)
     world.lent.on_gone(BOB)
@@ -378,8 +540,8 @@ def test_damaged_loans_are_refused(damage: dict[str, int | bytes]) -> None:
     for name, wrong in damage.items():
         setattr(loan, name, wrong)
     with pytest.raises(SerializationError):
-        world.borrowed.begin(loan, ALICE.id)
-    assert world.borrowed.probe(loan, ALICE.id)
+        world.borrowed.begin(loan, ALICE)
+    assert world.borrowed.probe(loan, ALICE)
     world.tell()
     assert world.lent.num_loans == 0
 
@@ -387,10 +549,10 @@ def test_damaged_loans_are_refused(damage: dict[str, int | bytes]) -> None:
 def test_a_part_that_is_not_in_its_loan() -> None:
     world = World()
     loan = world.lend(tensor_of(1))
-    begun = world.borrowed.begin(loan, ALICE.id)
+    begun = world.borrowed.begin(loan, ALICE)
     with pytest.raises(SerializationError, match="beyond the"):
         world.borrowed.copy(begun, ALIGNMENT_BYTES, torch.empty(5000, dtype=torch.uint8), 5000)
-    world.borrowed.finish(begun, ALICE.id)
+    world.borrowed.finish(begun, ALICE)
     world.tell()
     assert world.lent.num_loans == 0
 
@@ -403,10 +565,10 @@ def test_a_driver_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
         raise GpuUnavailable("CUresult 999")
 
     monkeypatch.setattr(world.bob, "wait", refuse)
-    begun = world.borrowed.begin(loan, ALICE.id)
+    begun = world.borrowed.begin(loan, ALICE)
     with pytest.raises(SerializationError, match="cannot be read: CUresult 999"):
         world.borrowed.copy(begun, ALIGNMENT_BYTES, tensor_of(0), 1000)
-    world.borrowed.finish(begun, ALICE.id)
+    world.borrowed.finish(begun, ALICE)
     world.tell()
     assert world.lent.num_loans == 0
     monkeypatch.setattr(world.alice, "write", refuse)
@@ -421,10 +583,10 @@ def test_a_worker_that_lends_to_itself_opens_nothing() -> None:
     world = World()
     loan = world.lend(tensor_of(4), ALICE)
     borrowed = world.borrower(world.alice, world.lent)
-    begun = borrowed.begin(loan, ALICE.id)
+    begun = borrowed.begin(loan, ALICE)
     target = torch.zeros(1000, dtype=torch.uint8)
     borrowed.copy(begun, ALIGNMENT_BYTES, target, 1000)
-    borrowed.finish(begun, ALICE.id)
+    borrowed.finish(begun, ALICE)
     assert world.alice.run() and all_are(target, 4)
     assert not world.host.opened
     borrowed.close(1.0)
@@ -446,7 +608,7 @@ def test_threads_get_slots_of_their_own() -> None:
     for thread in threads:
         thread.join()
     assert len({(loan.memory, loan.offset) for loan in loans}) == len({loan.number for loan in loans}) == 200
-    world.borrowed.discard(loans, ALICE.id)
+    world.borrowed.discard(loans, ALICE)
     world.tell()
     assert world.lent.num_loans == 0
 

@@ -28,6 +28,7 @@ class FakeHost:
         self.total_bytes = total_bytes
         self.allocations: dict[bytes, ctypes.Array[ctypes.c_char]] = {}
         self.num_made = 0
+        self.makers: dict[bytes, str] = {}
         self.opened: list[tuple[str, bytes]] = []
 
     def process(self, name: str) -> FakeGpuMemory:
@@ -67,6 +68,7 @@ class FakeGpuMemory:
         self.host.num_made += 1
         handle = b"%064d" % self.host.num_made
         memory = self.host.allocations[handle] = ctypes.create_string_buffer(size)
+        self.host.makers[handle] = self.name
         return ctypes.addressof(memory)
 
     def free(self, device: int, address: int) -> None:
@@ -80,6 +82,8 @@ class FakeGpuMemory:
         memory = self.host.allocations.get(handle)
         if memory is None:
             raise GpuUnavailable("nobody has made this")
+        if self.host.makers[handle] == self.name:
+            raise GpuUnavailable("a process cannot open its own memory")
         self.host.opened.append((self.name, handle))
         return ctypes.addressof(memory), len(memory)
 

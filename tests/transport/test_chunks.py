@@ -410,3 +410,36 @@ def test_whatever_is_sent_arrives_whole(messages: list[tuple[int, list[int]]]) -
         outgoing.add(call(number, b"x" * (mebibytes * MIB // 2)), list(map(Memory, buffers)))
         expected.append((number, buffers))
     assert sorted(receive(written(outgoing))) == expected
+
+
+class OfDevice(Memory):
+    """Memory to which a device copies; its first bytes are there."""
+
+    may_wait = True
+
+    def __init__(self, data: bytes, num_ready: int) -> None:
+        super().__init__(data)
+        self.num_ready = num_ready
+
+    def part(self, start: int, end: int) -> memoryview:
+        assert end <= self.num_ready, "the loop would wait"
+        return super().part(start, end)
+
+    def is_ready(self, end: int) -> bool:
+        return end <= self.num_ready
+
+
+def test_what_a_device_has_not_copied_yet_holds_up_nothing_else() -> None:
+    outgoing = Outgoing()
+    late = OfDevice(b"a" * 3 * CHUNK_BYTES, CHUNK_BYTES)
+    outgoing.add(call(1), [late])
+    assert [shape(outgoing.next_envelope() or b"") for _ in range(2)] == ["1", f"1:0@0+{CHUNK_BYTES}"]
+    assert not outgoing.waits
+    assert outgoing.next_envelope() is None and outgoing.waits and outgoing and not outgoing.is_empty
+    outgoing.add(call(2), [Memory(b"b" * (CHUNK_BYTES + 1))])
+    assert not outgoing.waits
+    seen = [shape(envelope) for envelope in iter(outgoing.next_envelope, None)]
+    assert seen == ["2", f"2:0@0+{CHUNK_BYTES}", "2:0@1+1"] and outgoing.waits
+    late.num_ready = late.size
+    seen = [shape(envelope) for envelope in iter(outgoing.next_envelope, None)]
+    assert seen == [f"1:0@1+{CHUNK_BYTES}", f"1:0@2+{CHUNK_BYTES}"] and not outgoing.waits and outgoing.is_empty

@@ -269,3 +269,35 @@ async def test_a_descriptor_of_something_else_is_refused_and_closed(pair: Channe
         await until(lambda: not os.write(writing, b"x"))
     os.close(writing)
     assert "was answered, but not offered" in await closed_reason(pair, side=1)  # the refusal; this end offered nothing
+
+
+class OfDevice(Memory):
+    """Memory to which a device copies."""
+
+    may_wait = True
+    is_there = False
+
+    def part(self, start: int, end: int) -> memoryview:
+        assert self.is_there, "the reader would wait"
+        return super().part(start, end)
+
+    def copy_to(self, address: int) -> None:
+        self.is_there = True  # this thread has waited
+        super().copy_to(address)
+
+    def is_ready(self, end: int) -> bool:
+        return self.is_there
+
+
+async def test_on_a_loop_shared_memory_does_not_take_what_a_device_still_copies(pair: ChannelPair) -> None:
+    """A loop would wait for the device, and other threads do."""
+    await exchange(pair, bytes(LARGE))
+    await until_free(pair)
+    late = OfDevice(b"a" * LARGE)
+    pair.sessions[0].send(call(1), [late])
+    assert not late.is_there and not lender(pair)._lent
+    late.is_there = True
+    assert await pair.handlers[1].next() == (1, [b"a" * LARGE])
+    await asyncio.to_thread(pair.sessions[0].send, call(2), [OfDevice(b"b" * LARGE)])
+    assert await pair.handlers[1].next() == (2, [b"b" * LARGE])
+    await asyncio.get_running_loop().shutdown_default_executor()

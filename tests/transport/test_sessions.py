@@ -61,6 +61,31 @@ async def test_small_messages_overtake_large_ones(pair: Pair) -> None:
     assert [(await pair.handlers[1].next())[0] for _ in range(2)] == [2, 1]
 
 
+class OfDevice(Memory):
+    """Memory to which a device copies; the twentieth look at it finds that done."""
+
+    may_wait = True
+    num_looks = 0
+
+    def part(self, start: int, end: int) -> memoryview:
+        assert self.num_looks > 20, "the loop would wait"
+        return super().part(start, end)
+
+    def is_ready(self, end: int) -> bool:
+        self.num_looks += 1
+        return self.num_looks > 20
+
+
+async def test_what_a_device_copies_is_sent_when_it_is_there(pair: Pair) -> None:
+    """Nobody says so: the writer looks from time to time, and writes other messages meanwhile."""
+    late = OfDevice(b"a" * 2 * CHUNK_BYTES)
+    pair.sessions[0].send(call(1), [late])
+    pair.sessions[0].send(call(2))
+    assert await pair.handlers[1].next() == (2, [])
+    assert await pair.handlers[1].next() == (1, [b"a" * 2 * CHUNK_BYTES])
+    assert await pair.sessions[0].drain(LIMIT_S)
+
+
 async def test_an_aborted_transfer_never_arrives(pair: Pair) -> None:
     number = pair.sessions[0].send(call(1), [Memory(b"a" * 50 * CHUNK_BYTES)])
     pair.sessions[0].abort_transfer(number, "not wanted")

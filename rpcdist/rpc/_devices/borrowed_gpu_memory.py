@@ -22,7 +22,8 @@ import torch
 from rpcdist._proto import rpc_pb2, value_pb2
 from rpcdist.deadline import Deadline
 from rpcdist.errors import SerializationError
-from rpcdist.rpc._devices.cuda_memory import GpuMemory, GpuUnavailable
+from rpcdist.ids import Identity
+from rpcdist.rpc._devices.cuda_memory import GpuMemory, GpuUnavailable, is_reached
 from rpcdist.rpc._devices.lent_gpu_memory import ALIGNMENT_BYTES, COPIED_AT, LentGpuMemory
 from rpcdist.time_limits import GPU_WAIT_LIMIT_S, IDLE_LIMIT_S, POLL_S
 
@@ -34,6 +35,7 @@ class _OpenMemory:
     """An allocation of another process, or of this one.
 
     Attributes:
+        last: the number of the last loan in it.
         sequences: by offset, the last number that a stream of this process waits for, and since when. Numbers that are
             known to be written are left out.
     """
@@ -42,6 +44,7 @@ class _OpenMemory:
     address: int
     size: int
     is_own: bool
+    last: int = 0
     used: float = 0.0
     sequences: dict[int, tuple[int, float]] = field(default_factory=dict)
 
@@ -70,14 +73,13 @@ class BorrowedGpuMemory:
     """
 
     memory: Callable[[], GpuMemory]
-    lent: Callable[[], LentGpuMemory | None]
-    name_of: Callable[[int], str]
+    lent: Callable[[], LentGpuMemory]
     now: Callable[[], float] = time.monotonic
     _lock: LockType = field(default_factory=threading.Lock)
-    _opened: dict[tuple[int, bytes], _OpenMemory] = field(default_factory=dict)  # by lender and handle
-    news: dict[int, rpc_pb2.GpuRelease] = field(default_factory=dict)
+    _opened: dict[tuple[Identity, bytes], _OpenMemory] = field(default_factory=dict)  # by lender and handle
+    news: dict[Identity, rpc_pb2.GpuRelease] = field(default_factory=dict)
     _indices: dict[bytes, int] = field(default_factory=dict)  # of devices, by UUID
-    _overdue: set[int] = field(default_factory=set)  # lenders whose numbers did not come
+    _overdue: set[Identity] = field(default_factory=set)  # lenders whose numbers did not come
 
     @property
     def is_used(self) -> bool:
@@ -92,7 +94,7 @@ class BorrowedGpuMemory:
             raise SerializationError("a tensor lies on a GPU that this process does not see")
         return self._indices[loan.gpu]
 
-    def probe(self, loan: value_pb2.GpuLoan, lender: int) -> str:
+    def probe(self, loan: value_pb2.GpuLoan, lender: Identity) -> str:
         """Opens a loan without copying it; returns why it cannot be read here, or an empty text."""
         reason = ""
         try:
@@ -102,13 +104,13 @@ class BorrowedGpuMemory:
         self.discard([loan], lender)
         return reason
 
-    def begin(self, loan: value_pb2.GpuLoan, lender: int) -> Borrowed:
+    def begin(self, loan: value_pb2.GpuLoan, lender: Identity) -> Borrowed:
         """Opens the memory of a loan; `finish` or `discard` must follow. Raises `SerializationError`."""
         home = self.device_of(loan)
         with self._lock:
             if lender in self._overdue:
                 raise SerializationError(
-                    f"worker {self.name_of(lender)!r} has lent memory of a GPU that it did not write within "
+                    f"worker {lender.name!r} has lent memory of a GPU that it did not write within "
                     f"{GPU_WAIT_LIMIT_S:g} s, and nothing more is borrowed from it; let it send CPU tensors, or "
                     "restart it"
                 )
@@ -118,6 +120,7 @@ class BorrowedGpuMemory:
                 raise SerializationError(f"a tensor in memory of another process cannot be read: {exc}") from exc
             if loan.offset % ALIGNMENT_BYTES or loan.offset + loan.size > opened.size or loan.size < ALIGNMENT_BYTES:
                 raise SerializationError(f"a loan arrived that lies beyond the {opened.size} bytes of its memory")
+            opened.last = max(opened.last, loan.number)
             if not opened.is_own:
                 opened.sequences[loan.offset] = loan.sequence, self.now()
             return Borrowed(loan, home, opened.address + loan.offset)
@@ -135,7 +138,7 @@ class BorrowedGpuMemory:
             borrowed.devices.append(device)
         memory.copy(device, target.data_ptr(), borrowed.address + offset, size)
 
-    def finish(self, borrowed: Borrowed, lender: int) -> None:
+    def finish(self, borrowed: Borrowed, lender: Identity) -> None:
         """Reports that all needed parts of a loan are being copied."""
         if not borrowed.devices:
             self.discard([borrowed.loan], lender)
@@ -149,18 +152,25 @@ class BorrowedGpuMemory:
         with self._lock:
             self._news_of(lender).copied.append(borrowed.loan.number)
 
-    def discard(self, loans: Iterable[value_pb2.GpuLoan], lender: int) -> None:
+    def discard(self, loans: Iterable[value_pb2.GpuLoan], lender: Identity) -> None:
         with self._lock:
-            self._news_of(lender).unwanted.extend([loan.number for loan in loans])
+            news = self._news_of(lender)
+            for loan in loans:
+                news.unwanted.append(loan.number)
+                opened = self._opened.get((lender, loan.memory))
+                if opened is None:  # the lender does not know whether this loan was opened
+                    news.closed.append(loan.number)
+                else:
+                    opened.last = max(opened.last, loan.number)
 
-    def _news_of(self, lender: int) -> rpc_pb2.GpuRelease:
+    def _news_of(self, lender: Identity) -> rpc_pb2.GpuRelease:
         """With the lock."""
         news = self.news.get(lender)
         if news is None:
             news = self.news[lender] = rpc_pb2.GpuRelease()
         return news
 
-    def release(self, lender: int) -> rpc_pb2.Message | None:
+    def release(self, lender: Identity) -> rpc_pb2.Message | None:
         """Removes and returns the report to a lender; None if there is none."""
         if lender not in self.news:
             return None
@@ -171,25 +181,25 @@ class BorrowedGpuMemory:
     def clean(self) -> None:
         """Closes allocations that were not used for a while. May take long."""
         now = self.now()
-        closing: list[tuple[int, bytes, _OpenMemory]] = []
+        closing: list[tuple[Identity, _OpenMemory]] = []
         with self._lock:  # no other thread closes them meanwhile
             for key, opened in list(self._opened.items()):
                 is_idle = now - opened.used > IDLE_LIMIT_S
                 if is_idle or any(now - since > GPU_WAIT_LIMIT_S for _, since in opened.sequences.values()):
                     self._end_waits(opened, key[0], now)
                 if is_idle and not opened.sequences:  # otherwise closing would wait as long as the stream
-                    closing.append((*key, self._opened.pop(key)))
-        for lender, handle, opened in closing:
+                    closing.append((key[0], self._opened.pop(key)))
+        for lender, opened in closing:
             self._close(opened)
             with self._lock:
-                self._news_of(lender).closed.append(handle)
+                self._news_of(lender).closed.append(opened.last)
 
-    def _end_waits(self, opened: _OpenMemory, lender: int, now: float) -> None:
+    def _end_waits(self, opened: _OpenMemory, lender: Identity, now: float) -> None:
         """Forgets the numbers that are written, and ends the waits that have lasted too long. With the lock."""
         memory = self.memory()
         for offset, (sequence, since) in list(opened.sequences.items()):
             address = opened.address + offset
-            if 0 < (sequence - memory.read(opened.device, address) & 0xFFFFFFFF) < 1 << 31:  # not written yet
+            if not is_reached(memory, opened.device, address, sequence):
                 if now - since <= GPU_WAIT_LIMIT_S:
                     continue
                 memory.force(opened.device, address, sequence)
@@ -198,18 +208,18 @@ class BorrowedGpuMemory:
                     logger.error(
                         "worker %r has lent memory of a GPU, and has not written it within %g s: the content of "
                         "tensors that it sent is undefined, and no more memory is borrowed from it",
-                        self.name_of(lender),
+                        lender.name,
                         GPU_WAIT_LIMIT_S,
                     )
             del opened.sequences[offset]
 
-    def on_gone(self, lender: int, name: str) -> None:
+    def on_gone(self, lender: Identity) -> None:
         """Ends the waits for a process that has ended, and closes its memory. May take long."""
         with self._lock:
             self.news.pop(lender, None)
             self._overdue.discard(lender)
             closing = [self._opened.pop(key) for key in list(self._opened) if key[0] == lender]
-        self._end(closing, f"worker {name!r} was lost", Deadline.after(0.0))
+        self._end(closing, f"worker {lender.name!r} was lost", Deadline.after(0.0))
 
     def close(self, timeout_s: float) -> None:
         """Closes all memory when its copies are done, or after `timeout_s`."""
@@ -227,7 +237,7 @@ class BorrowedGpuMemory:
                 continue
             memory = self.memory()
             for offset, (sequence, _) in opened.sequences.items():
-                while memory.read(opened.device, opened.address + offset) != sequence:
+                while not is_reached(memory, opened.device, opened.address + offset, sequence):
                     if deadline.expired():
                         memory.force(opened.device, opened.address + offset, sequence)
                         num_undefined += 1
@@ -243,13 +253,12 @@ class BorrowedGpuMemory:
         for opened in closing:
             self._close(opened)
 
-    def _open(self, loan: value_pb2.GpuLoan, device: int, lender: int) -> _OpenMemory:
+    def _open(self, loan: value_pb2.GpuLoan, device: int, lender: Identity) -> _OpenMemory:
         """With the lock: two threads must not open one allocation."""
         key = lender, loan.memory
         opened = self._opened.get(key)
         if opened is None:
-            lent = self.lent()
-            own = None if lent is None else lent.own_address(loan.memory)
+            own = self.lent().own_address(loan.memory)
             address, size = self.memory().open(device, loan.memory) if own is None else own
             opened = self._opened[key] = _OpenMemory(device, address, size, own is not None)
         opened.used = self.now()

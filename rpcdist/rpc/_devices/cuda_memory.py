@@ -21,6 +21,7 @@ from typing import Any, Final, Protocol
 import torch
 
 _COPY_BETWEEN_DEVICES: Final = 4  # cudaMemcpyDefault: addresses say which devices they are of
+_NOT_BEHIND_DEFAULT_STREAM: Final = 1  # cudaStreamNonBlocking
 _GREATER_OR_EQUAL: Final = 0  # CU_STREAM_WAIT_VALUE_GEQ: as if the difference were signed, so numbers may go round
 
 _raw_current_stream: Final[Any] = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -70,6 +71,11 @@ class GpuMemory(Protocol):
         """Reads four bytes, without waiting for other streams of this process."""
 
 
+def is_reached(memory: GpuMemory, device: int, address: int, number: int) -> bool:
+    """Whether a wait for this number at an address would end now."""
+    return not 0 < (number - memory.read(device, address) & 0xFFFFFFFF) < 1 << 31
+
+
 class CudaMemory:
     """Implements `GpuMemory`. Raises `GpuUnavailable` if CuPy, the driver or a GPU is missing."""
 
@@ -90,7 +96,7 @@ class CudaMemory:
             ) from exc
         value_arguments = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint
         self._wait_value.argtypes = self._write_value.argtypes = value_arguments
-        self._aside: dict[int, torch.cuda.Stream] = {}
+        self._aside: dict[int, torch.cuda.ExternalStream] = {}
         self._bound = threading.local()
         self._lock = threading.Lock()
 
@@ -139,16 +145,18 @@ class CudaMemory:
             self._runtime.ipcCloseMemHandle(address)
 
     def copy(self, device: int, target: int, source: int, size: int) -> None:
-        self._runtime.memcpyAsync(target, source, size, _COPY_BETWEEN_DEVICES, _raw_stream(device))
+        # The handle 0 means the default stream of the current device, whichever that is.
+        arguments = target, source, size, _COPY_BETWEEN_DEVICES, _raw_stream(device)
+        self._act(self._runtime.memcpyAsync, device, *arguments)
 
     def write(self, home: int, address: int, number: int, devices: Sequence[int]) -> None:
         if len(devices) == 1 and devices[0] == home:
             self._act(self._write_value, home, _raw_stream(home), address, number, 0)
             return
-        aside = self._stream_aside(home)  # memory of another device is not written from a stream
+        writing = torch.cuda.Stream(home)  # memory of another device is not written from a stream
         for device in devices:
-            aside.wait_stream(torch.cuda.current_stream(device))
-        self._act(self._write_value, home, aside.cuda_stream, address, number, 0)
+            writing.wait_stream(torch.cuda.current_stream(device))
+        self._act(self._write_value, home, writing.cuda_stream, address, number, 0)
 
     def wait(self, home: int, address: int, number: int, device: int) -> None:
         if device == home:
@@ -169,8 +177,8 @@ class CudaMemory:
             stream.synchronize()
             return int(number.item()) & 0xFFFFFFFF
 
-    def _act(self, function: Callable[..., int], device: int, *arguments: int) -> None:
-        """Calls a function of the driver, with the context of a device."""
+    def _act(self, function: Callable[..., int | None], device: int, *arguments: int) -> None:
+        """Calls a function of the driver or of CuPy's runtime, with the context of a device."""
         if self._bound.__dict__.get("device") != device or self._runtime.getDevice() != device:
             with torch.cuda.device(device):
                 self._runtime.setDevice(device)  # binds the context, if torch has not used it on this thread yet
@@ -181,12 +189,17 @@ class CudaMemory:
         if status:
             raise GpuUnavailable(f"a function of the driver failed with CUresult {status}")
 
-    def _stream_aside(self, device: int) -> torch.cuda.Stream:
-        """The stream of a device that waits for no other one."""
+    def _stream_aside(self, device: int) -> torch.cuda.ExternalStream:
+        """The stream of a device that waits for no other one.
+
+        It is not one of torch's: these are 32, used in turn, and so are also streams of handlers, which wait.
+        """
         with self._lock:
             stream = self._aside.get(device)
             if stream is None:
-                stream = self._aside[device] = torch.cuda.Stream(device)
+                with torch.cuda.device(device):
+                    handle = self._runtime.streamCreateWithFlags(_NOT_BEHIND_DEFAULT_STREAM)
+                stream = self._aside[device] = torch.cuda.ExternalStream(handle, device)
             return stream
 
 

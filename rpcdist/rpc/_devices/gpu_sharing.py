@@ -1,8 +1,8 @@
 """The workers that can read this worker's GPU memory, and the messages to them about it.
 
-When the first GPU tensor goes to a worker, the worker is asked to open a loan. Until it has answered, and if it cannot
-open the loan (it is on another host, in another container or a MIG instance, or has no GPU), tensors travel through
-host memory.
+When the first tensor of a GPU goes to a worker, the worker is asked to open a loan of that GPU. Until it has answered,
+and if it cannot open the loan (it is on another host, in another container or a MIG instance, or does not see the GPU),
+tensors of that GPU travel through host memory.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from typing import Any, Final
 import torch
 
 from rpcdist._proto import rpc_pb2, value_pb2
+from rpcdist.deadline import Deadline
 from rpcdist.errors import SerializationError, abridged
 from rpcdist.ids import Identity
 from rpcdist.rpc._devices.borrowed_gpu_memory import Borrowed, BorrowedGpuMemory
 from rpcdist.rpc._devices.cuda_memory import GpuUnavailable, cuda_memory
 from rpcdist.rpc._devices.lent_gpu_memory import LentGpuMemory
 from rpcdist.rpc._peers.device_maps import DeviceMap
+from rpcdist.rpc._peers.directory import MemberEvent
 from rpcdist.rpc._peers.network import AnySession, calling_worker
 from rpcdist.rpc._values import DeviceRoute, MapDevice, ReceiveBuffer
-from rpcdist.rpc._values.buffers import Received
+from rpcdist.rpc._values.buffers import STAGED_BYTES, Received, pinned_memory
 from rpcdist.rpc._values.tensors import moves_cpu
 from rpcdist.rpc.future import Future
 from rpcdist.time_limits import IDLE_LIMIT_S, SLOW_ANSWER_LIMIT_S
@@ -33,7 +35,6 @@ from rpcdist.time_limits import IDLE_LIMIT_S, SLOW_ANSWER_LIMIT_S
 logger = logging.getLogger(__name__)
 
 _BYTE: Final = torch.uint8
-CHUNK_BYTES: Final = 4 << 20
 
 
 class ValueOnGpus:
@@ -74,7 +75,7 @@ class ValueOnGpus:
             source = (
                 buffer.memory if isinstance(buffer, ReceiveBuffer) else torch.frombuffer(bytearray(buffer), dtype=_BYTE)
             )
-            if device.type != "cuda" or source.nbytes < CHUNK_BYTES:
+            if device.type != "cuda":
                 return source.view(dtype).reshape(shape).to(device)
             target = new_tensor(shape, dtype, device, source.nbytes)
             copy_up(source, target.view(-1).view(_BYTE))
@@ -84,7 +85,7 @@ class ValueOnGpus:
         loan = self._loan_of(buffer)
         begun = self._begun.get(buffer.gpu_loan)
         if begun is None:
-            begun = self._begun[buffer.gpu_loan] = self._borrowed.begin(loan, self._sender.id)
+            begun = self._begun[buffer.gpu_loan] = self._borrowed.begin(loan, self._sender)
         target = new_tensor(shape, dtype, device, buffer.size)
         self._borrowed.copy(begun, buffer.offset, target, buffer.size)
         return target
@@ -97,7 +98,7 @@ class ValueOnGpus:
     def done(self) -> None:
         """Ends the loans: all needed parts were copied, as far as that was possible."""
         for begun in self._begun.values():
-            self._borrowed.finish(begun, self._sender.id)
+            self._borrowed.finish(begun, self._sender)
         self.discard()
 
     def discard(self) -> None:
@@ -107,7 +108,7 @@ class ValueOnGpus:
             loans = self._value.gpu_loans
             if len(self._begun) < len(loans):
                 left = [loan for number, loan in enumerate(loans, 1) if number not in self._begun]
-                self._borrowed.discard(left, self._sender.id)
+                self._borrowed.discard(left, self._sender)
 
 
 def new_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device, size: int) -> torch.Tensor:
@@ -125,9 +126,9 @@ def copy_up(source: torch.Tensor, target: torch.Tensor) -> None:
     """Copies bytes of the host to a GPU, in its current stream: one chunk goes up while the next is copied into pinned
     memory, which torch's allocator keeps for later copies. The driver's own copy takes twice as long.
     """
-    pinned = torch.empty(source.nbytes, dtype=_BYTE, pin_memory=True)
+    pinned = pinned_memory(source.nbytes)
     for part, staged, there in zip(
-        source.split(CHUNK_BYTES), pinned.split(CHUNK_BYTES), target.split(CHUNK_BYTES), strict=True
+        source.split(STAGED_BYTES), pinned.split(STAGED_BYTES), target.split(STAGED_BYTES), strict=True
     ):
         there.copy_(staged.copy_(part), non_blocking=True)
 
@@ -149,8 +150,6 @@ def _say_once(me: str, sender: str) -> None:
 
 
 PROBE = "rpcdist.rpc._devices.gpu_sharing:probe"
-_PROBED_BYTES: Final = 512
-
 _ASKED: Final = "it has not answered yet"
 
 
@@ -194,9 +193,10 @@ class GpuSharing:
         self._takes_loans = takes_loans
         self._lends = lends
         self._lent: LentGpuMemory | None = None  # made for the first GPU tensor that is sent
-        self._readers: dict[Identity, str] = {}  # why each worker cannot read; empty if it can
+        # By worker and GPU: why the worker cannot read memory of the GPU; empty if it can.
+        self._readers: dict[tuple[Identity, int], str] = {}
         self._lock = threading.Lock()
-        self.borrowed = BorrowedGpuMemory(cuda_memory, lambda: self._lent, lambda worker: identity_of(worker).name)
+        self.borrowed = BorrowedGpuMemory(cuda_memory, _lent_by_process)
         self.callables: dict[str, Callable[..., Any]] = {PROBE: self._probe}
 
     def route(
@@ -224,22 +224,24 @@ class GpuSharing:
         self, to: int, session: AnySession | None, device: int, spans: Sequence[tuple[int, int]]
     ) -> tuple[value_pb2.GpuLoan, list[int]] | None:
         """Lends memory to a worker; None if it cannot read it, has not answered yet, or there is too little."""
-        identity = self.identity_of(to) if session is None else session.peer
-        reason = self._readers.get(identity)
+        if session is not None and session.closed_reason is not None:
+            return None
+        reader = self.identity_of(to) if session is None else session.peer, device
+        reason = self._readers.get(reader)
         if reason is None:
-            reason = self._begin_probe(identity)
+            reason = self._begin_probe(*reader)
         lent = self._lent
         if reason or lent is None:
             return None
         try:
-            return lent.lend(identity, device, spans)
+            return lent.lend(*reader, spans)
         except GpuUnavailable as exc:
-            self._note(identity, str(exc))
+            self._note(*reader, str(exc))
             return None
 
     def send_report(self, session: AnySession) -> None:
         """Sends the pending report to the peer of a session, together with the next message."""
-        if (message := self.borrowed.release(session.peer.id)) is not None:
+        if (message := self.borrowed.release(session.peer)) is not None:
             session.hold_back(lambda: session.send(message, ()))
 
     def doubt(self, loan: int) -> None:
@@ -247,44 +249,43 @@ class GpuSharing:
         if self._lent is not None:
             self._lent.doubt([loan])
 
-    def _begin_probe(self, to: Identity) -> str:
+    def _begin_probe(self, to: Identity, device: int) -> str:
         with self._lock:
-            if to in self._readers:
-                return self._readers[to]
-            self._readers[to] = _ASKED
+            if (to, device) in self._readers:
+                return self._readers[to, device]
+            self._readers[to, device] = _ASKED
         try:
             if not self._lends:
                 raise GpuUnavailable("the options name channels without cuda_ipc")
             if self._lent is None:
                 self._lent = _lent_by_process()
-            device = torch.cuda.current_device()
-            probed = torch.zeros(_PROBED_BYTES, dtype=torch.uint8, device=torch.device("cuda", device))
-            made = self._lent.lend(to, device, [(probed.data_ptr(), _PROBED_BYTES)])
+            made = self._lent.lend(to, device, ())
             if made is None:
                 raise GpuUnavailable("there is no memory left for loans")
         except (GpuUnavailable, RuntimeError) as exc:
-            return self._note(to, str(exc))
+            return self._note(to, device, str(exc))
         if to == self._me:
             self._lent.release((), [made[0].number], to)
-            return self._note(to, "")
+            return self._note(to, device, "")
         try:
             answer = self._ask(to.id, PROBE, (made[0].SerializeToString(),), SLOW_ANSWER_LIMIT_S)
         except Exception as exc:  # it is lost, and the call in progress reports that
             self._lent.doubt([made[0].number])
-            return self._note(to, str(exc))
+            return self._note(to, device, str(exc))
         answer.is_quiet = True
-        answer._when_done(partial(self._answered, to))
-        return self._readers[to]
+        answer._when_done(partial(self._answered, to, device))
+        return self._readers.get((to, device), _ASKED)
 
-    def _answered(self, to: Identity, answer: Future[Any]) -> None:
+    def _answered(self, to: Identity, device: int, answer: Future[Any]) -> None:
         error = answer.exception()
         reason = answer.value() if error is None else str(error)
-        self._note(to, reason if isinstance(reason, str) else abridged(reason))
+        if (to, device) in self._readers:  # otherwise it has gone
+            self._note(to, device, reason if isinstance(reason, str) else abridged(reason))
 
-    def _note(self, to: Identity, reason: str) -> str:
-        self._readers[to] = reason
+    def _note(self, to: Identity, device: int, reason: str) -> str:
+        self._readers[to, device] = reason
         if reason:
-            logger.info("tensors of GPUs travel through host memory to worker %r: %s", to.name, reason)
+            logger.info("tensors of cuda:%d travel through host memory to worker %r: %s", device, to.name, reason)
         return reason
 
     def _probe(self, loan: bytes) -> str:
@@ -294,7 +295,7 @@ class GpuSharing:
             return "no worker has called"
         if not self._takes_loans:
             return f"{self._me.name!r} accepts only tensors from host memory (allow_pickle=False)"
-        return self.borrowed.probe(value_pb2.GpuLoan.FromString(loan), lender.id)
+        return self.borrowed.probe(value_pb2.GpuLoan.FromString(loan), lender)
 
     # ------------------------------------------------------------ on the I/O loop, or the thread that reads
 
@@ -309,19 +310,25 @@ class GpuSharing:
             self._lent.on_broken(session.peer)
 
     def on_gone(self, identity: Identity, error: Exception | None = None) -> None:
-        self._readers.pop(identity, None)
+        for reader in [reader for reader in list(self._readers) if reader[0] == identity]:
+            del self._readers[reader]
         if self._lent is not None or self.borrowed.is_used:
             self._submit(self._forget, identity)
 
+    def on_member(self, event: MemberEvent) -> None:
+        """Handles the end of a worker that has left: it reports nothing more, and `on_gone` was not called."""
+        if event.kind == "left":
+            self.on_gone(event.member.identity)
+
     def _forget(self, identity: Identity) -> None:
-        self.borrowed.on_gone(identity.id, identity.name)
+        self.borrowed.on_gone(identity)
         if self._lent is not None:
             self._lent.on_gone(identity)
 
     def tick(self) -> None:
         for lender in list(self.borrowed.news):
             if (message := self.borrowed.release(lender)) is not None:
-                self._send(lender, message)
+                self._send(lender.id, message)
         now = time.monotonic()
         if now - self._cleaned > IDLE_LIMIT_S / 2 and (self._lent is not None or self.borrowed.is_used):
             self._cleaned = now
@@ -333,8 +340,10 @@ class GpuSharing:
             self._lent.clean()
 
     def close(self, timeout_s: float) -> None:
-        """Waits for copies in progress, at most for `timeout_s`, and closes all memory."""
+        """Waits for copies in progress, at most for `timeout_s`; closes borrowed memory, and lends no more."""
+        deadline = Deadline.after(timeout_s)
         self.borrowed.close(timeout_s)
         if self._lent is not None:
-            for reader in self._readers:
+            self._lent.settle(deadline)
+            for reader in {identity for identity, _ in list(self._readers)}:
                 self._lent.on_broken(reader)

@@ -14,6 +14,8 @@ allocation of idle slots is freed after a while, when all processes that had ope
 
 from __future__ import annotations
 
+import logging
+import secrets
 import threading
 import time
 from collections import defaultdict
@@ -22,9 +24,12 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from rpcdist._proto import value_pb2
+from rpcdist.deadline import Deadline
 from rpcdist.ids import Identity
-from rpcdist.rpc._devices.cuda_memory import GpuMemory
-from rpcdist.time_limits import GPU_LOAN_DOUBT_S, IDLE_LIMIT_S
+from rpcdist.rpc._devices.cuda_memory import GpuMemory, is_reached
+from rpcdist.time_limits import GPU_LOAN_DOUBT_S, GPU_WAIT_LIMIT_S, IDLE_LIMIT_S, POLL_S
+
+logger = logging.getLogger(__name__)
 
 ALIGNMENT_BYTES: Final = 512
 """Alignment of each part of a loan. The first part has the lender's number, and the receiver's at `COPIED_AT`."""
@@ -46,7 +51,7 @@ class _Allocation:
     handle: bytes
     slots: list[_LoanSlot] = field(default_factory=list)
     filled: int = 0  # by slots
-    readers: set[Identity] = field(default_factory=set)  # that may have opened it
+    readers: dict[Identity, int] = field(default_factory=dict)  # that may have opened it, and their last loans
 
 
 @dataclass(slots=True, eq=False)
@@ -56,10 +61,15 @@ class _LoanSlot:
     size: int
     sequence: int = 0  # of the last loan
     copied_by: Identity | None = None  # the receiver of the last loan, if its stream says when it has copied it
-    awaited: tuple[Identity, int] | None = None  # the receiver of an earlier one, and its number, for which ours waits
+    # The last number of each earlier receiver for which a stream of this worker waits, or has waited; and since when.
+    awaited: dict[Identity, tuple[int, float]] = field(default_factory=dict)
     idle_since: float = 0.0
     lent_to: Identity | None = None  # while it is not idle
     doubtful_since: float | None = None
+
+    @property
+    def address(self) -> int:
+        return self.allocation.address + self.offset
 
 
 class LentGpuMemory:
@@ -72,7 +82,8 @@ class LentGpuMemory:
         self._idle: defaultdict[tuple[int, int], list[_LoanSlot]] = defaultdict(list)  # by device and size
         self._allocations: dict[bytes, _Allocation] = {}
         self._lent: dict[int, _LoanSlot] = {}  # by number
-        self._next_number = 1
+        self._next_number = secrets.randbits(62)  # so a report to an earlier process names no loan of this one
+        self._overdue: set[Identity] = set()  # receivers whose numbers did not come
         self._uuids: dict[int, bytes] = {}
 
     @property
@@ -93,7 +104,8 @@ class LentGpuMemory:
             spans: address and size of each part.
 
         Returns:
-            The loan, and where each of the spans begins in it; None if there is no memory for it.
+            The loan, and where each of the spans begins in it; None if there is no memory for it, or if the worker did
+            not write that it had copied an earlier loan.
         """
         offsets: list[int] = []
         size = ALIGNMENT_BYTES
@@ -101,19 +113,20 @@ class LentGpuMemory:
             offsets.append(size)
             size += -(-span_size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         with self._lock:
-            slot = self._take_slot(device, slot_size(size))
+            slot = None if to in self._overdue else self._take_slot(device, slot_size(size))
             if slot is None:
                 return None
             number = self._next_number
             self._next_number += 1
             self._lent[number] = slot
             slot.lent_to, slot.doubtful_since = to, None
-            slot.allocation.readers.add(to)
+            slot.allocation.readers[to] = number
             before, copied_by = slot.sequence, slot.copied_by
             slot.sequence, slot.copied_by = before + 1 & 0xFFFFFFFF, None
-            slot.awaited = None if copied_by is None else (copied_by, before)
+            if copied_by is not None:
+                slot.awaited[copied_by] = before, self._now()
         try:
-            start = slot.allocation.address + slot.offset
+            start = slot.address
             if copied_by is not None:
                 self._memory.wait(device, start + COPIED_AT, before, device)
             for (address, span_size), offset in zip(spans, offsets, strict=True):
@@ -140,29 +153,26 @@ class LentGpuMemory:
         return None if allocation is None else (allocation.address, allocation.size)
 
     def release(
-        self, copied: Iterable[int], unwanted: Iterable[int], sender: Identity, closed: Iterable[bytes] = ()
+        self, copied: Iterable[int], unwanted: Iterable[int], sender: Identity, closed: Iterable[int] = ()
     ) -> None:
         """Ends loans that a worker no longer needs; numbers of loans to other workers are ignored.
 
         Args:
             copied: the loans that it is copying: its stream writes a number afterwards.
             unwanted: the loans that it does not copy.
-            closed: allocations that it has closed.
+            closed: its last loans in allocations that it has closed, or has not opened.
         """
         with self._lock:
             for numbers, copied_by in ((copied, sender), (unwanted, None)):
                 for number in numbers:
                     slot = self._lent.get(number)
                     if slot is not None and slot.lent_to == sender:
-                        slot.copied_by = copied_by
+                        slot.copied_by = None if sender in self._overdue else copied_by
                         self._end(number)
-            if not closed:
-                return
-            in_use = {slot.allocation.handle for slot in self._lent.values() if slot.lent_to == sender}
-            for handle in closed:
-                allocation = self._allocations.get(handle)
-                if allocation is not None and handle not in in_use:  # else it will open it again
-                    allocation.readers.discard(sender)
+            for number in closed:
+                for allocation in self._allocations.values():
+                    if allocation.readers.get(sender) == number:  # otherwise it will open it again, or has
+                        del allocation.readers[sender]
 
     def doubt(self, numbers: Iterable[int]) -> None:
         """Records that these loans may not arrive."""
@@ -180,20 +190,55 @@ class LentGpuMemory:
         """Handles the end of a process: nothing is open there, and it reports no more copies. May take long."""
         self.on_broken(to)
         with self._lock:
+            self._overdue.discard(to)
             for allocation in self._allocations.values():
-                allocation.readers.discard(to)
-                for slot in allocation.slots:
-                    if slot.copied_by == to:
-                        number = slot.sequence
-                    elif slot.awaited is not None and slot.awaited[0] == to:
-                        number = slot.awaited[1]
-                    else:
-                        continue
-                    address = allocation.address + slot.offset + COPIED_AT
-                    if (
-                        0 < (number - self._memory.read(allocation.device, address) & 0xFFFFFFFF) < 1 << 31
-                    ):  # not there yet
-                        self._memory.force(allocation.device, address, number)
+                allocation.readers.pop(to, None)
+            for slot in self._slots():
+                if slot.lent_to == to:
+                    slot.lent_to = None  # a report that is still being handled would name a number that never comes
+            self._end_waits(to)
+
+    def _slots(self) -> list[_LoanSlot]:
+        return [slot for allocation in list(self._allocations.values()) for slot in list(allocation.slots)]
+
+    def _is_copied(self, slot: _LoanSlot, number: int) -> bool:
+        return is_reached(self._memory, slot.allocation.device, slot.address + COPIED_AT, number)
+
+    def _end_waits(self, receiver: Identity) -> None:
+        """Writes the numbers that a receiver has not written. With the lock."""
+        for slot in self._slots():
+            number = slot.sequence if slot.copied_by == receiver else slot.awaited.get(receiver, (None,))[0]
+            if number is not None and not self._is_copied(slot, number):
+                self._memory.force(slot.allocation.device, slot.address + COPIED_AT, number)
+
+    def _end_old_waits(self, now: float) -> None:
+        """Ends waits of this worker's streams that have lasted too long. With the lock."""
+        for slot in self._slots():
+            for receiver, (number, since) in list(slot.awaited.items()):
+                if now - since <= GPU_WAIT_LIMIT_S:
+                    continue
+                if not self._is_copied(slot, number):
+                    self._end_waits(receiver)
+                    self._overdue.add(receiver)
+                    logger.error(
+                        "worker %r has not copied GPU memory that was lent to it within %g s: the content of tensors "
+                        "that it received is undefined, and no more memory is lent to it",
+                        receiver.name,
+                        GPU_WAIT_LIMIT_S,
+                    )
+                del slot.awaited[receiver]
+
+    def settle(self, deadline: Deadline) -> None:
+        """Waits until all loans are written, and copied if their receivers copy them, or until the deadline."""
+        for slot in self._slots():
+            number, device = slot.sequence, slot.allocation.device
+            while not (
+                is_reached(self._memory, device, slot.address, number)
+                and (slot.copied_by is None or self._is_copied(slot, number))
+            ):
+                if deadline.expired():
+                    return
+                time.sleep(POLL_S)
 
     def clean(self) -> None:
         """Ends old doubts, and frees memory that was not used for a while. May wait until a device is idle."""
@@ -201,6 +246,7 @@ class LentGpuMemory:
             return
         now = self._now()
         with self._lock:
+            self._end_old_waits(now)
             for number, slot in list(self._lent.items()):
                 if slot.doubtful_since is not None and now - slot.doubtful_since > GPU_LOAN_DOUBT_S:
                     self._end(number)
@@ -255,7 +301,12 @@ class LentGpuMemory:
             address = self._memory.allocate(device, size)
         except MemoryError:
             return None
-        allocation = _Allocation(device, address, size, self._memory.handle(device, address))
+        try:
+            handle = self._memory.handle(device, address)
+        except BaseException:
+            self._memory.free(device, address)
+            raise
+        allocation = _Allocation(device, address, size, handle)
         self._allocations[allocation.handle] = allocation
         return allocation
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import torch
@@ -17,7 +17,14 @@ import torch
 from rpcdist._proto import value_pb2
 from rpcdist.errors import SerializationError, TransportError
 from rpcdist.own_shortage import free_memory
-from rpcdist.transport.memory_copies import LargeBuffer, copy_memory, copy_view, declare, memory_view
+from rpcdist.transport.memory_copies import (
+    TWO_THREADS_FROM_BYTES,
+    LargeBuffer,
+    copy_memory,
+    copy_view,
+    declare,
+    memory_view,
+)
 
 INLINE_LIMIT: Final = 32 * 1024
 """Buffers up to this many bytes travel inside the message. Copying 32 KiB costs 2 us; a transfer costs more."""
@@ -30,6 +37,9 @@ MAX_BUFFER_SIZE: Final = 1 << 47
 HUGE_PAGES_FROM: Final = 32 << 20
 """Receive buffers of this size request huge pages. The C library maps such buffers again each time, and the first touch
 of many small pages costs more than the transfer: an echo of 64 MiB takes half as long with huge pages."""
+
+STAGED_BYTES: Final = 4 << 20
+"""Copies between a GPU and pinned memory are divided into chunks of this size, which other stages handle meanwhile."""
 
 _CPU: Final = torch.device("cpu")
 _madvise: Final = declare("madvise", ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -71,8 +81,26 @@ class TensorBuffer(LargeBuffer):
                 )
 
 
+def pinned_memory(size: int) -> torch.Tensor:
+    """Bytes of the host that a GPU copies by itself. torch's allocator keeps them for reuse when copies are done."""
+    return torch.empty(size, dtype=torch.uint8, device=_CPU, pin_memory=True)
+
+
+def keep_for_current_streams(tensors: Iterable[torch.Tensor]) -> None:
+    """Keeps the memory of GPU tensors until the current streams have reached this point, though the tensors are freed.
+
+    torch's allocator reuses memory for the stream of its allocation, which may be another one.
+    """
+    for tensor in tensors:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
 class GpuBuffer(LargeBuffer):
-    """Memory of tensors on a GPU. If it cannot be lent, `on_host` starts a copy, for which only sending waits."""
+    """Memory of tensors on a GPU. If it cannot be lent, `on_host` starts a copy, for which only sending waits: for each
+    part of it.
+    """
+
+    may_wait = True
 
     __slots__ = ("_copied", "_host", "_tensors", "device", "start")
 
@@ -82,7 +110,11 @@ class GpuBuffer(LargeBuffer):
         self.device = tensors[0].device
         self._tensors = tensors
         self._host: torch.Tensor | None = None
-        self._copied: torch.cuda.Event | None = None
+        self._copied: list[torch.cuda.Event] = []  # for each chunk
+
+    def keep(self) -> None:
+        """Call this before the current stream copies the memory."""
+        keep_for_current_streams(self._tensors)
 
     def on_host(self) -> GpuBuffer:
         """Starts the copy into pinned memory, in the current stream; returns this buffer."""
@@ -90,27 +122,40 @@ class GpuBuffer(LargeBuffer):
         with torch.inference_mode(False), torch.no_grad():
             flat = torch.empty(0, dtype=torch.uint8, device=self.device)
             flat.set_(storage, self.start - storage.data_ptr(), (self.size,), (1,))
-            self._host = torch.empty(self.size, dtype=torch.uint8, device=_CPU, pin_memory=True)
-            self._host.copy_(flat, non_blocking=True)
-        self._copied = torch.cuda.Event()
-        self._copied.record(torch.cuda.current_stream(self.device))
+            self._host = pinned_memory(self.size)
+            stream = torch.cuda.current_stream(self.device)
+            for there, here in zip(self._host.split(STAGED_BYTES), flat.split(STAGED_BYTES), strict=True):
+                there.copy_(here, non_blocking=True)
+                self._copied.append(stream.record_event())
         self._tensors = ()
         return self
 
     @property
     def view(self) -> memoryview:
         """The copy; waits until it is complete."""
-        host = self._wait()
-        return memory_view(host.data_ptr(), self.size, host)
+        return self.part(0, self.size)
+
+    def part(self, start: int, end: int) -> memoryview:
+        """A part of the copy; waits until it is there."""
+        self._copied_up_to(end).synchronize()
+        host = self._host
+        assert host is not None  # no code has this buffer before `on_host`
+        return memory_view(host.data_ptr(), self.size, host)[start:end]
+
+    def is_ready(self, end: int) -> bool:
+        return bool(self._copied_up_to(end).query())
 
     def copy_to(self, address: int) -> None:
-        """Copies the bytes from the host; waits until they are there."""
-        copy_memory(address, self._wait().data_ptr(), self.size)
+        """Copies the bytes from the host, each part when it is there."""
+        host = self._host
+        assert host is not None
+        for start in range(0, self.size, TWO_THREADS_FROM_BYTES):
+            end = min(start + TWO_THREADS_FROM_BYTES, self.size)
+            self._copied_up_to(end).synchronize()
+            copy_memory(address + start, host.data_ptr() + start, end - start)
 
-    def _wait(self) -> torch.Tensor:
-        assert self._host is not None and self._copied is not None  # no code has this buffer before `on_host`
-        self._copied.synchronize()
-        return self._host
+    def _copied_up_to(self, end: int) -> torch.cuda.Event:
+        return self._copied[(end - 1) // STAGED_BYTES]
 
 
 def copy_of(buffer: LargeBuffer) -> ReceiveBuffer:

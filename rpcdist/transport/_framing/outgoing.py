@@ -76,13 +76,19 @@ class _OutgoingTransfer:
         return (sent, size) if self.then is None else (sent, size + self.then.progress[1])
 
     def next_chunk(self) -> Parts:
-        view, size = self.buffers[self.index].view, self.sizes[self.index]
+        size = self.sizes[self.index]
         start, end = self.at, min(self.at + CHUNK_BYTES, size)
+        chunk = self.buffers[self.index].part(start, end)
         head = chunk_head(self.number, self.index, start, end - start)
         self.at = end
         if end == size:
             self._skip_to_next()
-        return head, view[start:end]
+        return head, chunk
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the next chunk can be read without waiting."""
+        return self.buffers[self.index].is_ready(min(self.at + CHUNK_BYTES, self.sizes[self.index]))
 
     def _skip_to_next(self) -> None:
         self.index += 1
@@ -124,6 +130,7 @@ class Outgoing:
         self._transfers: deque[_OutgoingTransfer] = deque()
         self._held: dict[int, deque[_Entry]] = {}  # entries held back, by stream with an unfinished transfer
         self._chunk_is_due = False
+        self._waits = False
         self._credit_bytes = CHUNK_WINDOW_BYTES
         self._numbers = itertools.count(1)
         self._functions: dict[str, int] = {}  # numbers by name; the first call with a number also has the name
@@ -140,6 +147,11 @@ class Outgoing:
     def __bool__(self) -> bool:
         """Whether something can be written now; held entries wait for a transfer."""
         return bool(self._frames or (self._transfers and self._credit_bytes > 0))
+
+    @property
+    def waits(self) -> bool:
+        """Whether something is left, but nothing could be written now: devices have not copied it yet."""
+        return self._waits and not self._frames
 
     @property
     def num_frames(self) -> int:
@@ -362,6 +374,15 @@ class Outgoing:
             if not self._transfers or self._credit_bytes <= 0:
                 return None
             transfer = self._transfers.popleft()
+            self._waits = False
+            if transfer.buffers[transfer.index].may_wait and not transfer.is_ready:
+                self._transfers.append(transfer)
+                ready = next((each for each in self._transfers if each.is_ready), None)
+                if ready is None:
+                    self._waits = True
+                    return None
+                self._transfers.remove(ready)
+                transfer = ready
             head, payload = transfer.next_chunk()
             self._credit_bytes -= len(head) + (len(payload) if payload is not None else 0)
             self._schedule(transfer)
