@@ -24,6 +24,7 @@ from rpcdist.optim._param_groups import Group, options_of
 from rpcdist.rpc import RRef, get_rpc_timeout
 from rpcdist.rpc._current import agent_local, current_agent
 from rpcdist.rpc._executors.blocking import blocking
+from rpcdist.rpc._values.buffers import keep_for_current_streams
 from rpcdist.rpc._values.plain import FREE_BYTES, PlainWriter, read_plain
 from rpcdist.torch_optimizers import take_step
 
@@ -71,6 +72,10 @@ class LocalOptimizer:
         """
         parameters = self._parameters
         gradients = _gradients_of(context_id, parameters)
+        if gradients is not None and parameters[0].is_cuda:  # their memory may be of the streams of earlier calls
+            keep_for_current_streams(
+                [one for one in gradients if one is not None and one.is_cuda and not one.is_sparse]
+            )
         if not self._lock.acquire(blocking=False):
             self._begin_alone("step")
         try:

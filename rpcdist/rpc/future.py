@@ -231,6 +231,8 @@ class Future(torch.futures.Future[T]):
                 self._ignore_error()
                 self.cancel()
                 raise
+        if self._devices and self._error is None:
+            _Base.wait(self)  # as in `wait`
         try:
             return self._outcome()
         finally:
@@ -244,6 +246,8 @@ class Future(torch.futures.Future[T]):
             return self._result
         if self._failure is not None:
             self._failure.seen = True
+        if self._arrived is not None:
+            self._arrived.join_gpus()
         try:
             # Each wait starts from the original traceback; otherwise the traceback would grow with each wait.
             set_traceback(error, self._traceback)

@@ -151,3 +151,21 @@ def test_a_scheduler_at_the_owner_counts_steps(monkeypatch: pytest.MonkeyPatch) 
     stepped(local, parameter, monkeypatch)
     scheduler.step()  # warns, which fails a test, when it has not seen a step
     assert local.optim.param_groups[0]["lr"] == pytest.approx(0.01)
+
+
+@pytest.mark.usefixtures("agent")
+def test_gradients_on_gpus_are_kept_for_the_stream_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their memory is of the streams in which backward passes ran; calls that run there now would use it again."""
+    kept: list[torch.Tensor] = []
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    monkeypatch.setattr(_local_optimizer, "keep_for_current_streams", kept.extend)
+    parameter = torch.ones(3)
+    local = make(torch.optim.SGD, parameter, lr=0.1)
+    local._parameters = [parameter.as_subclass(OnGpu), torch.ones(3), torch.ones(2, 2)]
+    gradients = [torch.ones(3).as_subclass(OnGpu), None, torch.eye(2).to_sparse()]
+    monkeypatch.setattr(_local_optimizer, "_gradients_of", lambda context_id, parameters: gradients)
+    local.step(1, [{}], False)
+    assert len(kept) == 1 and kept[0] is gradients[0]

@@ -411,9 +411,10 @@ class CallFuture(Future[Any]):
                 if self._arrive(value):
                     jobs.append((_run_inside, (context, self._run_callbacks)))
                 return
-        if isinstance(payload, Arrived) and payload.is_on_gpus:
-            payload.keep_gpu_tensors()
-            self._arrived = payload
+        arrived = payload if failure is None else failure.original
+        if isinstance(arrived, Arrived) and arrived.is_on_gpus:
+            arrived.keep_gpu_tensors()
+            self._arrived = arrived
         if self._deliver(partial(result_of, failure, payload)):
             jobs.append((_run_inside, (context, self._settle)))
         elif self.cancelled() and isinstance(payload, Arrived):

@@ -7,11 +7,14 @@ the call ends, so work that was enqueued before and after a call keeps the order
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
 import torch
 from torch.utils._pytree import tree_leaves
+
+from rpcdist.rpc._values.buffers import keep_for_current_streams
 
 _idle: Final[dict[int, list[_PoolStream]]] = {}
 """The unused streams of each device, in the order of their last use. Consecutive calls share a stream, and with it the
@@ -80,6 +83,23 @@ def _make_current(stream: Any) -> None:
         torch.cuda.set_device(device)
 
 
+def gpu_tensors(value: object) -> list[torch.Tensor]:
+    """The tensors in a value that are on GPUs."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.is_cuda]
+
+
+@contextmanager
+def in_default_streams(value: object) -> Iterator[None]:
+    """Makes the default streams current, after the tensors of a value: for state that several calls change in turn."""
+    tensors = gpu_tensors(value)
+    into_default_streams(tensors)
+    with ExitStack() as streams:
+        for device in {tensor.device for tensor in tensors}:
+            streams.enter_context(torch.cuda.stream(torch.cuda.default_stream(device)))
+        keep_for_current_streams(tensors)
+        yield
+
+
 class ArrivedTensors:
     """The GPU tensors of one value, copied in a stream that may not be the current one of the thread that uses them.
 
@@ -100,7 +120,7 @@ class ArrivedTensors:
 
     @classmethod
     def of(cls, value: object) -> ArrivedTensors:
-        return cls([leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.is_cuda])
+        return cls(gpu_tensors(value))
 
     def followed_by(self, result: object) -> ArrivedTensors:
         return self.of(result)

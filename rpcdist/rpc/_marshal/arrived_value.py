@@ -208,12 +208,12 @@ class ArrivedValue(Arrived):
 class ArrivedFailure:
     """The failure of a call. Make its exception once, or `discard` it; on any thread except the I/O loop's.
 
-    Args:
+    Attributes:
         original: the exception itself; None if there is none, or if it must not be unpickled here.
     """
 
     _failure: rpc_pb2.Failure
-    _original: Arrived | None = None
+    original: Arrived | None = None
 
     @property
     def type_name(self) -> str:
@@ -222,12 +222,12 @@ class ArrivedFailure:
 
     def exception(self) -> Exception:
         """The exception to raise. Runs user code if it is unpickled."""
-        return exception_of(self._failure, None if self._original is None else self._original.decode)
+        return exception_of(self._failure, None if self.original is None else self.original.decode)
 
     def discard(self) -> None:
         """Returns the remote references that were not claimed; idempotent."""
-        if self._original is not None:
-            self._original.discard()
+        if self.original is not None:
+            self.original.discard()
 
 
 class ArrivedCompact(Arrived):

@@ -35,7 +35,7 @@ from rpcdist.rpc._actors.actor_names import ActorTable
 from rpcdist.rpc._actors.serial_actor import Turn
 from rpcdist.rpc._autograd_hooks import CallContext, current_autograd
 from rpcdist.rpc._calling.result_streams import DEFAULT_WINDOW
-from rpcdist.rpc._devices.handler_streams import HandlerStreams
+from rpcdist.rpc._devices.handler_streams import HandlerStreams, gpu_tensors
 from rpcdist.rpc._executors.blocking import hooks
 from rpcdist.rpc._executors.deferred_replies import DeferredReply
 from rpcdist.rpc._executors.lane import Lane
@@ -59,8 +59,9 @@ from rpcdist.rpc._rref.proxied import CALLS_OF_METHODS, MAX_METHOD_CHARS, _invok
 from rpcdist.rpc._rref.shell import RRefShell
 from rpcdist.rpc._serving.active_calls import ActiveCall, ActiveCalls, Callables, decoded_call
 from rpcdist.rpc._serving.answers import Answers
-from rpcdist.rpc._serving.producers import AsyncProducer, StreamSender, SyncProducer
+from rpcdist.rpc._serving.producers import AsyncProducer, StreamSender, SyncProducer, is_generator
 from rpcdist.rpc._values import ReceiveBuffer
+from rpcdist.rpc._values.buffers import keep_for_current_streams
 from rpcdist.rpc._values.exceptions import described
 from rpcdist.rpc._values.function_names import function_name
 from rpcdist.rpc.functions import ASYNC_MARK, READER_MARK
@@ -349,6 +350,7 @@ class Dispatcher:
                 del target, value
                 if streams is not None:  # the method may run on another thread
                     streams.leave()
+                    keep_for_current_streams(gpu_tensors((args, kwargs)))
                 return self._chain(active, turn)
             function, args, kwargs = method_of(value, method, args, kwargs)
             name = ""
@@ -361,9 +363,11 @@ class Dispatcher:
             result = profile.serve(function, args, kwargs)
         else:
             result = function(*args, **kwargs)
-        del args, kwargs  # lent memory should be returned with the first answer
         if streams is not None:  # other threads use the result, too
             streams.leave()
+            if inspect.iscoroutine(result) or is_generator(result) or hasattr(function, ASYNC_MARK):
+                keep_for_current_streams(gpu_tensors((args, kwargs)))
+        del args, kwargs  # lent memory should be returned with the first answer
         if result is not None and inspect.iscoroutine(result):
             if inspect.iscoroutinefunction(function):
                 self._remember(self._coroutine_functions, name)

@@ -246,6 +246,7 @@ def _send_gpu_spans(
     members: list[tuple[value_pb2.Buffer, GpuBuffer]] = []
     for number, span in enumerate(spans, first):
         assert isinstance(span, GpuBuffer)  # `_send_span` makes one for memory of a GPU
+        span.keep()
         members.append((value.buffers[number], span))
     for device in {span.device.index for _, span in members}:
         of_device = [(buffer, span) for buffer, span in members if span.device.index == device]
