@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +18,9 @@ from rpcdist import autograd, rpc
 from rpcdist.errors import ConfigError, DeadlineExceeded, WorkerLost
 from rpcdist.optim import DistributedOptimizer
 from rpcdist.parallel import ParameterServer, ShardedEmbedding
+from rpcdist.parallel.parameter_server import _shard, _sharded_parameters
 from rpcdist.parallel.parameter_server._shard import ParameterShard, ShardConfig
+from rpcdist.parallel.parameter_server._sharded_parameters import ShardedParameters
 from rpcdist.testing import InProcessCluster, eventually
 
 LIMIT_S = 30.0
@@ -269,6 +273,60 @@ def test_nothing_is_written_beside_the_rows(pushed: list[Any]) -> None:
     with pytest.raises(ConfigError):
         shard.push("trainer0", 1, True, pushed, True)
     assert not shard.pull()[0].any()
+
+
+class Part:
+    """A part of a gradient on a device."""
+
+    def __init__(self, device: str) -> None:
+        self.device = torch.device(device)
+
+    def cpu(self) -> str:
+        return "on the CPU"
+
+
+@pytest.mark.parametrize(
+    ("of_servers", "part", "goes_directly"),
+    [
+        ("cuda:1", "cuda:1", [True, False, True]),
+        ("cuda:1", "cuda:0", [False, True, False]),
+        ("cpu", "cuda:1", [False] * 3),
+    ],
+)
+def test_gradients_go_to_the_gpu_of_their_server_if_the_way_leads_there(
+    monkeypatch: pytest.MonkeyPatch, of_servers: str, part: str, goes_directly: list[bool]
+) -> None:
+    """The options have a device map for one of the servers."""
+    maps = {"server1": {torch.device("cuda:0"): torch.device("cuda:1")}}
+    agent = SimpleNamespace(options=SimpleNamespace(device_maps=maps))
+    monkeypatch.setattr(_sharded_parameters, "current_agent", lambda: agent)
+    parameters: Any = object.__new__(ShardedParameters)
+    parameters._device = torch.device(of_servers)
+    parameters._shards = [SimpleNamespace(owner_name=lambda name=name: name) for name in SERVERS]
+    parts: Any = [Part(part) for _ in SERVERS]
+    assert [found is sent for found, sent in zip(parameters._sendable(parts), parts, strict=True)] == goes_directly
+
+
+def test_a_server_on_a_gpu_takes_steps_on_its_default_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of several trainers run at the same time, each with a stream of its own, but their steps have an order."""
+    entered: list[object] = []
+
+    @contextmanager
+    def noted(value: object) -> Iterator[None]:
+        entered.append(value)
+        yield
+        entered.append("left")
+
+    class OnGpu(Tensor):
+        is_cuda = True
+
+    monkeypatch.setattr(_shard, "in_default_streams", noted)
+    shard = ParameterShard(ShardConfig(torch.optim.SGD, {"lr": 1.0}), [torch.zeros(3, 2)], [True])
+    gradients = [torch.ones(3, 2)]
+    assert shard.push("trainer0", 1, True, gradients, False).wait() == (True, None) and not entered
+    shard._parameters[0] = shard._parameters[0].as_subclass(OnGpu)
+    shard.push("trainer0", 2, True, gradients, False).wait()
+    assert entered == [gradients, "left"]
 
 
 def test_gradients_flow_through_distributed_autograd(cluster: InProcessCluster) -> None:

@@ -46,8 +46,8 @@ class ParameterServer(ShardedParameters):
         mode: "async" or "sync".
         staleness: steps that a trainer may be ahead; None for any number.
         trainers: names of the workers that take part from the start; required if trainers wait for each other.
-        device: the device of the servers' tensors. Gradients travel on the CPU; values go from GPU to GPU if a trainer
-            has a GPU with this index.
+        device: the device of the servers' tensors. Gradients on the GPU of a trainer that leads to it, by the device
+            map or the same index, go there directly, and others by the CPU; values come back to the same GPU.
         timeout: limit in seconds of each call, with the wait for other trainers; 0 for none, by default that of
             `init_rpc`.
         **defaults: options of `optimizer_class`.
@@ -89,7 +89,7 @@ class ParameterServer(ShardedParameters):
             )
             for index, server in enumerate(servers)
         ]
-        super().__init__(shards, layouts, trained, config.steps_apart is not None, timeout)
+        super().__init__(shards, layouts, trained, config, timeout)
 
     # ------------------------------------------------------------ values
 
@@ -170,7 +170,7 @@ class ParameterServer(ShardedParameters):
                 divided: Sequence[Tensor | None] = [None] * len(parts)
             else:
                 _check_gradient(name, layout, self._dtypes[name], gradient)
-                divided = layout.split(gradient.detach().cpu())
+                divided = self._sendable(layout.split(gradient.detach()))
             for part, piece in zip(parts, divided, strict=True):
                 part.append(piece)
         return parts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
@@ -15,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 import rpcdist.rpc as rpc
 from rpcdist.errors import ConfigError, abridged
+from rpcdist.rpc._devices.handler_streams import in_default_streams
 from rpcdist.torch_optimizers import take_step
 
 SparseGradient = tuple[Tensor, Tensor]
@@ -243,6 +245,10 @@ class ParameterShard:
                 trainers.
         """
         check_gradients(self._parameters, gradients)
+        with in_default_streams(gradients) if self._parameters[0].is_cuda else nullcontext():
+            return self._push(trainer, step, begins, gradients, wants_values)
+
+    def _push(self, trainer: str, step: int, begins: bool, gradients: Sequence[Gradient], wants_values: bool) -> Reply:
         reply: Reply = Future()
         with self._lock:
             if self._config.mode == "async":

@@ -92,7 +92,7 @@ class ShardedEmbedding(ShardedParameters):
                 rpc.remote(server, ParameterShard, (config, [part.contiguous()], [True]), timeout=timeout)
                 for server, part in zip(servers, layout.split(weight.detach().cpu()), strict=True)
             ]
-        super().__init__(shards, {WEIGHT: layout}, [WEIGHT], config.steps_apart is not None, timeout)
+        super().__init__(shards, {WEIGHT: layout}, [WEIGHT], config, timeout)
 
     @off_loop("await table.look_up_async(...)")
     def __call__(self, ids: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ class ShardedEmbedding(ShardedParameters):
 
         def arrived(rows: Tensor) -> None:
             if rows.grad is not None:
-                self._arrived.append((needed, rows.grad.cpu()))
+                self._arrived.append((needed, rows.grad))
                 rows.grad = None  # so that the next pass over the same graph adds only its own gradient
 
         rows.requires_grad_().register_post_accumulate_grad_hook(arrived)
@@ -155,13 +155,13 @@ class ShardedEmbedding(ShardedParameters):
         arrived, self._arrived = self._arrived, []
         if arrived:
             needed = torch.cat([needed for needed, _ in arrived])
-            gradients = torch.cat([gradient for _, gradient in arrived])
+            devices = {gradient.device for _, gradient in arrived}
+            gradients = torch.cat([gradient if len(devices) == 1 else gradient.cpu() for _, gradient in arrived])
         else:
             needed, gradients = torch.empty(0, dtype=torch.long), torch.empty(0, self.embedding_dim, dtype=self._dtype)
-        parts = []
-        for index in range(len(self._shards)):
-            chosen = needed % len(self._shards) == index
-            parts.append([(needed[chosen] // len(self._shards), gradients[chosen])])
+        chosen = [needed % len(self._shards) == index for index in range(len(self._shards))]
+        values = self._sendable([gradients[rows] for rows in chosen])
+        parts = [[(needed[rows] // len(self._shards), part)] for rows, part in zip(chosen, values, strict=True)]
         self._push(parts, wants_values=False)  # to all servers, since each of them counts the steps
 
     step_async = async_form(step)

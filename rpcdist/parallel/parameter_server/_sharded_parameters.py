@@ -16,6 +16,7 @@ from torch import Tensor
 import rpcdist.rpc as rpc
 from rpcdist.errors import ConfigError, DeadlineExceeded
 from rpcdist.parallel.parameter_server._shard import Gradient, Mode, ParameterShard, ShardConfig, ShardState
+from rpcdist.rpc._current import current_agent
 from rpcdist.rpc._executors.blocking import async_form, off_loop
 from rpcdist.time_limits import ANSWER_LIMIT_S
 
@@ -145,13 +146,14 @@ class ShardedParameters:
         shards: Sequence[rpc.RRef[ParameterShard]],
         layouts: Mapping[str, RowLayout],
         trained: Sequence[str],
-        waits: bool,
+        config: ShardConfig,
         timeout: float,
     ) -> None:
         self._shards = list(shards)
         self._layouts = dict(layouts)
         self._trained = tuple(trained)
-        self._waits = waits
+        self._waits = config.steps_apart is not None
+        self._device = torch.device(config.device)
         self._timeout = timeout
         self._step: int | None = None  # this trainer's last step; None before it takes part
         self._ask("slowest")  # waits until all shards exist, and raises the error if one cannot be made
@@ -207,6 +209,19 @@ class ShardedParameters:
         self._ask_each("load_state", [(part,) for part in parts])
 
     load_state_dict_async = async_form(load_state_dict)
+
+    def _sendable(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """The parts for the servers, each on the CPU unless it goes from its GPU to that of its server."""
+        if self._device.type == "cpu":
+            return [part.cpu() for part in parts]
+        maps = current_agent().options.device_maps
+        ways = [
+            maps.get(shard.owner_name()) or {part.device: part.device}
+            for part, shard in zip(parts, self._shards, strict=True)
+        ]
+        return [
+            part if way.get(part.device) == self._device else part.cpu() for part, way in zip(parts, ways, strict=True)
+        ]
 
     def _push(self, parts: Sequence[Sequence[Gradient]], wants_values: bool) -> list[Any]:
         """Pushes the gradients for each server; returns the servers' answers when this trainer may continue."""
