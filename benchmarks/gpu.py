@@ -3,8 +3,10 @@ Compares calls with tensors on a GPU with torch's RPC, which hands memory of GPU
 
 Two pairs of processes live at the same time and share one GPU (or have one each, with `--two-gpus`), one for each
 library. In each round first one pair measures a case and then the other, in changing order. A time ends when the GPU of
-the caller is done. The last lines have the same transfers without shared memory of GPUs, as between hosts: a third pair
-copies them through pinned memory; its bound is the slowest of the copies and the connection.
+the caller is done. The rows of collectives, DDP and pipelines are of two more pairs, whose processes form a group over
+NCCL; on one GPU, NCCL connects them by sockets. The last lines have the same transfers without shared memory of GPUs,
+as between hosts: a pair copies them through pinned memory; its bound is the slowest of the copies and the connection.
+`--groups-on-cpu` runs only the rows of groups, without a GPU, to try their code.
 """
 
 from __future__ import annotations
@@ -12,13 +14,18 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from _pairs import Pair, open_pair
+from _gpu_groups import BUDGETS as GROUP_BUDGETS
+from _gpu_groups import GroupPeer
+from _pairs import Pair, free_port, open_pair
 from _report import layout
 
 if TYPE_CHECKING:
@@ -173,17 +180,28 @@ class GpuPeer:
 # ---- the table
 
 
-def compare(ours: Pair, torchs: Pair, rounds: int) -> list[tuple[str, ...]]:
+def measured(pair: Pair, name: str) -> float:
+    return float(pair.ask_first("measure", name))
+
+
+def measured_together(num_steps: int, pair: Pair, name: str) -> float:
+    pair.ask_both("prepare", name)
+    return float(max(pair.ask_both("steps", num_steps)))
+
+
+def compare(
+    ours: Pair, torchs: Pair, rounds: int, budgets: Mapping[str, float], measure: Callable[[Pair, str], float]
+) -> list[tuple[str, ...]]:
     lines: list[tuple[str, ...]] = []
-    for name, budget in BUDGETS.items():
+    for name, budget in budgets.items():
         samples: list[tuple[float, float]] = []
         for number in range(rounds):
             if number % 2:
-                other = torchs.ask_first("measure", name)
-                samples.append((ours.ask_first("measure", name), other))
+                other = measure(torchs, name)
+                samples.append((measure(ours, name), other))
             else:
-                mine = ours.ask_first("measure", name)
-                samples.append((mine, torchs.ask_first("measure", name)))
+                mine = measure(ours, name)
+                samples.append((mine, measure(torchs, name)))
         ratios = sorted(mine / other for mine, other in samples)
         ratio = statistics.median(ratios)
         lines.append(
@@ -201,23 +219,45 @@ def compare(ours: Pair, torchs: Pair, rounds: int) -> list[tuple[str, ...]]:
     return lines
 
 
+def compare_groups(devices: tuple[str, str], rounds: int) -> list[tuple[str, ...]]:
+    with (
+        open_pair("rpcdist", GroupPeer, free_port(), "rpcdist", devices) as ours,
+        open_pair("torch", GroupPeer, free_port(), "torch", devices) as torchs,
+    ):
+        num_steps = 1 if "cpu" in devices else 20
+        return compare(ours, torchs, rounds, GROUP_BUDGETS, partial(measured_together, num_steps))
+
+
+def driver() -> str:
+    """The version of NVIDIA's driver."""
+    version = Path("/proc/driver/nvidia/version")
+    found = re.search(r"\d+\.\d+[.\d]*", version.read_text()) if version.exists() else None
+    return found.group() if found else "unknown"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0].split("\n")[1])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--two-gpus", action="store_true", help="the callee has a GPU of its own")
+    parser.add_argument("--groups-on-cpu", action="store_true", help="only the rows of groups, on the CPU")
     options = parser.parse_args()
     import torch
 
+    if options.groups_on_cpu:
+        print("\n".join(layout(HEAD, compare_groups(("cpu", "cpu"), options.rounds))))
+        return
     if not torch.cuda.is_available():
         sys.exit("benchmarks/gpu.py needs a GPU that torch can use")
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}")
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}, driver {driver()}")
     print()
     two = options.two_gpus
     with (
         open_pair("rpcdist", GpuPeer, "rpcdist.rpc", None, two) as ours,
         open_pair("torch", GpuPeer, "torch.distributed.rpc", None, two) as torchs,
     ):
-        print("\n".join(layout(HEAD, compare(ours, torchs, options.rounds))))
+        lines = compare(ours, torchs, options.rounds, BUDGETS, measured)
+    lines += compare_groups(("cuda:0", "cuda:1" if two else "cuda:0"), options.rounds)
+    print("\n".join(layout(HEAD, lines)))
     with open_pair("staged", GpuPeer, "rpcdist.rpc", ["basic"], two) as staged:
         size = 256 * MIB
         took = statistics.median(staged.ask_first("measure", "echo of 256 MiB") for _ in range(options.rounds))

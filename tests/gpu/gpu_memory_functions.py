@@ -29,19 +29,20 @@ def sharing() -> Any:
     return rpc.api._get_current_rpc_agent()._gpus
 
 
-def reader_of(name: str) -> str | None:
-    """Whether a worker reads memory of this one: empty, why not, or None while nobody asked."""
+def reader_of(name: str, device: int = 0) -> str | None:
+    """Whether a worker reads memory of a GPU of this one: empty, why not, or None while nobody asked."""
     agent = rpc.api._get_current_rpc_agent()
-    answer: str | None = agent._gpus._readers.get(agent.directory.member(agent.directory.resolve(name)).identity)
+    identity = agent.directory.member(agent.directory.resolve(name)).identity
+    answer: str | None = agent._gpus._readers.get((identity, device))
     return answer
 
 
-def until_known(name: str) -> None:
+def until_known(name: str, device: int = 0) -> None:
     """Sends tensors both ways until both workers know that the other reads their memory."""
     me = rpc.get_worker_info().name
-    rpc.rpc_sync(name, twice, (torch.ones(1, device=GPU),))
-    assert eventually(lambda: reader_of(name) == ""), reader_of(name)
-    assert eventually(lambda: rpc.rpc_sync(name, reader_of, (me,)) == ""), rpc.rpc_sync(name, reader_of, (me,))
+    rpc.rpc_sync(name, twice, (torch.ones(1, device=torch.device("cuda", device)),))
+    for asked, other in ((me, name), (name, me)):
+        eventually(lambda asked=asked, other=other: rpc.rpc_sync(asked, reader_of, (other, device)) == "")  # type: ignore[misc]
 
 
 def loans() -> list[str]:
@@ -322,6 +323,24 @@ def lose(name: str) -> None:
     torch.cuda.synchronize()
     print("synchronized after", time.monotonic() - begin, "late is right:", bool(late.eq(3).all()), late[0].item())
     assert torch.ones(3, device=GPU).sum().item() == 3
+
+
+def on_another_gpu() -> None:
+    """Tensors of a GPU that is not the current device, there and back, and to another index: both wait for the kernels
+    that compute them.
+    """
+    assert torch.cuda.current_device() == 0
+    until_known("bob", 1)
+    device = torch.device("cuda:1")
+    for number in range(100):
+        value = torch.zeros(1_000_000, device=device)
+        with torch.cuda.device(device):
+            torch.cuda._sleep(CYCLES // 10)
+        value.fill_(number)
+        maps: list[dict[int | str | torch.device, int | str | torch.device] | None] = [None, {"cuda:1": "cuda:0"}]
+        for device_map in maps:
+            result: Tensor = rpc.rpc_sync("bob", torch.mul, (value, 3), device_map=device_map)
+            assert result.device == device and result.eq(3 * number).all()
 
 
 PROGRAMS: list[Callable[[], None]] = [

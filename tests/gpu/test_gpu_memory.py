@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import gpu_memory_functions
 import pytest
+import torch
 from full_sets import FULL
 from gpu_marks import WITH_NCCL
 
@@ -27,6 +28,11 @@ def world(module_pool: WorkerPool) -> Iterator[RpcWorld]:
 @pytest.mark.parametrize("program", gpu_memory_functions.PROGRAMS, ids=lambda program: program.__name__)
 def test_from_gpu_to_gpu(world: RpcWorld, program: Callable[[], None]) -> None:
     world["alice"].run(program)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_on_another_gpu(world: RpcWorld) -> None:
+    world["alice"].run(gpu_memory_functions.on_another_gpu)
 
 
 def test_without_shared_memory_of_gpus(module_pool: WorkerPool) -> None:
