@@ -11,10 +11,12 @@ from pathlib import Path
 import hang_functions as hangs
 import pytest
 
+from rpcdist import rpc
 from rpcdist._inspect.flight_report import FlightFile, Incident, read_folder, report_text, story
-from rpcdist.errors import CheckpointError, ConfigError
+from rpcdist.errors import CheckpointError, ConfigError, WorkerLost
 from rpcdist.inspection import MemberFacts, WorkerFacts
-from rpcdist.testing import RpcWorld, WorkerPool, eventually
+from rpcdist.rpc._inspection import flight_log
+from rpcdist.testing import InProcessCluster, RpcWorld, WorkerPool, eventually
 
 NAMES = ("w0", "w1", "w2")
 SECOND_NS = 1_000_000_000
@@ -226,3 +228,19 @@ def test_pipes_and_damaged_files_of_groups_stop_no_report(tmp_path: Path) -> Non
 def test_a_folder_without_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no folder"):
         read_folder(tmp_path / "missing")
+
+
+def test_many_workers_of_one_process_write_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has the stacks of all threads: when 15 of 300 workers in one process ended, the others took 70 s."""
+    monkeypatch.setenv("RPCDIST_FLIGHT_RECORDER_DIR", str(tmp_path))
+    monkeypatch.setattr(flight_log.FlightLog, "_written_at", float("-inf"))
+    monkeypatch.setattr(flight_log, "SLOW_CHECK_INTERVAL_S", 1000.0)
+    with InProcessCluster(*NAMES, "w3", "w4") as cluster:
+        for name in (*NAMES, "w3"):
+            assert cluster.run(name, rpc.rpc_sync, "w4", abs, (-1,)) == 1
+        cluster.kill("w4")
+        for name in (*NAMES, "w3"):
+            with pytest.raises(WorkerLost):
+                cluster.run(name, rpc.rpc_sync, "w4", abs, (1,))
+        eventually(lambda: list(tmp_path.glob("calls*")), "a file")
+    assert len(list(tmp_path.glob("calls*"))) == 1

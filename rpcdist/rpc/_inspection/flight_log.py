@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from rpcdist._counters import OK
 from rpcdist._proto import rpc_pb2
@@ -51,9 +51,10 @@ class FlightLog:
     _sessions: Callable[[], list[Any]]
     _lifetime: Lifetime
     _events: deque[dict[str, object]] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
-    _written_at: float = 0.0
     _has_failed: bool = False
     _handles_signal: bool = False
+    # Of all agents in this process: each file has the stacks of all threads, and simulations have hundreds of agents.
+    _written_at: ClassVar[float] = 0.0
 
     def __post_init__(self) -> None:
         self._began = time.strftime("%Y%m%dT%H%M%S")
@@ -137,8 +138,8 @@ class FlightLog:
             return
         self._note(kind, text)
         now = time.monotonic()
-        if now - self._written_at >= SLOW_CHECK_INTERVAL_S:
-            self._written_at = now
+        if now - FlightLog._written_at >= SLOW_CHECK_INTERVAL_S:
+            FlightLog._written_at = now
             self._write_later(self._facts())
 
     # ------------------------------------------------------------ the file
