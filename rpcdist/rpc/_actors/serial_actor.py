@@ -167,8 +167,7 @@ class SerialActor:
             turn._fail(refusal)
         if first is turn and self.lane.is_here:
             return self._run(turn)
-        if first is not None:
-            self._submit(first)
+        self._submit(first)
         return None
 
     def over(self, who: ActorCaller, stream: int, numbers: tuple[int, ...]) -> None:
@@ -176,8 +175,7 @@ class SerialActor:
         with self._lock:
             self._queue.over(who, stream, numbers)
             first = self._take()
-        if first is not None:
-            self._submit(first)
+        self._submit(first)
 
     def gone(self, who: ProcessId) -> None:
         with self._lock:
@@ -185,16 +183,14 @@ class SerialActor:
                 if caller[0] == who:
                     self._queue.gone(caller)
             first = self._take()
-        if first is not None:
-            self._submit(first)
+        self._submit(first)
 
     def forget(self, rref: RRefId, callers: Iterable[ProcessId]) -> None:
         with self._lock:
             for who in callers:
                 self._queue.gone((who, rref))
             first = self._take()
-        if first is not None:
-            self._submit(first)
+        self._submit(first)
 
     def on_cancelled(self, turn: Turn) -> None:
         """Cancels a running coroutine. A waiting call only keeps its place, for the order of the others."""
@@ -218,8 +214,9 @@ class SerialActor:
         self._running = turn
         return turn
 
-    def _submit(self, turn: Turn) -> None:
-        self.lane.submit(turn.context.run, self._run, turn)
+    def _submit(self, turn: Turn | None) -> None:
+        if turn is not None:
+            self.lane.submit(turn.context.run, self._run, turn)
 
     def _run(self, turn: Turn) -> DeferredReply | None:
         """Runs a call on the actor's thread, in the call's context. Returns the reply if it is ready."""
