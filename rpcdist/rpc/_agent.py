@@ -45,7 +45,6 @@ from rpcdist.rpc._executors.user_loop import UserLoop
 from rpcdist.rpc._futures.waiting import replace_torch_functions
 from rpcdist.rpc._inspection.call_records import CallRecorder
 from rpcdist.rpc._inspection.flight_log import FlightLog
-from rpcdist.rpc._inspection.inspector import SERVICE, Inspector
 from rpcdist.rpc._inspection.live_notes import NoteTaker
 from rpcdist.rpc._marshal.marshal import Marshal
 from rpcdist.rpc._membership.barrier import Gatherings
@@ -81,6 +80,7 @@ class Agent:
         look_up: returns the address of the next coordinator, after this one was lost; blocks, bounded.
         rref_type: the class of references; this and the rest belong to higher layers.
         make_rref: makes a reference from a handle.
+        make_inspector: makes the `Inspector`, which collects the facts of the agent from its parts.
         context_of: makes the context in which an agent is the current one, for the user code that the agent runs.
         current: the current agent, if there is one.
     """
@@ -99,6 +99,7 @@ class Agent:
         rref_type: type,
         make_rref: Callable[[RRefCalls, Handle], Any],
         make_autograd: MakeAutograd,
+        make_inspector: Callable[[Agent], Any],
         context_of: Callable[[Agent], Context],
         current: Callable[[], Agent | None],
     ) -> None:
@@ -153,8 +154,8 @@ class Agent:
             self._device_maps.introduction,
             self.pool.submit,
         )
-        self._connections = Connections(self._demultiplexer, self.directory, events, self.router, self._control)
-        self._leases = LeaseWatch(options.peer_timeout, self._connections.sessions, events)
+        self.connections = Connections(self._demultiplexer, self.directory, events, self.router, self._control)
+        self._leases = LeaseWatch(options.peer_timeout, self.connections.sessions, events)
 
         self.actors = ActorTable(self.pool, self.user_loop)
         self.rrefs = RRefShell(
@@ -215,7 +216,7 @@ class Agent:
             me, self.directory, self.caller, lambda: service is not None and service.has_predecessor
         )
         self.gatherings = Gatherings(self.caller, self.directory, self.router.watch, is_static)
-        self._rounds = ShutdownRounds(self.directory, self.router.watch)
+        self.rounds = ShutdownRounds(self.directory, self.router.watch)
         self.serving = StopRequests()
         self._search = CoordinatorSearch(
             coordinator=coordinator,
@@ -242,7 +243,7 @@ class Agent:
         always = {
             **self.actor_names.callables,
             **self.gatherings.callables,
-            **self._rounds.callables,
+            **self.rounds.callables,
             **self.serving.callables,
             **self._gpus.callables,
         }
@@ -264,7 +265,7 @@ class Agent:
         )
         self.leaving = Leaving(
             network=network,
-            connections=self._connections,
+            connections=self.connections,
             directory=self.directory,
             coordinator=coordinator,
             is_static=is_static,
@@ -274,38 +275,19 @@ class Agent:
             rrefs=self.rrefs,
             streams=self.streams,
             gatherings=self.gatherings,
-            rounds=self._rounds,
+            rounds=self.rounds,
             lifetime=lifetime,
             silence_out_of_reach=self.router.silence_out_of_reach,
             watch=self.watch,
             explain=lambda: self.inspector.explain(),
         )
-        world = current_world()
-        self._notes = NoteTaker(lambda: current() is self, self.autograd.pass_taps, world.process.recorder.entries)
-        self.inspector = Inspector(
-            me=me,
-            network=network,
-            options=options,
-            directory=self.directory,
-            connections=self._connections,
-            caller=self.caller,
-            active_calls=self.dispatcher.calls,
-            pool=self.pool,
-            user_loop=self.user_loop,
-            streams=self.streams,
-            rrefs=self.rrefs,
-            autograd=self.autograd,
-            actors=self.actors,
-            gatherings=self.gatherings,
-            rounds=self._rounds,
-            world=world,
-            recorder=recorder,
-            notes=self._notes,
-        )
+        operations = current_world().process.recorder.entries
+        self.notes = NoteTaker(lambda: current() is self, self.autograd.pass_taps, operations)
+        self.inspector = make_inspector(self)
         self.flight_log: FlightLog | None = None
         if recorder is not None:
             self.flight_log = FlightLog(
-                recorder, self.inspector.facts, self.directory.name_of, self._connections.sessions, lifetime
+                recorder, self.inspector.facts, self.directory.name_of, self.connections.sessions, lifetime
             )
         self._ticks: Event[[float]] = Event()
         self._tick_handle: asyncio.TimerHandle | None = None
@@ -382,14 +364,14 @@ class Agent:
         events.found.listen(self._coordinator.on_found)
         events.broken.listen(self._news.on_broken)
         events.member.listen(self.watch.on_member)
-        events.member.listen(self._rounds.on_member)
+        events.member.listen(self.rounds.on_member)
         ticks = self._ticks
         ticks.listen(lambda now: self.rrefs.drain())
         ticks.listen(lambda now: self.streams.drain())
         ticks.listen(lambda now: self._gpus.tick())
         ticks.listen(self._leases.check)
         ticks.listen(self.inspector.log_old_calls)
-        ticks.listen(self._notes.stop_if_unused)
+        ticks.listen(self.notes.stop_if_unused)
 
     def _on_lease_ended(self, identity: Identity) -> None:
         """Forgets processes that are not workers, since their number has no limit."""
@@ -414,9 +396,9 @@ class Agent:
             (RREF_SERVICE, "rref", rref_pb2.RRefDelivered),
         ):
             network.add_service(service, {"Deliver": self._control.service_method(kind, reply, self._leases.seen)})
-        network.add_service(SERVICE, self.inspector.methods)
+        network.add_service(self.inspector.service, self.inspector.methods)
         allow_inspection()
-        network.handle_role(ROLE, self._connections, self._connections.refusal)
+        network.handle_role(ROLE, self.connections, self.connections.refusal)
         network.handle_role(PROBE_ROLE, ProbeTaker(self._search.on_probe))
         network.run(self._news.begin(), SLOW_ANSWER_LIMIT_S)
         network.io.call_soon(self._search.begin_watching)
@@ -477,8 +459,8 @@ class Agent:
         self._news.close()
         if self._tick_handle is not None:
             self._tick_handle.cancel()
-        self._notes.stop()
-        self._connections.close("the peer shut down RPC")
+        self.notes.stop()
+        self.connections.close("the peer shut down RPC")
 
     def release(self) -> None:
         """Releases the store and the network; call it after `close`. Blocks, bounded."""

@@ -25,6 +25,7 @@ from rpcdist.ids import Identity, check_worker_name, new_incarnation
 from rpcdist.own_shortage import check_descriptors_for
 from rpcdist.rpc._agent import ROLE, Agent
 from rpcdist.rpc._current import agent_or_none, context_of
+from rpcdist.rpc._inspection.inspector import Inspector
 from rpcdist.rpc._membership.coordinator import Coordinator, serve_membership
 from rpcdist.rpc._membership.roster_messages import members_of
 from rpcdist.rpc._peers.device_maps import check_own_devices
@@ -137,6 +138,7 @@ def _join(network: Network, store: Store, me: Identity, world_size: int | None, 
             rref_type=RRef,
             make_rref=RRef._of,
             make_autograd=_upper_layers.load("autograd"),
+            make_inspector=Inspector,
             context_of=context_of,
             current=agent_or_none,
         )

@@ -31,6 +31,7 @@ from rpcdist.rpc._api.call_functions import (
 from rpcdist.rpc._api.many_workers import AllGatherStates, method_factory, new_method
 from rpcdist.rpc._current import agent_or_none, current_agent, forget_agent, set_current_agent, start_lock
 from rpcdist.rpc._futures.waiting import collecting as _thread_local_var
+from rpcdist.rpc._inspection.inspector import Inspector
 from rpcdist.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from rpcdist.rpc.internal import _internal_rpc_pickler
 from rpcdist.rpc.options import RpcBackendOptions
@@ -310,9 +311,10 @@ def inspect_worker(to: str | int | WorkerInfo | None = None) -> WorkerFacts:
         BlockingInLoop: called for another worker on an event loop; use `asyncio.to_thread`.
     """
     agent = current_agent()
+    inspector: Inspector = agent.inspector
     if to is None or (worker_id := agent.directory.resolve(to)) == agent.worker_id:
-        return agent.inspector.facts()
-    return agent.inspector.ask(worker_id)
+        return inspector.facts()
+    return inspector.ask(worker_id)
 
 
 def debug_rrefs() -> list[ReferenceFacts]:

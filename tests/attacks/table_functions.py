@@ -43,7 +43,7 @@ def address() -> str:
 
 
 def num_sessions() -> int:
-    return len(current_agent()._connections.taken)
+    return len(current_agent().connections.taken)
 
 
 def call(worker: str) -> int:

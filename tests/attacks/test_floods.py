@@ -73,7 +73,7 @@ def call_back(caller: str, depth: int) -> int:
 
 def account_of(agent: Agent, name: str) -> AnnouncedBytes:
     """The counts that an agent keeps for a worker that has called it."""
-    found = [session.account for session in agent._connections.taken if session.peer.name == name]
+    found = [session.account for session in agent.connections.taken if session.peer.name == name]
     assert found, f"worker {name!r} has not called yet"
     return found[0]
 
@@ -154,7 +154,7 @@ def test_the_arguments_of_calls_that_run_are_counted() -> None:
     with InProcessCluster("a", "b", max_incoming_bytes=LIMIT_BYTES, peer_timeout=CALM_S) as cluster:
         calls = cluster.run("a", lambda: [rpc.rpc_async("b", hold, (bytes(1 << 18),), timeout=LIMIT_S) for _ in "123"])
         with cluster.use("b") as agent:
-            eventually(lambda: bool(agent._connections.taken))
+            eventually(lambda: bool(agent.connections.taken))
             eventually(lambda: held_by(agent, "a") > 3 << 18)
         with pytest.raises(RuntimeError, match="max_incoming_bytes"):
             cluster.run("a", rpc.rpc_sync, "b", hold, (bytes(1 << 18),), timeout=LIMIT_S)
@@ -171,7 +171,7 @@ def test_a_flood_whose_caller_dies_leaves_nothing() -> None:
         eventually(lambda: agent.pool.facts().queued > NUM_CALLS - 100)  # after their entry in the table
         assert account._num_bytes >= (NUM_CALLS - NUM_UNCOUNTED) * CALL_BYTES
         cluster.kill("a")
-        eventually(lambda: not agent._connections.taken)
+        eventually(lambda: not agent.connections.taken)
         Work.is_over.set()
         eventually(lambda: not len(agent.dispatcher.calls) and not account._num_bytes)
         eventually(lambda: not agent.pool.has_queue)

@@ -62,11 +62,11 @@ def inject(cluster: InProcessCluster, messages: list[rpc_pb2.Message]) -> None:
     """Lets `messages` arrive at the victim on the session that the attacker has opened to it."""
     assert cluster.run("attacker", rpc.rpc_sync, "victim", whoami) == "victim"
     with cluster.use("victim") as agent:
-        [session] = [session for session in agent._connections.taken if session.peer.name == "attacker"]
+        [session] = [session for session in agent.connections.taken if session.peer.name == "attacker"]
         handed = threading.Event()
 
         def arrive() -> None:
-            agent._connections.on_messages(
+            agent.connections.on_messages(
                 session, [(from_protobuf(message, message.ByteSize()), []) for message in messages]
             )
             handed.set()
@@ -149,7 +149,7 @@ def test_how_far_a_call_is_learns_only_its_session(gate: type[Gate]) -> None:
             [number] = [active.id for active in agent.dispatcher.calls]
             asked = rpc_pb2.Message(call_question=rpc_pb2.CallQuestion(id=number))
             phases = {}
-            for session in agent._connections.taken:
+            for session in agent.connections.taken:
                 answers: list[rpc_pb2.Message] = []
                 asking: Any = _SessionOf(session, answers)
                 agent.dispatcher.on_question(asking, asked, [])
@@ -202,7 +202,7 @@ def test_transfers_are_ended_and_sped_up_on_their_session_alone() -> None:
         wrapped = rpc_pb2.Message(call=rpc_pb2.Call(id=1 << 40, function=f"{__name__}:note_arrival"))
         body = wrapped.SerializeToString()
         with cluster.use("victim") as agent:
-            sessions: dict[str, Any] = {session.peer.name: session for session in agent._connections.taken}
+            sessions: dict[str, Any] = {session.peer.name: session for session in agent.connections.taken}
             handed = threading.Event()
 
             def arrive() -> None:

@@ -204,7 +204,7 @@ def test_a_share_that_is_there_already_ends_the_session_that_brings_it(cluster: 
     with cluster.use("attacker") as agent:
         assert rpc.rpc_sync("user", abs, (-1,)) == 1
         session = agent.router.session_with(USER)
-        [at_user] = [one for one in cluster._agents["user"]._connections.taken if one.peer.name == "attacker"]
+        [at_user] = [one for one in cluster._agents["user"].connections.taken if one.peer.name == "attacker"]
         assert session is not None
         session.send(rpc_pb2.Message(call=call))
         eventually(lambda: at_user.closed_reason, "the session has ended", LIMIT_S)

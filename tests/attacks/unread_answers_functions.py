@@ -91,7 +91,7 @@ def read_streams() -> list[str]:
 
 def account_of(worker: str) -> list[int]:
     """The bytes in the account of a worker, and those in lent memory; empty if it has no session here."""
-    sessions: list[Any] = [session for session in current_agent()._connections.taken if session.peer.name == worker]
+    sessions: list[Any] = [session for session in current_agent().connections.taken if session.peer.name == worker]
     return [sessions[0].account._num_bytes, sessions[0].account._num_mapped] if sessions else []
 
 

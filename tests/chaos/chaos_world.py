@@ -209,7 +209,7 @@ def held() -> str:
     if agent.streams:
         found["streams"] = f"{len(agent.streams)}"
     num_others = len(rpc.workers()) - 1
-    for what, sessions in (("opened", agent.router.sessions()), ("taken", agent._connections.taken)):
+    for what, sessions in (("opened", agent.router.sessions()), ("taken", agent.connections.taken)):
         if len(sessions) > num_others:
             found[f"sessions {what}"] = f"{len(sessions)} with {num_others} others: {sessions}"
     return f"{found} {rpc.debug_rrefs()}" if found else ""

@@ -262,7 +262,8 @@ def test_brief_facts_have_the_stack_of_the_main_thread_alone_where_nothing_takes
     with InProcessCluster("a", "b") as cluster, cluster.use("a") as agent, ThreadPoolExecutor(1) as other:
 
         def brief() -> WorkerFacts:  # on another thread, as its own stack is left out
-            return other.submit(agent.inspector._brief_facts, False).result(LIMIT_S)
+            facts: WorkerFacts = other.submit(agent.inspector._brief_facts, False).result(LIMIT_S)
+            return facts
 
         monkeypatch.setattr(inspector_module, "LONG_WAIT_S", float("inf"))
         facts = brief()

@@ -14,14 +14,14 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any, Final
 
 from rpcdist._counters import published_curves
 from rpcdist._proto import inspection_pb2
-from rpcdist.collectives._group.world import World
+from rpcdist.collectives._group.world import current_world
 from rpcdist.frozen_process import FrozenProcess, inspect_process
 from rpcdist.ids import Identity
 from rpcdist.inspection import (
@@ -35,31 +35,17 @@ from rpcdist.inspection import (
     facts_from_json,
     facts_to_json,
 )
-from rpcdist.rpc._actors.actor_names import ActorTable
 from rpcdist.rpc._actors.serial_actor import Turn
-from rpcdist.rpc._autograd_hooks import AutogradHooks
-from rpcdist.rpc._calling.caller import Caller
-from rpcdist.rpc._calling.result_streams import StreamTable
-from rpcdist.rpc._executors.thread_pool import ThreadPool
-from rpcdist.rpc._executors.user_loop import UserCall, UserLoop
-from rpcdist.rpc._inspection.call_records import CallRecorder
-from rpcdist.rpc._inspection.live_notes import NoteTaker
+from rpcdist.rpc._agent import Agent
+from rpcdist.rpc._executors.user_loop import UserCall
 from rpcdist.rpc._inspection.stacks import call_of_future, coroutine_stack, thread_states
-from rpcdist.rpc._membership.barrier import Gatherings
-from rpcdist.rpc._membership.shutdown import ShutdownRounds
-from rpcdist.rpc._peers.connections import Connections
-from rpcdist.rpc._peers.directory import Directory
-from rpcdist.rpc._peers.network import Network
-from rpcdist.rpc._rref.shell import RRefShell
-from rpcdist.rpc._serving.active_calls import ActiveCall, ActiveCalls
-from rpcdist.rpc.options import RpcOptions
+from rpcdist.rpc._serving.active_calls import ActiveCall
 from rpcdist.time_limits import LONG_WAIT_S, LOOK_LIMIT_S, SLOW_CHECK_INTERVAL_S, TICK_S
 from rpcdist.transport.unix_sockets import INSPECTION_ROLE, process_at
 from rpcdist.waiters import run_in_thread
 
 logger = logging.getLogger(__name__)
 
-SERVICE: Final = inspection_pb2.DESCRIPTOR.services_by_name["Inspection"]
 MAX_LISTED: Final = 500
 """Limit on the entries of each list of facts."""
 
@@ -76,40 +62,24 @@ _PHASES: Final = {
 }
 
 
-@dataclass(kw_only=True, eq=False)
 class Inspector:
     """Collects the facts of an agent from its parts. `is_leaving` is set when `shutdown` was called."""
 
-    me: Identity
-    network: Network
-    options: RpcOptions
-    directory: Directory
-    connections: Connections
-    caller: Caller
-    active_calls: ActiveCalls
-    pool: ThreadPool
-    user_loop: UserLoop
-    streams: StreamTable
-    rrefs: RRefShell
-    autograd: AutogradHooks
-    actors: ActorTable
-    gatherings: Gatherings
-    rounds: ShutdownRounds
-    world: World
-    recorder: CallRecorder | None
-    notes: NoteTaker
-    is_leaving: bool = False
-    _began: float = field(default_factory=time.monotonic)
-    # By `is_brief` and `has_members`: the time of the last answer, and the answer.
-    _answers: dict[tuple[bool, bool], tuple[float, bytes]] = field(default_factory=dict)
-    _is_inspecting: bool = False
-    _logged_until: float = 0.0  # calls that began before this time were old at the last check
-    _next_check: float = 0.0
-    _job: str = field(init=False)
+    service = inspection_pb2.DESCRIPTOR.services_by_name["Inspection"]
 
-    def __post_init__(self) -> None:
-        coordinator = self.directory.incarnation_of(self.directory.coordinator)
-        self._job = f"{self.options.job or os.environ.get('RPCDIST_JOB') or 'default'}/{coordinator & (1 << 64) - 1:x}"
+    def __init__(self, agent: Agent) -> None:
+        self.is_leaving = False
+        self._agent = agent
+        self._world = current_world()
+        self._began = time.monotonic()
+        # By `is_brief` and `has_members`: the time of the last answer, and the answer.
+        self._answers: dict[tuple[bool, bool], tuple[float, bytes]] = {}
+        self._is_inspecting = False
+        self._logged_until = 0.0  # calls that began before this time were old at the last check
+        self._next_check = 0.0
+        coordinator = agent.directory.incarnation_of(agent.directory.coordinator)
+        job = agent.options.job or os.environ.get("RPCDIST_JOB") or "default"
+        self._job = f"{job}/{coordinator & (1 << 64) - 1:x}"
 
     @property
     def methods(self) -> dict[str, Callable[..., Any]]:
@@ -123,14 +93,14 @@ class Inspector:
         if not answer or time.monotonic() - at >= TICK_S:
             answer = self._json(*wanted)
             self._answers[wanted] = time.monotonic(), answer
-        notes = facts_to_json(self.notes.since(request.after)).encode() if request.is_live else b""
+        notes = facts_to_json(self._agent.notes.since(request.after)).encode() if request.is_live else b""
         return inspection_pb2.LookReply(facts=answer, notes=notes)
 
     async def _on_neighbour(
         self, asker: Identity, request: inspection_pb2.NeighbourRequest
     ) -> inspection_pb2.NeighbourReply:
         """Inspects a silent worker of this host. Only workers of this job get our signal, one at a time."""
-        known = {member.address for member in self.directory.known()}
+        known = {member.address for member in self._agent.directory.known()}
         if request.address not in known or self._is_inspecting:
             detail = "it is not a worker of this job, or another inspection is running"
             return inspection_pb2.NeighbourReply(state="unknown", detail=detail)
@@ -171,29 +141,29 @@ class Inspector:
 
     def facts(self, is_brief: bool = False, has_members: bool = False) -> WorkerFacts:
         """The facts of this moment. Brief facts have the main thread only, and members only on request."""
-        now, time_ns = time.monotonic(), time.time_ns()
+        agent, now, time_ns = self._agent, time.monotonic(), time.time_ns()
         threads, threads_left_out = thread_states(threading.main_thread().ident if is_brief else None)
-        references, references_left_out = self.rrefs.facts(now, MAX_LISTED)
-        contexts, passes = self.autograd.facts(now, MAX_LISTED)
-        sessions = self.connections.sessions()[:MAX_LISTED]
-        made, served = self.caller.calls, self.active_calls
+        references, references_left_out = agent.rrefs.facts(now, MAX_LISTED)
+        contexts, passes = agent.autograd.facts(now, MAX_LISTED)
+        sessions = agent.connections.sessions()[:MAX_LISTED]
+        me, made, served = agent.identity, agent.caller.calls, agent.dispatcher.calls
         calls_served = self.calls_served(now)
         omitted = {
             "calls_made": max(0, len(made) - MAX_LISTED),
             "calls_served": max(0, len(served) - MAX_LISTED),
-            "streams": max(0, len(self.streams) - MAX_LISTED),
+            "streams": max(0, len(agent.streams) - MAX_LISTED),
             "threads": threads_left_out,
             "references": references_left_out,
         }
         return WorkerFacts(
-            worker=self.me.name,
-            id=self.me.id,
-            incarnation=f"{self.me.incarnation & (1 << 64) - 1:x}",
+            worker=me.name,
+            id=me.id,
+            incarnation=f"{me.incarnation & (1 << 64) - 1:x}",
             job=self._job,
-            role=self.options.role,
+            role=agent.options.role,
             host=socket.gethostname(),
             pid=os.getpid(),
-            address=self.network.address or "",
+            address=agent.network.address or "",
             time_ns=time_ns,
             age_s=now - self._began,
             phase="leaving" if self.is_leaving else "working",
@@ -201,29 +171,29 @@ class Inspector:
             calls_made=tuple(call.facts(now) for call in islice(made, MAX_LISTED)),
             calls_served=calls_served,
             threads=tuple(threads),
-            streams=(*self.streams.facts(MAX_LISTED), *self._produced()),
+            streams=(*agent.streams.facts(MAX_LISTED), *self._produced()),
             references=tuple(references),
             autograd_contexts=tuple(contexts),
             backward_passes=tuple(passes),
-            groups=tuple(self.world.facts(time_ns)),
-            gatherings=(*self.gatherings.facts(), *self.rounds.facts()),
-            actors=tuple(self.actors.facts(now, MAX_LISTED)),
-            pool=self.pool.facts(),
+            groups=tuple(self._world.facts(time_ns)),
+            gatherings=(*agent.gatherings.facts(), *agent.rounds.facts()),
+            actors=tuple(agent.actors.facts(now, MAX_LISTED)),
+            pool=agent.pool.facts(),
             channels=tuple(session.facts(now) for session in sessions),
             lent_memory=tuple(lent for session in sessions if (lent := session.lent_memory) is not None),
             limits=self._limits(),
-            strangers=self.network.strangers,
+            strangers=agent.network.strangers,
             num_made=made.num_made,
             num_served=served.num_served,
             omitted={name: number for name, number in omitted.items() if number},
-            functions=() if self.recorder is None else self.recorder.times(MAX_FUNCTIONS),
+            functions=() if agent.recorder is None else agent.recorder.times(MAX_FUNCTIONS),
             curves=published_curves(),
             memory_bytes=_memory_bytes(),
         )
 
     def ask(self, worker_id: int) -> WorkerFacts:
         """The facts of another worker; blocks, bounded. Raises `ConnectFailed`."""
-        network, member = self.network, self.directory.member(worker_id)
+        network, member = self._agent.network, self._agent.directory.member(worker_id)
 
         async def look() -> WorkerFacts:
             link = await network.connect(
@@ -244,12 +214,12 @@ class Inspector:
 
     def calls_served(self, now: float) -> tuple[CallServed, ...]:
         threads = self._threads_of_calls()
-        return tuple(self._served(active, now, threads) for active in islice(self.active_calls, MAX_LISTED))
+        return tuple(self._served(active, now, threads) for active in islice(self._agent.dispatcher.calls, MAX_LISTED))
 
     def _threads_of_calls(self) -> dict[int, int]:
         """The thread that runs each call, by the `id` of the call or of the object that runs it."""
         found: dict[int, int] = {}
-        for ident, job, arguments in self.pool.jobs():
+        for ident, job, arguments in self._agent.pool.jobs():
             for one in (*arguments, getattr(job, "__self__", None)):
                 found.setdefault(id(one), ident)
         return found
@@ -266,7 +236,7 @@ class Inspector:
             coroutine = getattr(producer, "_handle", None)
         stack, waits_for = coroutine_stack(coroutine) if isinstance(coroutine, UserCall) else ((), ())
         if isinstance(coroutine, UserCall) and getattr(coroutine, "cr_running", False):
-            thread, stack = self.user_loop.ident, ()
+            thread, stack = self._agent.user_loop.ident, ()
         if active.awaited is not None:
             waits_for = (*waits_for, *call_of_future(active.awaited))
         phase = _PHASES[type(state).Phase.Name(state.phase)]
@@ -294,12 +264,12 @@ class Inspector:
                 active.id, active.session.id.hex(), active.what[:MAX_LISTED], active.session.peer.name, "produces",
                 getattr(active.producer, "_credits", 0),
             )
-            for active in islice(self.active_calls, MAX_LISTED)
+            for active in islice(self._agent.dispatcher.calls, MAX_LISTED)
             if active.producer is not None
         ]  # fmt: skip
 
     def _members(self) -> tuple[MemberFacts, ...]:
-        directory = self.directory
+        directory = self._agent.directory
         living = [(member, False) for member in directory.living()]
         lost = [(member, True) for member in directory.known() if not directory.is_living(member.identity.id)]
         return tuple(
@@ -308,14 +278,15 @@ class Inspector:
         )
 
     def _limits(self) -> tuple[Limit, ...]:
-        pool = self.pool.facts()
+        agent, in_flight = self._agent, self._agent.caller.in_flight
+        pool = agent.pool.facts()
         found = [
             Limit("worker threads", pool.threads - pool.idle, pool.max_threads, pool.queued, "max_worker_threads"),
-            Limit("lent threads", self.pool.num_reserved, self.pool.max_threads, 0, "max_worker_threads"),
+            Limit("lent threads", agent.pool.num_reserved, agent.pool.max_threads, 0, "max_worker_threads"),
         ]
-        for worker, (num_bytes, num_waiting) in self.caller.in_flight.usage().items():
-            name = f"bytes in flight to {self.directory.name_of(worker)}"
-            found.append(Limit(name, num_bytes, self.caller.in_flight.limit_bytes, num_waiting, "max_in_flight_bytes"))
+        for worker, (num_bytes, num_waiting) in in_flight.usage().items():
+            name = f"bytes in flight to {agent.directory.name_of(worker)}"
+            found.append(Limit(name, num_bytes, in_flight.limit_bytes, num_waiting, "max_in_flight_bytes"))
         return tuple(found[:MAX_LISTED])
 
     # ------------------------------------------------------------ calls that take long; I/O loop
@@ -325,14 +296,15 @@ class Inspector:
 
         Both tables are in the order in which calls came, so this costs nothing while the first call of each is young.
         """
-        limit_s = self.options.log_calls_after
+        limit_s = self._agent.options.log_calls_after
         if not limit_s or now < self._next_check:
             return
         self._next_check = now + SLOW_CHECK_INTERVAL_S
         old_before, seen_until = now - limit_s, self._logged_until
         self._logged_until = old_before
-        made = ((call.made, call.what) for call in self.caller.calls.by_age() if call.counts_as_work)
-        served = ((call.arrived, call.__repr__) for call in self.active_calls.by_age() if call.counts_as_work)
+        calls_made, calls_served = self._agent.caller.calls.by_age(), self._agent.dispatcher.calls.by_age()
+        made = ((call.made, call.what) for call in calls_made if call.counts_as_work)
+        served = ((call.arrived, call.__repr__) for call in calls_served if call.counts_as_work)
         found = [*_new_ones(made, seen_until, old_before), *_new_ones(served, seen_until, old_before)]
         if not found:
             return
