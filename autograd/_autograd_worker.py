@@ -35,7 +35,7 @@ from rpcdist.deadline import Deadline
 from rpcdist.errors import AutogradError, CallRefused, Overloaded, ProtocolViolation, RpcdistError
 from rpcdist.ids import Identity
 from rpcdist.inspection import ContextFacts, PassFacts
-from rpcdist.rpc._calling.autograd_links import AutogradLinks
+from rpcdist.rpc._agent import Agent
 from rpcdist.rpc._inspection import call_records
 from rpcdist.rpc._peers.network import AnySession, PoolJob
 from rpcdist.rpc._serving.active_calls import CALL_BYTES
@@ -54,14 +54,14 @@ class AutogradWorker:
         pass_taps: functions that get the id, the spans and the messages of each pass when it has ended here.
     """
 
-    def __init__(self, host: AutogradLinks) -> None:
-        self.id = host.identity.id
+    def __init__(self, agent: Agent) -> None:
+        self.id = agent.identity.id
         self.contexts = ContextTable(self.id)
-        self.host = host
+        self.agent = agent
         self.pass_taps: list[Callable[[int, Sequence[Any], Sequence[Any]], object]] = []
         self._passes: dict[int, BackwardPass] = {}  # those that run, by id
         self._finding = threading.Lock()
-        self._releases = Releases(host)
+        self._releases = Releases(agent)
         self._to_drop: deque[Context] = deque()
         self._drop_timer: Timer | None = None  # I/O loop
 
@@ -90,7 +90,7 @@ class AutogradWorker:
         `work` has the bytes for each owner; this process calls `own` at the same time. Returns the outcomes by owner.
         """
         part = StepPart(work, own)
-        options = PassOptions(self.host.default_mode == "fast", False, deadline)
+        options = PassOptions(self.agent.options.autograd_mode == "fast", False, deadline)
         begun, first = self._begin(context_id, roots, options, then=part)
         try:
             begun.run_here(first)
@@ -117,10 +117,11 @@ class AutogradWorker:
             future._complete(None) if error is None else future._fail(error)
 
         options = PassOptions(mode == "fast", retain_graph, deadline)
-        begun, first = self._begin(context_id, roots, options, lambda ended: self.host.submit(complete, ended.error))
+        submit = self.agent.pool.submit
+        begun, first = self._begin(context_id, roots, options, lambda ended: submit(complete, ended.error))
         future._on_cancel = lambda: begun.fail(AutogradError("the backward pass was cancelled by its caller"))
         if deadline.is_finite:
-            timers.append(self.host.call_later(deadline.remaining_s(), partial(begun.post, begun.expire)))
+            timers.append(self.agent.call_later(deadline.remaining_s(), partial(begun.post, begun.expire)))
         begun.post(first)
         return future
 
@@ -171,7 +172,7 @@ class AutogradWorker:
 
         late = partial(self._answer_late, context, id)
         hops: list[list[Any]] | None = [] if self.pass_taps or spans is not None else None
-        made = BackwardPass(self.host, context, id, make_part, remove, late, root_gradients, options, hops)
+        made = BackwardPass(self.agent, context, id, make_part, remove, late, root_gradients, options, hops)
         made.traceparent = traceparent
         self._passes[id] = made
         return made
@@ -192,7 +193,7 @@ class AutogradWorker:
         if context is None or not context.end():
             return None
         for loan in context.gpu_loans:  # a worker where a pass has failed does not read, nor return, what comes later
-            self.host.gpus.doubt(loan)
+            self.agent.gpus.doubt(loan)
         for current in list(self._passes.values()):
             if current.context is context and not current.is_finishing:
                 current.fail(_released(context))
@@ -218,14 +219,14 @@ class AutogradWorker:
             return
         self._to_drop.append(context)
         if not context.is_light():
-            self.host.submit(self._drop)
+            self.agent.pool.submit(self._drop)
         elif self._drop_timer is None:
-            self._drop_timer = self.host.call_later(CONTEXT_DROP_DELAY_S, self._drop_soon)
+            self._drop_timer = self.agent.call_later(CONTEXT_DROP_DELAY_S, self._drop_soon)
 
     def _drop_soon(self) -> None:
         self._drop_timer = None
-        if not self.host.is_closed:
-            self.host.submit(self._drop)
+        if not self.agent.is_closed:
+            self.agent.pool.submit(self._drop)
 
     def _drop(self) -> None:
         while self._to_drop:
@@ -240,7 +241,7 @@ class AutogradWorker:
         return {"num_autograd_contexts": str(len(self.contexts)), "num_current_backward_passes": str(len(self._passes))}
 
     def facts(self, now: float, most: int) -> tuple[list[ContextFacts], list[PassFacts]]:
-        name_of = self.host.worker_name_of
+        name_of = self.agent.directory.name_of
         contexts = [
             ContextFacts(context.id, tuple(sorted(map(name_of, context.neighbours() - {self.id}))))
             for context in self.contexts.oldest(most)
@@ -250,7 +251,7 @@ class AutogradWorker:
     def worker_lost(self, identity: Identity, exc: Exception) -> None:
         for current in list(self._passes.values()):
             if current.involves(identity.id):
-                self.host.submit(current.lost, identity.id, exc)
+                self.agent.pool.submit(current.lost, identity.id, exc)
 
     def worker_dead(self, identity: Identity) -> None:
         for context in self.contexts.oldest():
@@ -349,7 +350,7 @@ class AutogradWorker:
         elif backward in context.ended_passes:
             answer = PassMessage()
             answer.begins = True
-            self.host.send_if_alive(sender, answer.encode(context.id, backward)[0])
+            self.agent.router.send_if_alive(sender, answer.encode(context.id, backward)[0])
 
     def on_message(
         self, sender: Identity, message: autograd_pb2.AutogradMessage, buffers: Sequence[ReceiveBuffer]
@@ -366,7 +367,7 @@ class AutogradWorker:
             jobs: list[PoolJob] = []
             self._take(sender, CompactPass(message.context, message.backward, message.part), buffers, None, jobs)
             for function, arguments in jobs:
-                self.host.submit(function, *arguments)
+                self.agent.pool.submit(function, *arguments)
 
     def _aborted_by(self, sender: Identity, message: autograd_pb2.AutogradMessage) -> None:
         """A pass failed on another worker. Any worker that a pass has reached may report that where the pass began."""
@@ -380,12 +381,12 @@ class AutogradWorker:
             if current is None or current.context is not context:
                 context.ended_passes.setdefault(message.backward, error)
                 return
-        self.host.submit(current.abort, error)
+        self.agent.pool.submit(current.abort, error)
 
     def _refuse(self, sender: int, context: int, backward: int, error: BaseException) -> None:
         answer = autograd_pb2.AutogradMessage(context=context, backward=backward)
-        encode_error(error, self.id, self.host.identity.name, answer.aborted)
-        self.host.send_if_alive(sender, rpc_pb2.Message(autograd=answer))
+        encode_error(error, self.id, self.agent.identity.name, answer.aborted)
+        self.agent.router.send_if_alive(sender, rpc_pb2.Message(autograd=answer))
 
 
 def _released(context: Context) -> AutogradError:

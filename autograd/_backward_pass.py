@@ -32,7 +32,7 @@ from rpcdist.autograd._step_part import StepPart, do_work
 from rpcdist.deadline import Deadline
 from rpcdist.errors import BackwardError, DeadlineExceeded, RpcdistError, TransportError, WorkerLost
 from rpcdist.inspection import PassFacts
-from rpcdist.rpc._calling.autograd_links import AutogradLinks
+from rpcdist.rpc._agent import Agent
 from rpcdist.rpc._executors.blocking import blocking, hooks
 from rpcdist.rpc._executors.deferred_replies import DeferredReply
 from rpcdist.rpc._peers.network import AnySession, PoolJob
@@ -107,7 +107,7 @@ class BackwardPass:
 
     def __init__(
         self,
-        host: AutogradLinks,
+        agent: Agent,
         context: Context,
         id: int,
         make_part: Callable[[BackwardPass, Sequence[GradientEdge]], PassPart],
@@ -117,7 +117,7 @@ class BackwardPass:
         options: PassOptions | None = None,
         hops: list[list[Any]] | None = None,
     ) -> None:
-        self.me = host.identity.id
+        self.me = agent.identity.id
         self.context = context
         self.id = id
         self.root_gradients = root_gradients
@@ -128,9 +128,9 @@ class BackwardPass:
         self.error: BaseException | None = None
         self.is_over = False
         self.is_finishing = False
-        self.submit = host.submit
-        self.name_of = host.worker_name_of
-        self._host = host
+        self.submit = agent.pool.submit
+        self.name_of = agent.directory.name_of
+        self._agent = agent
         self._make_part = make_part
         self._on_end = on_end
         self._on_late = on_late
@@ -181,7 +181,7 @@ class BackwardPass:
 
     def _find_links(self, neighbours: Iterable[int]) -> None:
         for to in neighbours:
-            session = self._host.standing_session(to)
+            session = self._agent.router.standing_session(to)
             if session is not None:
                 self._links[to] = self._source = session
 
@@ -283,9 +283,9 @@ class BackwardPass:
         if message.is_heavy:
             self.context.is_heavy_elsewhere = True
         if message.messages:
-            gpus = self._host.gpus
+            gpus = self._agent.gpus
             lender = gpus.identity_of(sender) if via is None else via.peer
-            message.read_gradients(not self._host.allow_pickle, lambda value: gpus.arriving(value, lender))
+            message.read_gradients(not self._agent.options.allow_pickle, lambda value: gpus.arriving(value, lender))
         if self.then is not None:
             self.then.take(sender, message)
             if self.then.is_begun:
@@ -409,7 +409,7 @@ class BackwardPass:
                 message.traceparent = self.traceparent
             if message.is_done:
                 message.is_heavy = self.context.is_heavy
-            route = self._host.gpus.route(to, self._links.get(to), back=True) if message.messages else None
+            route = self._agent.gpus.route(to, self._links.get(to), back=True) if message.messages else None
             try:
                 part, large = message.encode(self.context.id, self.id, route)
             finally:
@@ -423,7 +423,7 @@ class BackwardPass:
             for to, message, large, loans in packed:
                 if self.error is not None:  # `abort` has told the others
                     for loan in loans:
-                        self._host.gpus.doubt(loan)
+                        self._agent.gpus.doubt(loan)
                     continue
                 if self.hops is not None:
                     began_s = time.time()
@@ -431,7 +431,7 @@ class BackwardPass:
                 session = self._links.get(to)
                 if session is None or session.closed_reason is not None:
                     try:
-                        self._host.send(to, message, large, _PassMessageObserver(self, to))
+                        self._agent.router.send(to, message, large, _PassMessageObserver(self, to))
                     except RpcdistError as exc:
                         self.lost(to, self.lost_worker(to, str(exc)))
                     continue
@@ -522,7 +522,7 @@ class BackwardPass:
     def lost_worker(self, worker_id: int, reason: str, silence_s: float | None = None) -> WorkerLost:
         """The error for a message that did not reach a worker."""
         if silence_s is None:
-            silence_s = self._host.silence_s(worker_id)
+            silence_s = self._agent.router.silence_s(worker_id)
         return WorkerLost(self.name_of(worker_id), "a backward pass", silence_s, reason)
 
     def fail(self, exc: BaseException) -> None:
@@ -543,7 +543,7 @@ class BackwardPass:
         message = autograd_pb2.AutogradMessage(context=self.context.id, backward=self.id)
         encode_error(error, self.me, self.name_of(self.me), message.aborted, text)
         for worker in (self._involved | {worker_of(self.id)}) - {self.me}:
-            self._host.send_if_alive(worker, rpc_pb2.Message(autograd=message))
+            self._agent.router.send_if_alive(worker, rpc_pb2.Message(autograd=message))
 
     def _end(self, error: BaseException | None) -> bool:
         with self.lock:

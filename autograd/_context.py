@@ -20,7 +20,7 @@ from rpcdist._proto import autograd_pb2
 from rpcdist.autograd._gradients import GradientTable, size_bytes
 from rpcdist.autograd._message_nodes import Gradients, RecordedRecv, RecordedSend, attach
 from rpcdist.errors import AutogradError, CallRefused, ContextNotFound, SerializationError
-from rpcdist.rpc._calling.autograd_links import AutogradLinks
+from rpcdist.rpc._agent import Agent
 from rpcdist.time_limits import CONTEXT_DROP_DELAY_S
 from rpcdist.transport.wire_messages import History, new_history
 
@@ -366,8 +366,8 @@ class Releases:
     more than the rest of a step's end.
     """
 
-    def __init__(self, host: AutogradLinks) -> None:
-        self._host = host
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
         self._lock = threading.Lock()
         self._put_off: dict[int, list[int]] = {}  # contexts by neighbour
         self._count = 0
@@ -389,7 +389,7 @@ class Releases:
         if is_full:
             self.flush()
         elif starts_timer:
-            self._host.call_later(CONTEXT_DROP_DELAY_S, self._time_is_over)
+            self._agent.call_later(CONTEXT_DROP_DELAY_S, self._time_is_over)
 
     def flush(self) -> None:
         """Sends the delayed reports."""
@@ -405,11 +405,11 @@ class Releases:
         self.flush()
 
     def _send(self, worker: int, contexts: list[int]) -> None:
-        if not self._host.is_closed:
+        if not self._agent.is_closed:
             message = autograd_pb2.AutogradMessage(context=contexts[0])
             message.release.SetInParent()
             message.release.others.extend(contexts[1:])
-            self._host.send_control(worker, message)
+            self._agent.router.send_control(worker, message)
 
 
 def _check_not_checkpointed() -> None:

@@ -108,7 +108,7 @@ def _describe(context_id: int, with_graph: bool) -> WorkerPart:
     hooks = agent.autograd
     assert isinstance(hooks, AutogradWorker)
     context = hooks.contexts.find(context_id)
-    name_of = hooks.host.worker_name_of
+    name_of = hooks.agent.directory.name_of
     spans = tuple(
         Span(agent.worker_name, kind, name_of(peer) if peer >= 0 else "", start_s, end_s - start_s, backward)
         for backward, kind, peer, start_s, end_s in list(context.spans)

@@ -127,14 +127,14 @@ def _checked(context_id: Any, roots: Any) -> tuple[int, Sequence[torch.Tensor]]:
 
 
 def _mode(worker: AutogradWorker, mode: str | None) -> str:
-    chosen = mode or worker.host.default_mode
+    chosen = mode or worker.agent.options.autograd_mode
     if chosen not in ("smart", "fast"):
         raise ConfigError(f"mode must be 'smart' or 'fast', but got {chosen!r}")
     return chosen
 
 
 def _deadline(worker: AutogradWorker, timeout_s: float) -> Deadline:
-    return Deadline.after(worker.host.timeout_of(timeout_s)).earlier(current_deadline.get())
+    return Deadline.after(worker.agent.caller.timeout_of(timeout_s)).earlier(current_deadline.get())
 
 
 # ---------------------------------------------------------------- torch's private names

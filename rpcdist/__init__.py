@@ -105,7 +105,7 @@ def __dir__() -> list[str]:
 
 
 def _load_autograd() -> Any:
-    """The class of distributed autograd for an agent (`rpcdist.rpc._autograd_hooks.MakeAutograd`)."""
+    """The class of distributed autograd for an agent."""
     return importlib.import_module("rpcdist.autograd").AutogradWorker
 
 

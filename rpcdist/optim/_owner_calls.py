@@ -110,7 +110,7 @@ def ask_steps(
         if own >= 0:
             results[own] = _outcome_of(partial(calls[own].function, *calls[own].args))
 
-    deadline = Deadline.after(worker.host.timeout_of(timeout_s)).earlier(current_deadline.get())
+    deadline = Deadline.after(worker.agent.caller.timeout_of(timeout_s)).earlier(current_deadline.get())
     outside = current_autograd.set(None)  # what the owners do is no part of the context that the caller is in
     try:
         outcomes = worker.step(context_id, work, step_here, deadline, roots)

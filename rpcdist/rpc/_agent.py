@@ -29,12 +29,12 @@ from rpcdist._proto import autograd_pb2, rref_pb2
 from rpcdist.at_exit import register_at_exit, unregister_at_exit
 from rpcdist.collectives import Store
 from rpcdist.collectives._group.world import current_world
-from rpcdist.errors import NotInitialized
+from rpcdist.errors import NotInitialized, WorkerLost
 from rpcdist.frozen_process import allow_inspection, forbid_inspection
 from rpcdist.ids import Identity
 from rpcdist.private_files import flight_recorder_size
 from rpcdist.rpc._actors.actor_names import ActorNames, ActorTable
-from rpcdist.rpc._calling.autograd_links import AutogradLinks, MakeAutograd, report_losses
+from rpcdist.rpc._autograd_hooks import AutogradHooks
 from rpcdist.rpc._calling.caller import Caller
 from rpcdist.rpc._calling.result_streams import StreamTable
 from rpcdist.rpc._calling.retries import Retries
@@ -55,7 +55,7 @@ from rpcdist.rpc._peers.connections import PROBE_ROLE, Connections, LeaseWatch, 
 from rpcdist.rpc._peers.control import ControlReceiver
 from rpcdist.rpc._peers.device_maps import DeviceMaps
 from rpcdist.rpc._peers.directory import Directory, Event, PeerEvents, Roster
-from rpcdist.rpc._peers.network import Demultiplexer, Lifetime, Network
+from rpcdist.rpc._peers.network import AnySession, Demultiplexer, Lifetime, Network
 from rpcdist.rpc._peers.router import Router
 from rpcdist.rpc._rref.handles import Handle
 from rpcdist.rpc._rref.shell import RRefShell
@@ -80,6 +80,7 @@ class Agent:
         look_up: returns the address of the next coordinator, after this one was lost; blocks, bounded.
         rref_type: the class of references; this and the rest belong to higher layers.
         make_rref: makes a reference from a handle.
+        make_autograd: makes distributed autograd; `rpcdist._upper_layers` lists it.
         make_inspector: makes the `Inspector`, which collects the facts of the agent from its parts.
         context_of: makes the context in which an agent is the current one, for the user code that the agent runs.
         current: the current agent, if there is one.
@@ -98,7 +99,7 @@ class Agent:
         look_up: Callable[[], str],
         rref_type: type,
         make_rref: Callable[[RRefCalls, Handle], Any],
-        make_autograd: MakeAutograd,
+        make_autograd: Callable[[Agent], AutogradHooks],
         make_inspector: Callable[[Agent], Any],
         context_of: Callable[[Agent], Context],
         current: Callable[[], Agent | None],
@@ -165,7 +166,7 @@ class Agent:
             lambda handle: make_rref(self.rref_calls, handle),
             self.actors.released,
         )
-        self._gpus = GpuSharing(
+        self.gpus = GpuSharing(
             me,
             lambda to: self.directory.member(to).identity,
             self._device_maps.find,
@@ -178,7 +179,7 @@ class Agent:
         self.marshal = Marshal(
             self.rrefs,
             rref_type,
-            self._gpus,
+            self.gpus,
             me.name,
             by_value=options.by_value,
             allow_pickle=options.allow_pickle,
@@ -197,9 +198,9 @@ class Agent:
             on_handler_loop=self.user_loop.on_thread,
             recorder=recorder,
         )
-        links = AutogradLinks(self.directory, self.router, self.caller, self.pool, io, lifetime, options, self._gpus)
-        self.autograd = make_autograd(links)
-        self.retries = Retries(self.caller, self.directory, partial(Timer, io), self.pool.submit)
+        self.call_later = partial(Timer, io)
+        self.autograd = make_autograd(self)
+        self.retries = Retries(self.caller, self.directory, self.call_later, self.pool.submit)
         self.rref_calls = RRefCalls(
             self.rrefs,
             self.caller,
@@ -245,7 +246,7 @@ class Agent:
             **self.gatherings.callables,
             **self.rounds.callables,
             **self.serving.callables,
-            **self._gpus.callables,
+            **self.gpus.callables,
         }
         if not options.allows(*STOP.split(":")):  # where peers are restricted, not each of them may end the service
             del always[STOP]
@@ -316,7 +317,7 @@ class Agent:
         handle("membership", self._control.on_message)
         handle("ack", self.router.on_acknowledgement)
         handle("device_map", self._device_maps.on_message)
-        handle("gpu_release", self._gpus.on_release)
+        handle("gpu_release", self.gpus.on_release)
         if self.flight_log is not None:
             handle("failure_notice", self.flight_log.on_notice)
         self._control.handle("autograd", self.autograd.on_message)
@@ -337,16 +338,17 @@ class Agent:
         if self.flight_log is not None:
             events.broken.listen(self.flight_log.on_broken)
             events.lost.listen(self.flight_log.on_lost)
-        report_losses(self.autograd, events, self._lifetime, self.directory.knows)
+        events.broken.listen(self._on_broken)
+        events.lost.listen(self._on_lost)
         events.broken.listen(self.caller.calls.on_broken)
         events.broken.listen(self.streams.on_broken)
         events.broken.listen(self.dispatcher.on_broken)
         events.broken.listen(self.rref_calls.on_broken)
         events.broken.listen(self._device_maps.forget)
-        events.broken.listen(self._gpus.on_broken)
-        events.lost.listen(self._gpus.on_gone)
-        events.replaced.listen(self._gpus.on_gone)
-        events.member.listen(self._gpus.on_member)
+        events.broken.listen(self.gpus.on_broken)
+        events.lost.listen(self.gpus.on_gone)
+        events.replaced.listen(self.gpus.on_gone)
+        events.member.listen(self.gpus.on_member)
         events.replaced.listen(references.on_replaced)
         events.replaced.listen(self.actors.lost)
         events.replaced.listen(self._control.forget)
@@ -368,10 +370,28 @@ class Agent:
         ticks = self._ticks
         ticks.listen(lambda now: self.rrefs.drain())
         ticks.listen(lambda now: self.streams.drain())
-        ticks.listen(lambda now: self._gpus.tick())
+        ticks.listen(lambda now: self.gpus.tick())
         ticks.listen(self._leases.check)
         ticks.listen(self.inspector.log_old_calls)
         ticks.listen(self.notes.stop_if_unused)
+
+    def _on_broken(self, session: AnySession, reason: str) -> None:
+        """Reports the end of a connection to distributed autograd.
+
+        The contexts of a process that is no worker of the job end with it, since the process is never declared lost.
+        """
+        if not self._lifetime.is_closed:
+            silence_s = time.monotonic() - session.last_received
+            error = WorkerLost(session.peer.name, "a backward pass", silence_s, reason)
+            self.autograd.worker_lost(session.peer, error)
+            if not self.directory.knows(session.peer.id):
+                self.autograd.worker_dead(session.peer)
+
+    def _on_lost(self, identity: Identity, error: WorkerLost) -> None:
+        if not self._lifetime.is_closed:
+            lost = WorkerLost(error.worker, "a backward pass", error.last_seen_s, error.reason)
+            self.autograd.worker_lost(identity, lost)
+            self.autograd.worker_dead(identity)
 
     def _on_lease_ended(self, identity: Identity) -> None:
         """Forgets processes that are not workers, since their number has no limit."""
@@ -432,7 +452,7 @@ class Agent:
         self.serving.stop("RPC was shut down in this process")
         self.dispatcher.calls.cancel_all()
         self.autograd.close()
-        self._gpus.close(timeout_s)
+        self.gpus.close(timeout_s)
         self.rrefs.close()
         self.actors.close()  # after the references: the object of an actor ends on its thread
         self.leaving.say_goodbye()

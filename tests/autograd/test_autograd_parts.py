@@ -275,7 +275,7 @@ def test_a_neighbour_that_begins_while_the_pass_ends_is_answered(cluster: InProc
         hooks: Any = agent.autograd
         context = hooks.contexts.find(context_id)
         answered: list[int] = []
-        made = BackwardPass(hooks.host, context, 5, make_part, lambda ended: None, answered.append)
+        made = BackwardPass(hooks.agent, context, 5, make_part, lambda ended: None, answered.append)
         late = PassMessage()
         late.begins = True
         made._inbox.append((1, late, None))

@@ -13,17 +13,18 @@ from rpcdist import autograd, rpc
 from rpcdist._proto import autograd_pb2
 from rpcdist.autograd import _context
 from rpcdist.autograd._context import Releases
-from rpcdist.rpc._calling.autograd_links import AutogradLinks
+from rpcdist.rpc._agent import Agent
 from rpcdist.rpc._devices.gpu_sharing import GpuSharing
 from rpcdist.rpc._values import DeviceRoute
 from rpcdist.testing import InProcessCluster, eventually
 
 
-class Host:
+class StandIn:
     """The parts of an agent that count here, with a clock that the test moves."""
 
     def __init__(self) -> None:
         self.is_closed = False
+        self.router = self
         self.sent: list[tuple[int, list[int]]] = []
         self.timers: list[Callable[[], object]] = []
 
@@ -41,48 +42,48 @@ class Host:
 
 
 @pytest.fixture
-def host() -> Host:
-    return Host()
+def agent() -> StandIn:
+    return StandIn()
 
 
 @pytest.fixture
-def releases(host: Host) -> Releases:
-    return Releases(cast(AutogradLinks, cast(Any, host)))
+def releases(agent: StandIn) -> Releases:
+    return Releases(cast(Agent, cast(Any, agent)))
 
 
-def test_one_that_holds_memory_is_told_at_once(host: Host, releases: Releases) -> None:
+def test_one_that_holds_memory_is_told_at_once(agent: StandIn, releases: Releases) -> None:
     releases.tell({1, 2}, 7, at_once=True)
-    assert host.sent == [(1, [7]), (2, [7])]
-    assert not host.timers
+    assert agent.sent == [(1, [7]), (2, [7])]
+    assert not agent.timers
 
 
-def test_light_ones_are_told_together(host: Host, releases: Releases) -> None:
+def test_light_ones_are_told_together(agent: StandIn, releases: Releases) -> None:
     releases.tell({1}, 7, at_once=False)
     releases.tell({1, 2}, 8, at_once=False)
-    assert not host.sent
-    assert len(host.timers) == 1
-    host.pass_time()
-    assert host.sent == [(1, [7, 8]), (2, [8])]
+    assert not agent.sent
+    assert len(agent.timers) == 1
+    agent.pass_time()
+    assert agent.sent == [(1, [7, 8]), (2, [8])]
     releases.tell({2}, 9, at_once=False)
-    host.pass_time()
-    assert host.sent[2:] == [(2, [9])]
+    agent.pass_time()
+    assert agent.sent[2:] == [(2, [9])]
 
 
-def test_nobody_to_tell(host: Host, releases: Releases) -> None:
+def test_nobody_to_tell(agent: StandIn, releases: Releases) -> None:
     releases.tell((), 7, at_once=False)
-    assert not host.timers
+    assert not agent.timers
 
 
-def test_many_do_not_wait(host: Host, releases: Releases) -> None:
+def test_many_do_not_wait(agent: StandIn, releases: Releases) -> None:
     for context_id in range(_context.MAX_PUT_OFF):
         releases.tell({1}, context_id, at_once=False)
-    assert host.sent == [(1, list(range(_context.MAX_PUT_OFF)))]
-    host.pass_time()
-    assert len(host.sent) == 1
+    assert agent.sent == [(1, list(range(_context.MAX_PUT_OFF)))]
+    agent.pass_time()
+    assert len(agent.sent) == 1
 
 
 def test_ends_that_come_before_a_full_list_is_sent_are_messages_of_the_size_that_others_take(
-    host: Host, releases: Releases, monkeypatch: pytest.MonkeyPatch
+    agent: StandIn, releases: Releases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Receivers refuse a message of more, and end the connection."""
     with monkeypatch.context() as patch:
@@ -90,18 +91,18 @@ def test_ends_that_come_before_a_full_list_is_sent_are_messages_of_the_size_that
         for context_id in range(2 * _context.MAX_PUT_OFF + 3):
             releases.tell({1}, context_id, at_once=False)
     releases.flush()
-    assert [len(contexts) for _, contexts in host.sent] == [_context.MAX_PUT_OFF] * 2 + [3]
-    assert [context for _, contexts in host.sent for context in contexts] == list(range(2 * _context.MAX_PUT_OFF + 3))
+    assert [len(contexts) for _, contexts in agent.sent] == [_context.MAX_PUT_OFF] * 2 + [3]
+    assert [context for _, contexts in agent.sent for context in contexts] == list(range(2 * _context.MAX_PUT_OFF + 3))
 
 
-def test_flush_before_the_agent_closes(host: Host, releases: Releases) -> None:
+def test_flush_before_the_agent_closes(agent: StandIn, releases: Releases) -> None:
     releases.tell({1}, 7, at_once=False)
     releases.flush()
-    assert host.sent == [(1, [7])]
+    assert agent.sent == [(1, [7])]
     releases.tell({1}, 8, at_once=False)
-    host.is_closed = True
-    host.pass_time()
-    assert len(host.sent) == 1
+    agent.is_closed = True
+    agent.pass_time()
+    assert len(agent.sent) == 1
 
 
 def scaled(tensor: Tensor, weight: Tensor) -> Tensor:
