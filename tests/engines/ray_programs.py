@@ -17,6 +17,7 @@ from rpcdist.transport.token import job_token
 
 SECRET = "a token that is nowhere else 0123456789"
 FIRST = "RPCDIST_TEST_FOLDER"
+LOST_NODE = "RPCDIST_TEST_LOST_NODE"
 
 
 def place_of(rank: int) -> tuple[int, str, str, str]:
@@ -120,7 +121,7 @@ def lost_ranks() -> None:
 
 
 def node_of(rank: int) -> tuple[str, str]:
-    """The nodes of the first and the last process of a rank. The one that is not on rank 0's node waits for its end."""
+    """The nodes of the first and the last process of a rank. The one on the node that is lost waits for its end."""
     import ray
 
     rpc.init_rpc(_name())
@@ -128,10 +129,12 @@ def node_of(rank: int) -> tuple[str, str]:
     first = Path(os.environ[FIRST], f"node{rank}")
     if not first.exists():
         first.write_text(here)
-        if here != rpc.rpc_sync("worker0", _node_id):
-            Path(os.environ[FIRST], "joined").touch()
+        if here == os.environ[LOST_NODE]:
             threading.Event().wait()
-        _wait_for_another_process("worker1", rpc.rpc_sync("worker1", os.getpid))
+        other = f"worker{1 - rank}"
+        pid = rpc.rpc_sync(other, os.getpid)
+        Path(os.environ[FIRST], "joined").touch()
+        _wait_for_another_process(other, pid)
     rpc.shutdown()
     return first.read_text(), here
 
@@ -143,13 +146,6 @@ def _wait_for_another_process(name: str, pid: int) -> None:
                 return
         except RpcdistError:
             time.sleep(0.1)  # until the new one has joined
-
-
-def _node_id() -> str:
-    import ray
-
-    node: str = ray.get_runtime_context().get_node_id()
-    return node
 
 
 def lost_node() -> None:
@@ -170,7 +166,7 @@ def lost_node() -> None:
             nodes.remove_node(second, allow_graceful=False)
 
         threading.Thread(target=kill_node, daemon=True).start()
-        env = {FIRST: os.environ[FIRST]}
+        env = {FIRST: os.environ[FIRST], LOST_NODE: second.node_id}
         results = rpcdist.ray.launch(node_of, workers=2, max_restarts=1, env=env, strategy="SPREAD")
         assert len({first for first, _ in results}) == 2, results
         assert len({last for _, last in results}) == 1, results
