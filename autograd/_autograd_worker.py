@@ -141,7 +141,7 @@ class AutogradWorker:
         begun = self._make_pass(context, make_id(self.id, secrets.randbits(47)), on_end, gradients, options)
         begun.then = then
         self._check(begun)
-        return begun, begun.start_step if roots is None else partial(begun.start, edges, context.partners(), None)
+        return begun, begun.start_step if roots is None else partial(begun.start_part, edges, context.partners(), None)
 
     def _make_pass(
         self,

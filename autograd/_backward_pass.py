@@ -153,7 +153,7 @@ class BackwardPass:
 
     # ------------------------------------------------------------ beginning
 
-    def start(self, roots: Sequence[GradientEdge], neighbours: Collection[int], parent: int | None) -> None:
+    def start_part(self, roots: Sequence[GradientEdge], neighbours: Collection[int], parent: int | None) -> None:
         """Analyses the graph, and begins with the known neighbours. Takes time: not on the I/O loop."""
         began_s = time.time()
         self.parent = parent
@@ -301,7 +301,7 @@ class BackwardPass:
             self.options = PassOptions(message.fast, message.retain_graph, Deadline.after(timeout_s))
             self._follow_up = message.follow_up
             self.traceparent = message.traceparent
-            self.start((), self.context.partners() | {sender}, sender)
+            self.start_part((), self.context.partners() | {sender}, sender)
 
     # ------------------------------------------------------------ turns
 

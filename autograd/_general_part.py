@@ -74,7 +74,7 @@ class GeneralPart(PassPart):
     def take_part(self, neighbours: Collection[int], early: Sequence[tuple[int, PassMessage]]) -> None:
         for sender, message in early:  # kept until the start, so that the first messages include their consequences
             self.take(sender, message)
-        self._act(self._state.start(self._analysis.local, neighbours, self.owner.parent))
+        self._act(self._state.start_part(self._analysis.local, neighbours, self.owner.parent))
 
     def take(self, sender: int, message: PassMessage) -> None:
         used = self._keep_gradients(zip(message.messages, message.gradients, strict=True)) if message.messages else {}

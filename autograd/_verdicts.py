@@ -176,7 +176,7 @@ class PassState:
 
     # ------------------------------------------------------------ events
 
-    def start(self, graph: LocalGraph, neighbours: Iterable[int], parent: int | None = None) -> Actions:
+    def start_part(self, graph: LocalGraph, neighbours: Iterable[int], parent: int | None = None) -> Actions:
         """Starts the pass on this worker, because `backward` was called (no parent) or a neighbour began."""
         self.is_started = True
         self.parent = parent

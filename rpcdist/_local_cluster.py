@@ -281,7 +281,7 @@ class LocalCluster(ClusterBlock):
         make_engine = partial(self._make_engine, call, common)
         processes = self._processes = BackgroundRanks(range(1, len(self.names)), make_engine)
         self._check_not_cancelled()  # from here on, `_cancel` finds the processes
-        processes.start()
+        processes.start_ranks()
         with kept_interrupt():
             importlib.import_module("rpcdist.rpc")
         with kept_interrupt():

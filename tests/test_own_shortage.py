@@ -65,7 +65,7 @@ def test_other_errors_are_not_its_own_fault(exc: BaseException | None) -> None:
 def test_a_process_without_standard_streams_ends_as_another(closed: str) -> None:
     """As started by a daemon. The loop's own descriptors were 0 to 2, and libuv aborted at their end."""
     program = (
-        "import asyncio, os\nfrom rpcdist.transport.io_loop import IoLoop\nio = IoLoop()\nio.start()\n"
+        "import asyncio, os\nfrom rpcdist.transport.io_loop import IoLoop\nio = IoLoop()\nio.start_thread()\n"
         f"io.run(asyncio.sleep(0), {LIMIT_S})\nio.close()\nos._exit(7)"
     )
     command = ["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, program]

@@ -273,7 +273,7 @@ class Engine(StateKeeper):
     def _carry_out(self, job: Job) -> None:
         state = self.state
         state.current = job
-        job.record.start()
+        job.record.mark_started()
         error: BaseException | None = None
         try:
             job.check()  # the group may have failed while the job waited in the queue

@@ -78,7 +78,7 @@ class Record:
         with_whom = f" {self.detail.replace(', ', ' with ')}" if self.family == "point" else ""
         return f"{self.operation} #{self.sequence}{with_whom} of group {self.group!r}"
 
-    def start(self) -> None:
+    def mark_started(self) -> None:
         self.state = "running"
         self.started_ns = time.time_ns()
 

@@ -69,7 +69,7 @@ class GroupWatch(StateKeeper):
             sockets = connect_watch(context, self.hub, rank_0, self.uid, deadline)
             self.reached_rank_0 = context.rank != 0 and sockets[0].family == socket.AF_UNIX
             self.reporter = Watch(context.process.node, context.rank, context.ranks, context.name, self)
-            self.reporter.start(sockets, deadline.remaining_s() + THREAD_GRACE_S)
+            self.reporter.take_connections(sockets, deadline.remaining_s() + THREAD_GRACE_S)
         except BaseException:
             self.release()
             raise

@@ -193,7 +193,7 @@ class Watch(Reporter):
         self._values: dict[int, str] = {}  # rank 0: the values for the current exchange, by rank
         self._exchange: Future[list[str]] = Future()  # the current exchange, once this rank takes part in it
 
-    def start(self, sockets: dict[int, StreamSocket], timeout_s: float) -> None:
+    def take_connections(self, sockets: dict[int, StreamSocket], timeout_s: float) -> None:
         """Takes over the connections: on rank 0 with every other rank, elsewhere with rank 0. Blocks, bounded."""
         self._node.run(self._start(sockets), timeout_s)
 

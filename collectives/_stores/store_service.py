@@ -171,7 +171,7 @@ class ServedTable:
         """Releases a share. Blocks for a limited time."""
         self._server.give_up(self)
 
-    def start(self, timeout_s: float) -> None:
+    def start_serving(self, timeout_s: float) -> None:
         self._node.add_service(DESCRIPTOR, self.methods(), timeout_s, self.address)
         register_at_exit(self.end_calls)  # scripts written for torch do not close stores
 
@@ -297,7 +297,7 @@ class TableServer:
             node.release()
             raise
         try:
-            serving.start(timeout_s)
+            serving.start_serving(timeout_s)
         except BaseException:
             serving.end()
             raise

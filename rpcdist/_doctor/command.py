@@ -78,7 +78,7 @@ def _examined(addresses: Sequence[str]) -> list[WorkerFact]:
     from rpcdist._doctor.worker_probes import WorkerProbes
     from rpcdist.transport import Node, NodeOptions
 
-    probes = WorkerProbes(Node(NodeOptions()).start())
+    probes = WorkerProbes(Node(NodeOptions()).start_loop())
     try:
         with ThreadPoolExecutor(_AT_A_TIME, thread_name_prefix="doctor") as threads:
             asked = list(threads.map(probes.examine, addresses))

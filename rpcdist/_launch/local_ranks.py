@@ -194,7 +194,7 @@ class LocalRanks:
         self._is_ending = False
         self._reaping = threading.Lock()  # no process is reaped while it is held, since its id could be reused
 
-    def start(self, rank: int, attempt: int) -> None:
+    def start_rank(self, rank: int, attempt: int) -> None:
         plan = self._plans[rank]
         output = self._output.open(plan.name, attempt)
         try:

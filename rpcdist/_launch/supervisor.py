@@ -98,7 +98,7 @@ def kept_interrupt() -> Iterator[None]:
 class RankEngine(Protocol):
     """Starts processes of ranks, returns their reports, and ends them. Used on one thread."""
 
-    def start(self, rank: int, attempt: int) -> None:
+    def start_rank(self, rank: int, attempt: int) -> None:
         """Starts the process of a rank. `attempt` counts the starts of this rank, from 0.
 
         Raises:
@@ -132,7 +132,7 @@ def _advance(
         starts = progress.to_start(time.monotonic())
         until = next_look()
     for rank, attempt in starts:
-        engine.start(rank, attempt)
+        engine.start_rank(rank, attempt)
     events = engine.reports(max(0.0, min(until - time.monotonic(), LONGEST_WAIT_S)))
     now = time.monotonic()
     with guard:
@@ -191,7 +191,7 @@ class BackgroundRanks:
         self.engine = make_engine(self._stop)
         self._thread = threading.Thread(target=self._run, name="rpcdist-ranks", daemon=True)
 
-    def start(self) -> None:
+    def start_ranks(self) -> None:
         """Starts the thread, which starts the processes. Raises `DeadlineExceeded` if `end` was called before."""
         with self._changed:
             self._check_not_ended()

@@ -214,7 +214,7 @@ class Cluster(ClusterBlock):
         )
         started = BackgroundRanks(ranks, make_engine, dict.fromkeys(ranks, self._max_restarts))
         self._others |= {name: (rank, started) for rank, name in by_rank.items()}
-        started.start()
+        started.start_ranks()
         limit_s = min(deadline.remaining_s(), CLUSTER_START_LIMIT_S)
         started.wait_until_ready(limit_s, min(limit_s, INIT_NOTICE_S), lambda missing: None)
         try:

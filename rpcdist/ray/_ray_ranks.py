@@ -148,7 +148,7 @@ class RayRanks:
         self._where: dict[int, Where] = {}  # of the ranks that run
         self._local_ranks: dict[int, int] = {}
 
-    def start(self, rank: int, attempt: int) -> None:
+    def start_rank(self, rank: int, attempt: int) -> None:
         plan = self._plans[rank]
         wanted = dict(plan.role.resources or {"CPU": 1})
         self._actors[rank] = (

@@ -402,13 +402,13 @@ class Agent:
 
     # ------------------------------------------------------------ beginning and end
 
-    def start(self) -> None:
+    def start_serving(self) -> None:
         """Begins to serve; on any thread except the loop's."""
-        self.user_loop.start()
-        self.pool.start()
+        self.user_loop.register_at_exit()
+        self.pool.start_kept_thread()
         self._restore_torch = replace_torch_functions()
         if self.flight_log is not None:
-            self.flight_log.start()
+            self.flight_log.start_listening()
         register_at_exit(self._abandon)
         network = self.network
         for service, kind, reply in (

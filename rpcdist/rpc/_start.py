@@ -144,7 +144,7 @@ def _join(network: Network, store: Store, me: Identity, world_size: int | None, 
         )
         if metrics_are_wanted():
             _upper_layers.load("metrics")(agent)
-        agent.start()
+        agent.start_serving()
     return agent
 
 

@@ -313,7 +313,7 @@ class MemoryNetwork:
 
     def __init__(self) -> None:
         self._io = IoLoop("rpcdist-memory")
-        self._io.start()
+        self._io.start_thread()
         self._lock = threading.Lock()
         self._ports = count(1)
         self._nodes: dict[str, MemoryNode] = {}

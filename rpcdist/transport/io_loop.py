@@ -62,7 +62,7 @@ class IoLoop:
         self._workers: set[threading.Thread] = set()
         self.is_closed = False
 
-    def start(self) -> None:
+    def start_thread(self) -> None:
         self._thread.start()
 
     def _run(self) -> None:

@@ -159,7 +159,7 @@ class Node:
             at_port = (address for address in self._addresses if split_address(address)[1] == port)
             address = self.address if port == 0 and not is_apart else next(at_port, None)
             if address is None:
-                address = self.run(self._server.start(host, port), timeout_s)
+                address = self.run(self._server.start_serving(host, port), timeout_s)
                 fork.note_server_port(split_address(address)[1])
             self._addresses[address] = self._addresses.get(address, 0) + 1
             return address
@@ -208,10 +208,10 @@ class Node:
 
     # ------------------------------------------------------------ life
 
-    def start(self) -> Node:
+    def start_loop(self) -> Node:
         """Starts the I/O loop. The caller then has a share of the node; `release` returns it."""
         self._num_shares = 1
-        self.io.start()
+        self.io.start_thread()
         fork.mark_running()
         register_at_exit(self._stop)
         return self
@@ -278,7 +278,7 @@ def acquire_node(options: NodeOptions | None = None) -> Node:
         node = None if _shared is None else _shared()
         if node is None or not node.share():
             with names_shortage("starting the node"):
-                node = Node(options or NodeOptions()).start()
+                node = Node(options or NodeOptions()).start_loop()
             _shared = weakref.ref(node)
         elif options is not None:
             try:

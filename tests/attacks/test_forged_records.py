@@ -92,7 +92,7 @@ def test_a_forged_address_of_the_coordinator_is_refused(
     store = PrefixStore("job", TorchStoreAdapter(served))
     options = rpc.RpcOptions(rpc_timeout=LIMIT_S)
     # A node of its own: that of the process may be a worker of other tests, and would call itself "b" from now on.
-    network = Node(node_options(options)).start()
+    network = Node(node_options(options)).start_loop()
     with pytest.raises(AuthenticationFailed) as refused:
         start_agent(store=store, name="b", rank=1, world_size=2, options=options, network=network)
     assert f"'{KEY}'" in str(refused.value) and expected in str(refused.value)

@@ -79,7 +79,7 @@ class World:
     done: frozenset[int] = frozenset()
 
     def begin(self) -> None:
-        self._do(0, self.states[0].start(self.graphs[0], self.neighbours[0]))
+        self._do(0, self.states[0].start_part(self.graphs[0], self.neighbours[0]))
 
     def steps(self, in_order: bool = False) -> Iterator[Step]:
         """The possible next steps: messages first, then runs. `in_order` is per pair, as sessions keep it."""
@@ -161,7 +161,7 @@ class World:
         starts = begins and not state.is_started
         actions = state.take(sender, begins, is_child, verdicts, used, any(said.is_done for said in merged))
         if starts:
-            actions += state.start(self.graphs[to], self.neighbours[to] | {sender}, sender)
+            actions += state.start_part(self.graphs[to], self.neighbours[to] | {sender}, sender)
         self._do(to, actions)
 
     def _do(self, worker: int, actions: Actions) -> None:

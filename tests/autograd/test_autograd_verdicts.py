@@ -16,7 +16,7 @@ def test_a_call_and_its_result_as_a_table() -> None:
     caller = PassState(0)
     graph = LocalGraph(1, (LocalSend(1, 1, 1, 1, 1),), (LocalRecv(2, 1, 2, (0b01,)),), (0b01, 0b10))
     first, second = Run((0,), 0b01, (), (), (2,)), Run((1,), 0b10, (1,), (), ())
-    assert caller.start(graph, {1}) == [Tell(1, {2: None}, True), first]
+    assert caller.start_part(graph, {1}) == [Tell(1, {2: None}, True), first]
     caller.ended(first)
     assert caller.take(1, True, True, {1: None}) == []
     assert caller.take(1, used={1: 1}) == [second]
@@ -29,7 +29,7 @@ def test_a_call_and_its_result_as_a_table() -> None:
 def test_what_the_receiver_does_not_name_is_unused() -> None:
     state = PassState(0)
     graph = LocalGraph(1, (LocalSend(7, 1, 3, 1, 2),), (), (0b001, 0b010, 0b100))
-    [_, run] = state.start(graph, {1})
+    [_, run] = state.start_part(graph, {1})
     assert isinstance(run, Run)
     state.ended(run)
     assert not state.is_done
@@ -43,7 +43,7 @@ def test_one_of_two_tensors() -> None:
         0, (LocalSend(2, 0, 2, 0, 2),), (LocalRecv(1, 0, 1, (0b01,)), LocalRecv(9, 0, 1, (0b10,))), (0b01, 0b10)
     )
     state.take(0, True, False, {2: 0b01})
-    assert state.start(graph, {0}, 0) == [Tell(0, {1: 1, 9: 0}, True, True)]
+    assert state.start_part(graph, {0}, 0) == [Tell(0, {1: 1, 9: 0}, True, True)]
     assert state.take(0, used={2: 0b01}) == [Run((0,), 0b01, (2,), (), (1,))]
 
 
@@ -51,7 +51,7 @@ def test_a_cycle_through_another_worker_blocks_at_a_gate() -> None:
     """x goes to worker 1 and comes back; the root uses both x and what came back."""
     state = PassState(0)
     graph = LocalGraph(1, (LocalSend(1, 1, 1, 1, 1),), (LocalRecv(2, 1, 2, (0b01,)),), (0b11,))
-    assert state.start(graph, {1}) == [Tell(1, {2: 1}, True)]
+    assert state.start_part(graph, {1}) == [Tell(1, {2: 1}, True)]
     assert state.take(1, True, True, {1: 1}) == [Run((0,), 0b11, (), (1,), (2,))]
 
 
@@ -60,7 +60,7 @@ def test_gates_wait_in_decreasing_stamp() -> None:
     sends = tuple(LocalSend(10 + n, 1, 2 * n + 1, n + 1, 1) for n in range(3))
     recvs = tuple(LocalRecv(20 + n, 1, 2 * n + 2, (0b1111,)) for n in range(3))
     state.take(1, True, True, {10: 1, 11: 1, 12: 1})
-    actions = state.start(LocalGraph(1, sends, recvs, (0b1111,)), {1})
+    actions = state.start_part(LocalGraph(1, sends, recvs, (0b1111,)), {1})
     assert actions[-1] == Run((0,), 0b1111, (), (12, 11, 10), (20, 21, 22))
 
 
@@ -71,7 +71,7 @@ def test_verdicts_run_ahead_of_gradients() -> None:
     state = PassState(1)
     graph = LocalGraph(0, (LocalSend(5, 0, 4, 0, 1),), (LocalRecv(4, 2, 3, (0b1,)),), (0b1,))
     state.take(0, True, False, {5: None})
-    state.start(graph, {0, 2}, 0)
+    state.start_part(graph, {0, 2}, 0)
     assert state.take(0, verdicts={5: 1}) == [Tell(2, {4: 1})]
 
 
@@ -82,7 +82,7 @@ def test_what_came_with_the_first_message_runs_at_once() -> None:
     recvs = tuple(LocalRecv(id, 0, 2 * id - 1, (feeders,)) for id, feeders in ((1, 0b1), (2, 0b10), (3, 0b1000)))
     assert state.take(0, True, False, {11: None, 12: None}, {11: 1, 12: 1}) == []
     graph = LocalGraph(0, sends, recvs, (0b0001, 0b0010, 0b0100, 0b1000))
-    begin, *runs = state.start(graph, {0}, 0)
+    begin, *runs = state.start_part(graph, {0}, 0)
     assert begin == Tell(0, {1: None, 2: None, 3: 0}, True, True)
     first, second = Run((0,), 0b01, (11,), (), (1,)), Run((1,), 0b10, (12,), (), (2,))
     assert runs == [first, second]
@@ -96,7 +96,7 @@ def test_nothing_used_is_done_at_once() -> None:
     state = PassState(1)
     state.take(0, True)
     graph = LocalGraph(0, (LocalSend(2, 0, 2, 0, 1),), (LocalRecv(1, 0, 1, (0b1,)),), (0b1,))
-    assert state.start(graph, {0}, 0) == [Tell(0, {1: 0}, True, True)]
+    assert state.start_part(graph, {0}, 0) == [Tell(0, {1: 0}, True, True)]
     assert state.is_done
 
 

@@ -49,9 +49,9 @@ class Star:
         self.watches = [Watch(node, rank, WORLD, "g", self.listeners[rank]) for rank in range(SIZE)]
         pairs = {rank: socket.socketpair() for rank in range(1, SIZE)}
         self.outer = {rank: pair[1] for rank, pair in pairs.items()}
-        self.watches[0].start({rank: pair[0] for rank, pair in pairs.items()}, LIMIT_S)
+        self.watches[0].take_connections({rank: pair[0] for rank, pair in pairs.items()}, LIMIT_S)
         for rank, sock in self.outer.items():
-            self.watches[rank].start({0: sock}, LIMIT_S)
+            self.watches[rank].take_connections({0: sock}, LIMIT_S)
 
     def failure(self, rank: int) -> GroupFailure:
         return self.listeners[rank].failures.get(timeout=LIMIT_S)
@@ -191,7 +191,7 @@ def test_a_wrong_part_of_an_exchange_ends_the_connection(node: Node, rank: int, 
     """A rank that may speak in this group cannot bring more than one text, or answer what nobody asked."""
     listener, (inner, outer) = Listener(), socket.socketpair()
     own = Watch(node, 1 - rank, WORLD, "g", listener)
-    own.start({rank: inner}, LIMIT_S)
+    own.take_connections({rank: inner}, LIMIT_S)
     try:
         for message in messages:
             outer.sendall(encoded(message))

@@ -85,7 +85,7 @@ def test_a_worker_tells_on_every_channel(cluster: Cluster, to: int) -> None:
 @pytest.mark.multiproc
 def test_only_holders_of_the_token_may_ask(cluster: Cluster) -> None:
     address = cluster.agent.network.address
-    stranger = Node(NodeOptions(token="another token of a stranger")).start()
+    stranger = Node(NodeOptions(token="another token of a stranger")).start_loop()
     try:
         with pytest.raises(AuthenticationFailed):
             stranger.run(stranger.connect(address, "inspection", 10.0, retry=False), 20.0)
@@ -106,7 +106,7 @@ def test_a_worker_that_is_asked_without_a_pause_takes_few_looks(cluster: Cluster
         return collect(**kind)
 
     inspector.facts = counted
-    asker = Node(NodeOptions()).start()
+    asker = Node(NodeOptions()).start_loop()
     try:
 
         async def ask(count: int) -> None:

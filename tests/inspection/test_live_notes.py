@@ -78,7 +78,7 @@ def test_notes_come_once_and_in_their_order(taker: NoteTaker, operations: list[R
     span_taps[0]("pipeline", "0F1 of step 3", now - 1, now)
     done, runs = Record("default", 1, "all_reduce"), Record("default", 2, "broadcast")
     for record in (done, runs):
-        record.start()
+        record.mark_started()
     done.end()
     operations += [done, runs]
     notes = taker.since(0)

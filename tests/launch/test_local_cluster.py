@@ -203,9 +203,9 @@ def test_a_start_cancelled_before_its_thread_runs_starts_nothing(monkeypatch: py
     cluster = LocalCluster(2)
 
     class CancelledJustThen(BackgroundRanks):
-        def start(self) -> None:
+        def start_ranks(self) -> None:
             cluster._cancel()
-            super().start()
+            super().start_ranks()
 
     monkeypatch.setattr("rpcdist._local_cluster.BackgroundRanks", CancelledJustThen)
     before = children()
@@ -226,7 +226,7 @@ def test_what_the_watching_thread_failed_with_is_told(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr("rpcdist._launch.local_ranks.start_rank", fail)
     processes = BackgroundRanks([1], engine)
-    processes.start()
+    processes.start_ranks()
     try:
         for wait in (partial(processes.wait_until_ready, LIMIT_S, LIMIT_S, print), processes.wait_until_ended):
             with pytest.raises(OSError, match="no more processes"):

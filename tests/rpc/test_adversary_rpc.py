@@ -32,7 +32,7 @@ def test_any_exception_has_a_form_that_can_be_sent(kind: str) -> None:
 
 def test_a_wait_for_a_loop_that_is_closed_meanwhile_says_so() -> None:
     io = IoLoop("rpcdist-test")
-    io.start()
+    io.start_thread()
     began = threading.Event()
 
     async def wait() -> None:

@@ -124,7 +124,7 @@ def test_a_named_thread_is_used_again(pool: ThreadPool) -> None:
 def test_jobs_that_an_io_loop_submits_hold_no_signals_back(pool: ThreadPool) -> None:
     """A command that a job runs, as `yes | head`, ends by SIGPIPE."""
     io = IoLoop()
-    io.start()
+    io.start_thread()
     found: list[set[int]] = []
     done = threading.Event()
 

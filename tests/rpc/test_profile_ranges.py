@@ -331,13 +331,13 @@ def test_idempotent_functions_are_called_again_under_torchs_older_profiler(
 ) -> None:
     retried = list[object]()
     with cluster.use("trainer") as agent, profile_ranges.profile():  # type: ignore[no-untyped-call]
-        start = agent.retries.start
+        start = agent.retries.start_call
 
         def note(_: object, *args: Any, **kwargs: Any) -> Any:
             retried.append(args[1])
             return start(*args, **kwargs)
 
-        monkeypatch.setattr(type(agent.retries), "start", note)
+        monkeypatch.setattr(type(agent.retries), "start_call", note)
         assert rpc.rpc_sync("server", triple, (2,)) == rpc.rpc_async("server", triple, (2,)).wait() == 6
     assert retried == [run_profiled] * 2
 

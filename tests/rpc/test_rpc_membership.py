@@ -330,7 +330,7 @@ def test_the_coordinator_of_a_growing_world_knows_those_who_came_while_it_was_bu
     no_agent: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It learned of them a turn of its I/O loop later, and its first call from an event loop found nobody."""
-    start = Agent.start
+    start = Agent.start_serving
 
     def start_when_others_have_joined(agent: Agent) -> None:
         service = agent._news._service
@@ -346,6 +346,6 @@ def test_the_coordinator_of_a_growing_world_knows_those_who_came_while_it_was_bu
             monkeypatch.setattr(agent.network, "handle_role", handle_and_stall)
         start(agent)
 
-    monkeypatch.setattr(Agent, "start", start_when_others_have_joined)
+    monkeypatch.setattr(Agent, "start_serving", start_when_others_have_joined)
     with InProcessCluster("a", "b", "c", elastic=True) as cluster, cluster.use("a") as agent:
         assert [member.identity.name for member in agent.directory.known()] == ["a", "b", "c"]

@@ -275,7 +275,7 @@ def starts_late(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_first_coroutine_starts_the_loop() -> None:
     threads, num_open = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
     loop = UserLoop()
-    loop.start()
+    loop.register_at_exit()
     assert loop.ident is None and set(threading.enumerate()) <= threads  # others may end meanwhile
     assert len(os.listdir("/proc/self/fd")) <= num_open
     assert not loop.on_thread()
@@ -297,7 +297,7 @@ def test_a_loop_that_cannot_start_refuses_the_coroutine_and_starts_later(
     short_of: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop = UserLoop()
-    loop.start()
+    loop.register_at_exit()
     with monkeypatch.context() as patch:
         if short_of == "descriptors":
             patch.setattr(os, "open", Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
@@ -338,7 +338,7 @@ def test_calls_whose_coroutines_get_no_loop_are_answered(monkeypatch: pytest.Mon
 
 def test_close_cancels_what_is_left() -> None:
     loop = UserLoop()
-    loop.start()
+    loop.register_at_exit()
     outcomes = [Outcome() for _ in range(10)]
     for outcome in outcomes:
         loop.submit(forever, outcome)
@@ -354,7 +354,7 @@ def test_close_names_a_coroutine_that_refuses_to_end(
     caplog: pytest.LogCaptureFixture, reported_loop_errors: list[str]
 ) -> None:
     loop = UserLoop()
-    loop.start()
+    loop.register_at_exit()
     started = threading.Event()
 
     async def stubborn() -> None:
@@ -380,7 +380,7 @@ def test_close_names_a_coroutine_that_refuses_to_end(
 
 def test_close_names_the_place_where_the_thread_is_blocked() -> None:
     loop = UserLoop()
-    loop.start()
+    loop.register_at_exit()
     gate, started = threading.Event(), threading.Event()
 
     async def blocked() -> None:
@@ -410,7 +410,7 @@ def test_a_forked_child_is_refused() -> None:
         from rpcdist.transport import fork
         fork.mark_running()
         loop = UserLoop()
-        loop.start()
+        loop.register_at_exit()
         child = os.fork()
         if child == 0:
             try:

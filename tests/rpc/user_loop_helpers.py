@@ -20,7 +20,7 @@ LIMIT_S = 30.0
 @pytest.fixture
 def loop() -> Iterator[UserLoop]:
     user_loop = UserLoop()
-    user_loop.start()
+    user_loop.register_at_exit()
     yield user_loop
     assert user_loop.close(LIMIT_S) == []
 

@@ -23,7 +23,7 @@ def agents_here(*names: str) -> Iterator[tuple[Agent, ...]]:
 
     def start(rank: int) -> Agent:
         options = rpc.RpcOptions(rpc_timeout=LIMIT_S)
-        network = Node(node_options(options)).start()
+        network = Node(node_options(options)).start_loop()
         return start_agent(
             store=store.clone(), name=names[rank], rank=rank, world_size=len(names), options=options, network=network
         )

@@ -108,7 +108,7 @@ class RawClient:
         self._handshake = ClientHandshake(Credentials(token, "default", identity), role, channel=ends)
 
     async def prove(self) -> SessionKeys:
-        await self._send(self._handshake.start())
+        await self._send(self._handshake.first_message())
         while not self._handshake.done:
             reply = self._handshake.receive(handshake_pb2.Handshake.FromString(await self.call.read()))
             if reply is not None:

@@ -17,7 +17,7 @@ LIMIT_S = 20.0
 
 @contextmanager
 def running_node(token: str | None = None, job: str = "default") -> Iterator[Node]:
-    node = Node(NodeOptions(token=token, job=job)).start()
+    node = Node(NodeOptions(token=token, job=job)).start_loop()
     try:
         yield node
     finally:

@@ -83,7 +83,7 @@ class Nodes:
         self._options = options
 
     def make(self, name: str, serve: bool = False, **options: Any) -> Node:
-        node = Node(NodeOptions(**{"token": TOKEN, "peer_timeout_s": LIMIT_S, **self._options, **options})).start()
+        node = Node(NodeOptions(**{"token": TOKEN, "peer_timeout_s": LIMIT_S, **self._options, **options})).start_loop()
         node.identity = Identity(name, -1, new_incarnation())
         self._running.append(node)
         if serve:

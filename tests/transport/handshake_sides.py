@@ -59,7 +59,7 @@ def wire(message: pb.Handshake | None) -> pb.Handshake:
 def shake(a: ClientHandshake, b: ServerHandshake) -> list[str]:
     """Runs both sides to their end, and returns the steps that crossed the wire."""
     steps: list[str] = []
-    message: pb.Handshake | None = a.start()
+    message: pb.Handshake | None = a.first_message()
     to_server = True
     while message is not None:
         steps.append(message.WhichOneof("step"))

@@ -174,7 +174,7 @@ def test_time_is_limited_even_for_those_who_keep_talking(monkeypatch: pytest.Mon
     async def scene(door: Admission) -> None:
         silent, half = Visit(door, HERE), Visit(door, THERE)
         await half.client.write(
-            ClientHandshake(Credentials(SECRET, "default", ALICE), "rpc").start().SerializeToString()
+            ClientHandshake(Credentials(SECRET, "default", ALICE), "rpc").first_message().SerializeToString()
         )
         assert not await silent.task and not await half.task
         assert silent.codes == half.codes == [pb.Refusal.UNSPECIFIED]

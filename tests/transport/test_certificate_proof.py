@@ -126,7 +126,7 @@ def test_a_relay_with_token_and_certificate_cannot_answer_for_the_server() -> No
     """It can make every proof that the token makes, the welcome included, and not the signature over this channel."""
     a = client(channel="grpc, from certificate alice", certificates=ALICE.prover("digits"))
     b = server(channel="grpc, from certificate carol", certificates=BOB.prover("digits"))
-    challenge = wire(b.receive(wire(a.start())))  # the server sees the relay's connection, and signs that
+    challenge = wire(b.receive(wire(a.first_message())))  # the server sees the relay's connection, and signs that
     refusal = a.receive(challenge)
     assert refusal is not None and refusal.refusal.code == Code.CERTIFICATE
     assert "a process in between relays it" in text_of(a) and not b.done
@@ -135,12 +135,12 @@ def test_a_relay_with_token_and_certificate_cannot_answer_for_the_server() -> No
 def test_a_proof_counts_in_one_direction_and_one_handshake() -> None:
     prover = ALICE.prover("digits")
     a, b = client(certificates=prover), server(certificates=BOB.prover("digits"))
-    proof = wire(a.receive(wire(b.receive(wire(a.start())))))
+    proof = wire(a.receive(wire(b.receive(wire(a.first_message())))))
     again = server(certificates=BOB.prover("digits"))
-    challenge = wire(again.receive(wire(client(certificates=prover).start())))
+    challenge = wire(again.receive(wire(client(certificates=prover).first_message())))
     assert challenge.challenge.certificate.signature != proof.proof.certificate.signature
     honest, reflected = client(certificates=prover), server(certificates=prover)
-    challenge = wire(reflected.receive(wire(honest.start())))
+    challenge = wire(reflected.receive(wire(honest.first_message())))
     refusal = honest.receive(challenge)  # alice's certificate in bob's place
     assert refusal is not None and "not of worker 'bob'" in text_of(honest)
 

@@ -26,7 +26,7 @@ def fail() -> None:
 @pytest.fixture
 def io() -> Iterator[IoLoop]:
     loop = IoLoop("rpcdist-test")
-    loop.start()
+    loop.start_thread()
     yield loop
     loop.close()
 

@@ -91,7 +91,7 @@ def test_reading_what_makes_tls_answer(signals: list[int]) -> None:
 def test_the_io_loop_writes_without_the_signal(signals: list[int]) -> None:
     """asyncio and uvloop, on which stores and the health port speak, pass no flags."""
     loop = IoLoop()
-    loop.start()
+    loop.start_thread()
     try:
 
         async def blocked() -> set[int]:

@@ -262,7 +262,7 @@ def message(step: pb.Handshake) -> bytes:
 
 def hello(role: str = "socket") -> bytes:
     side = ClientHandshake(Credentials(job_token(), "default", Identity("stranger", -1, 1)), role)
-    return message(side.start())
+    return message(side.first_message())
 
 
 def wrong_proof() -> bytes:

@@ -168,7 +168,7 @@ def rpc_sync(
     if getattr(func, IDEMPOTENT_MARK, None) is True:
         if asyncio._get_running_loop() is not None:
             raise BlockingInLoop("rpc_sync", "await rpc.rpc_async(...)")
-        return current_agent().retries.start(to, func, args, kwargs, timeout, own_map).wait()
+        return current_agent().retries.start_call(to, func, args, kwargs, timeout, own_map).wait()
     return current_agent().caller.sync(to, func, args, kwargs, timeout, device_map=own_map)
 
 
@@ -223,7 +223,7 @@ def rpc_async(
     else:
         agent = current_agent()
         calls = agent.retries if getattr(func, IDEMPOTENT_MARK, None) is True else agent.caller
-        future = calls.start(to, func, args, kwargs, timeout, device_map=own_map)
+        future = calls.start_call(to, func, args, kwargs, timeout, device_map=own_map)
     note_started(future)
     return future
 
@@ -283,7 +283,7 @@ def rpc_stream(
     caller = current_agent().caller
     own_map = None if device_map is None else _own_map(to, device_map)
     if asyncio._get_running_loop() is not None:
-        return StartingStream(caller.start(to, func, args, kwargs, timeout, device_map=own_map), func)
+        return StartingStream(caller.start_call(to, func, args, kwargs, timeout, device_map=own_map), func)
     return check_is_stream(caller.sync(to, func, args, kwargs, timeout, device_map=own_map), func)
 
 
@@ -400,7 +400,7 @@ def _profiled(mode: str, to: Destination, func: Callable[..., Any]) -> Iterator[
         if not callable(func) or not _is_allowed(agent.options):
             if mode == "remote":
                 return agent.rref_calls.remote(callee, func, args, timeout, kwargs, device_map=own_map)
-            future = calls.start(callee, func, args, kwargs, timeout, device_map=own_map)
+            future = calls.start_call(callee, func, args, kwargs, timeout, device_map=own_map)
             future._when_done(partial(ended, None))
             return future
         packed = found.options(), func, positional(args), dict(by_keyword(kwargs))
@@ -408,7 +408,7 @@ def _profiled(mode: str, to: Destination, func: Callable[..., Any]) -> Iterator[
             pair = agent.rref_calls.remote(callee, run_profiled, packed, timeout, device_map=own_map)
             try:
                 rref = agent.rref_calls.remote(callee, part_of, (pair, 0), timeout)
-                events = agent.caller.start(callee, part_of, (pair, 1), None, timeout)
+                events = agent.caller.start_call(callee, part_of, (pair, 1), None, timeout)
             except Exception:
                 created = pair._get_future()
                 if not created.done() or created.exception() is None:
@@ -420,7 +420,7 @@ def _profiled(mode: str, to: Destination, func: Callable[..., Any]) -> Iterator[
             rref._profiled = _part(events, lambda rows: None)
             events.is_quiet = rref._profiled.is_quiet = True  # uses of the reference raise the error
             return rref
-        future = calls.start(callee, run_profiled, packed, None, timeout, device_map=own_map)
+        future = calls.start_call(callee, run_profiled, packed, None, timeout, device_map=own_map)
         future._when_done(partial(ended, lambda pair: _item(pair, 1)))
         return _part(future, lambda pair: _item(pair, 0))
 

@@ -150,7 +150,7 @@ def _start(
     if getattr(func, IDEMPOTENT_MARK, None) is not True:
         return agent.caller.start_each(chosen, func, args, kwargs, timeout, unsent)
     ids = [agent.directory.resolve(worker) for worker in chosen]
-    return [agent.retries.start(worker_id, func, args, kwargs, timeout) for worker_id in ids]
+    return [agent.retries.start_call(worker_id, func, args, kwargs, timeout) for worker_id in ids]
 
 
 class AllGatherStates:

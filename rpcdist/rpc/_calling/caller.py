@@ -125,7 +125,7 @@ class Caller:
         self._start_in_turn(call, message, large)
         return lambda: reply_sink.wait(call)
 
-    def start(
+    def start_call(
         self,
         to: Destination,
         func: Callable[..., Any],
@@ -154,11 +154,11 @@ class Caller:
         timeout_s: float,
         unsent: list[NewCall] | None = None,
     ) -> list[Future[Any]]:
-        """`start` for several workers; common parts of the calls are encoded once.
+        """`start_call` for several workers; common parts of the calls are encoded once.
 
         Args:
             workers: their names, ranks or descriptions.
-            func: this and the rest as for `start`.
+            func: this and the rest as for `start_call`.
             unsent: gets the short calls, which `send_each` must send; None sends them now.
         """
         futures: list[Future[Any]] = []

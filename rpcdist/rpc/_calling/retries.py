@@ -35,7 +35,7 @@ class Retries:
     _open: set[_Retried] = field(default_factory=set)
     _idle: RareWaits = field(default_factory=RareWaits)
 
-    def start(
+    def start_call(
         self,
         to: Destination,
         func: Callable[..., Any],
@@ -44,8 +44,8 @@ class Retries:
         timeout_s: float,
         device_map: DeviceMap | None = None,
     ) -> Future[Any]:
-        """Like `Caller.start`. Errors in the arguments are raised at once, as there."""
-        start = partial(self.caller.start, to, func, args, kwargs, device_map=device_map)
+        """Like `Caller.start_call`. Errors in the arguments are raised at once, as there."""
+        start = partial(self.caller.start_call, to, func, args, kwargs, device_map=device_map)
         retried = _Retried(self, to, start, timeout_s)
         self._open.add(retried)
         try:

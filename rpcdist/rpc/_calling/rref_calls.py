@@ -96,10 +96,10 @@ class RRefCalls:
             key = profiling_key("async", func.__name__, self.my_name, self._directory.name_of(owner))
             with profiler.record_function(key):
                 ended = found.add(key, self.me.worker)
-                future = self._caller.start(owner, func, args, None, timeout_s, on)
+                future = self._caller.start_call(owner, func, args, None, timeout_s, on)
             future._when_done(partial(ended, None))
         else:
-            future = self._caller.start(owner, func, args, None, timeout_s, on)
+            future = self._caller.start_call(owner, func, args, None, timeout_s, on)
         note_started(future)
         return future
 
@@ -140,7 +140,7 @@ class RRefCalls:
                 result = self.remote(owner, proxied._invoke_in_turn, arguments, timeout_s, None, on)
                 future = result._get_future()
             else:
-                result = future = self._caller.start(owner, proxied._invoke_in_turn, arguments, None, timeout_s, on)
+                result = future = self._caller.start_call(owner, proxied._invoke_in_turn, arguments, None, timeout_s, on)
                 note_started(future)
         except BaseException as exc:
             end(exc)
@@ -158,7 +158,7 @@ class RRefCalls:
 
     def _end_turn(self, order: CallOrder, number: int, owner: int, rref: Any, error: BaseException | None) -> None:
         def report(stream: int, numbers: tuple[int, ...]) -> Future[Any]:
-            return self._retries.start(owner, proxied._turns_over, (rref, stream, numbers), None, UNSET_RPC_TIMEOUT)
+            return self._retries.start_call(owner, proxied._turns_over, (rref, stream, numbers), None, UNSET_RPC_TIMEOUT)
 
         order.end(number, error is None, report)
 

@@ -146,7 +146,7 @@ class ThreadPool:
         fork.register(self)
         register_at_exit(self.close)
 
-    def start(self) -> None:
+    def start_kept_thread(self) -> None:
         """Starts the thread that stays, if there is one; jobs start the others."""
         if self.keeps_one:
             self.start_one()

@@ -187,7 +187,7 @@ class UserLoop:
         self._had_calls = False
         fork.register(self)
 
-    def start(self) -> None:
+    def register_at_exit(self) -> None:
         """Has `close` run at exit; Python 3.12 cannot start threads then, and so starts the loop now."""
         register_at_exit(self.close)
         if STARTS_NO_THREAD:

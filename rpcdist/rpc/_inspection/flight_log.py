@@ -61,7 +61,7 @@ class FlightLog:
         self._num_kills = _num_kills()
         self._handler = self._on_signal  # the shield compares by identity, and each access makes a new bound method
 
-    def start(self) -> None:
+    def start_listening(self) -> None:
         """Begins to listen for failures of the program and for the signal; on the thread that starts the agent."""
         add_failure_listener(self.failed)
         is_main = threading.current_thread() is threading.main_thread()

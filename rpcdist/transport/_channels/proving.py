@@ -55,7 +55,7 @@ async def prove_client(
         ProtocolViolation: the peer sent something that is not a handshake message.
         TransportError: the connection broke.
     """
-    await write_step(pipe, handshake.start())
+    await write_step(pipe, handshake.first_message())
     while not handshake.done:
         reply = handshake.receive(await _read(pipe))
         if other_way is not None and handshake.other_way is not None:

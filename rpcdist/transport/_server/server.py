@@ -87,7 +87,7 @@ class Server:
         silent = self._silent.num_silent
         return Strangers(admission.num_refused, admission.num_wrong_tokens, silent, admission.num_unproven)
 
-    async def start(self, host: str, port: int) -> str:
+    async def start_serving(self, host: str, port: int) -> str:
         """Binds and serves, possibly in addition to other addresses; returns host:port.
 
         Raises:
