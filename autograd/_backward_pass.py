@@ -581,7 +581,7 @@ class _PassMessageObserver:
         return self._pass.error is not None
 
     @property
-    def kept_until(self) -> None:
+    def retry_until(self) -> None:
         """None: a process that replaces the receiver does not know the pass."""
         return None
 

@@ -181,7 +181,7 @@ class Context:
         """The messages that were sent, by id."""
         return self._sends
 
-    def at_home(self, message: int, gradients: Gradients) -> Gradients:
+    def to_original_devices(self, message: int, gradients: Gradients) -> Gradients:
         """The gradients of a sent message, on the devices of its tensors.
 
         Raises:

@@ -214,11 +214,11 @@ class DirectPart(PassPart):
                     if send.to == sender and send.id not in named and send.id in sources:
                         unused.append(sources.pop(send.id))
         if message.messages:
-            at_home = self._owner.context.at_home
+            to_original_devices = self._owner.context.to_original_devices
             for id, gradients in zip(message.messages, message.gradients, strict=True):
                 source = sources.pop(id, None)
                 if source is not None:
-                    starts.append((source, at_home(id, gradients)))
+                    starts.append((source, to_original_devices(id, gradients)))
         for id, verdict in message.verdicts.items():
             if verdict == 0 and id in sources:
                 unused.append(sources.pop(id))
@@ -302,7 +302,7 @@ class DirectPart(PassPart):
             for recv in recvs:
                 if recv.sender == owner.me:
                     if (own := self._sources.pop(recv.id, None)) is not None:
-                        starts.append((own, owner.context.at_home(recv.id, received[recv.id])))
+                        starts.append((own, owner.context.to_original_devices(recv.id, received[recv.id])))
                 else:
                     owner.message_to(recv.sender).add_gradients(recv.id, received[recv.id])
             if run is not None and run.callbacks:

@@ -146,8 +146,8 @@ class GeneralPart(PassPart):
 
     def _keep_gradients(self, arrived: Iterable[tuple[int, Gradients]]) -> dict[int, int]:
         """Keeps gradients of sends; returns, by message, which of its tensors have one."""
-        at_home = self.owner.context.at_home
-        gradients = {message: at_home(message, found) for message, found in arrived}
+        to_original_devices = self.owner.context.to_original_devices
+        gradients = {message: to_original_devices(message, found) for message, found in arrived}
         with self._lock:
             self.gradients.update(gradients)
             if self._changed is not None:

@@ -179,7 +179,7 @@ def test_the_first_call_reaches_the_new_coordinator(
         for name in "bcde":
             with cluster.use(name) as agent:
                 # A call that was written into a connection that has not yet broken may have run: such a call fails.
-                eventually(agent.router.misses_coordinator, f"the connection of {name} has broken")
+                eventually(agent.router.coordinator_may_be_lost, f"the connection of {name} has broken")
                 if noticed:
                     eventually(partial(lambda agent: not agent.directory.is_living(0), agent), f"{name} has noticed")
         cluster.restart("a")

@@ -12,7 +12,7 @@ from rpcdist.deadline import Deadline
 from rpcdist.errors import Cancelled, DeadlineExceeded, RemoteError
 from rpcdist.ids import UniqueId
 from rpcdist.rpc._calling.call_table import PendingCall
-from rpcdist.rpc._calling.creations import WITHHELD, Creation
+from rpcdist.rpc._calling.creations import NOT_INCLUDED, Creation
 from rpcdist.rpc._calling.new_calls import SyncReplySink
 from rpcdist.rpc._marshal.arrived_value import Arrived, ArrivedFailure
 from rpcdist.rpc._rref.messages import ReferenceShare
@@ -147,7 +147,7 @@ def test_the_reply_brings_the_value_to_who_waits_for_it(told: Told) -> None:
     assert outcome(value_sink, call) == "value" and told.heard == [SHARE] and not told.jobs
 
 
-@pytest.mark.parametrize(("payload", "value"), [(Arrived(), None), (None, WITHHELD)])
+@pytest.mark.parametrize(("payload", "value"), [(Arrived(), None), (None, NOT_INCLUDED)])
 def test_a_value_of_none_is_not_a_value_that_was_withheld(told: Told, payload: object, value: object) -> None:
     call, value_sink = begun(told)
     assert told.creation.want_value(value_sink, 5.0) is call

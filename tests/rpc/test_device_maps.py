@@ -122,13 +122,13 @@ def test_gradients_arrive_where_their_tensors_are() -> None:
     sent = torch.ones(2, device="meta", requires_grad=True), torch.ones(3, requires_grad=True)
     history = context.sending(sent, 1)
     assert history is not None
-    first, second = context.at_home(history.message, [torch.ones(2), None])
+    first, second = context.to_original_devices(history.message, [torch.ones(2), None])
     assert first is not None and first.device.type == "meta" and second is None
     gradients = [None, torch.ones(3)]
-    assert context.at_home(history.message, gradients)[1] is gradients[1]
+    assert context.to_original_devices(history.message, gradients)[1] is gradients[1]
     with pytest.raises(ValueError, match="longer"):
-        context.at_home(history.message, gradients[:1])
+        context.to_original_devices(history.message, gradients[:1])
     plain = context.sending((torch.ones(2, requires_grad=True),), 1)
     assert plain is not None
-    assert context.at_home(plain.message, gradients) is gradients
-    assert context.at_home(12345, gradients) is gradients
+    assert context.to_original_devices(plain.message, gradients) is gradients
+    assert context.to_original_devices(12345, gradients) is gradients

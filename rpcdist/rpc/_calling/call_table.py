@@ -75,7 +75,7 @@ class PendingCall:
         repeat: the message, if it may be sent again.
         is_bound: whether it names values, references or a context that only one process has.
         autograd: the autograd context in which it was made, or None.
-        on: the reference whose method is called, held until the reply; None for other calls.
+        target_ref: the reference whose method is called, held until the reply; None for other calls.
         span: the span of OpenTelemetry, if the program uses spans.
     """
 
@@ -94,7 +94,7 @@ class PendingCall:
     repeat: WireMessage | None = None
     forks: Sequence[value_pb2.RRefFork | int] | None = None
     autograd: CallContext | None = None
-    on: Handle | None = None
+    target_ref: Handle | None = None
     is_bound: bool = True
     span: Any = None
     was_asked: bool = False
@@ -114,7 +114,7 @@ class PendingCall:
         return self.id not in self.table
 
     @property
-    def kept_until(self) -> Deadline | None:
+    def retry_until(self) -> Deadline | None:
         return None if self.is_bound or self.forks else self.deadline
 
     def on_sent(self, session: AnySession, transfer: int) -> None:
@@ -122,7 +122,7 @@ class PendingCall:
         self.session = session
         self.transfer = transfer
         if session.closed_reason is not None:
-            self.table.on_unanswered(self, session, session.closed_reason)
+            self.table.on_session_lost(self, session, session.closed_reason)
 
     def on_not_sent(self, silence_s: float, reason: str, is_lost: bool = True) -> None:
         if is_lost:
@@ -335,9 +335,9 @@ class CallTable:
         """Ends the calls of a session that has ended, since they will not be answered. On the I/O loop."""
         for call in self:
             if call.session is session:
-                self.on_unanswered(call, session, reason)
+                self.on_session_lost(call, session, reason)
 
-    def on_unanswered(self, call: PendingCall, session: AnySession, reason: str) -> None:
+    def on_session_lost(self, call: PendingCall, session: AnySession, reason: str) -> None:
         """Fails a call whose session has ended, unless it may be repeated."""
         if call.repeat is None:
             self.end(call, _lost(session, reason, call.what()))

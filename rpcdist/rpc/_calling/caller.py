@@ -18,7 +18,7 @@ from rpcdist.errors import BlockingInLoop, Overloaded, RpcdistError, TransportEr
 from rpcdist.profile_ranges import record_function
 from rpcdist.rpc._autograd_hooks import current_autograd
 from rpcdist.rpc._calling.call_table import INFINITE, CallTable, PendingCall, Submit
-from rpcdist.rpc._calling.creations import WITHHELD, Creation
+from rpcdist.rpc._calling.creations import NOT_INCLUDED, Creation
 from rpcdist.rpc._calling.in_flight import COUNTED_FROM_BYTES, InFlightBytes
 from rpcdist.rpc._calling.new_calls import CallFuture, NewCall, NewCalls, SyncReplySink
 from rpcdist.rpc._calling.result_streams import StreamTable
@@ -82,16 +82,16 @@ class Caller:
         args: Any,
         kwargs: Any,
         timeout_s: float,
-        on: Handle | None = None,
+        target_ref: Handle | None = None,
         device_map: DeviceMap | None = None,
     ) -> Any:
-        """Calls a function, and waits for its result. `on`: see `NewCalls`."""
+        """Calls a function, and waits for its result. `target_ref`: see `NewCalls`."""
         if asyncio._get_running_loop() is not None:
             raise BlockingInLoop("rpc_sync", "await rpc.rpc_async(...)")
         reply_sink = SyncReplySink()
         to = self._resolve(to, timeout_s)
         call, message, large = self.new_calls.of_function(
-            to, func, args, kwargs, timeout_s, reply_sink, on=on, device_map=device_map
+            to, func, args, kwargs, timeout_s, reply_sink, target_ref=target_ref, device_map=device_map
         )
         if torch_profiler._is_profiler_enabled:
             with record_function(call.what()):
@@ -132,14 +132,14 @@ class Caller:
         args: Any,
         kwargs: Any,
         timeout_s: float,
-        on: Handle | None = None,
+        target_ref: Handle | None = None,
         device_map: DeviceMap | None = None,
     ) -> Future[Any]:
-        """Calls a function; cancelling the future cancels the call. `on`: see `NewCalls`."""
+        """Calls a function; cancelling the future cancels the call. `target_ref`: see `NewCalls`."""
         future = CallFuture()
         to = self._resolve(to, timeout_s)
         call, message, large = self.new_calls.of_function(
-            to, func, args, kwargs, timeout_s, future, on=on, device_map=device_map
+            to, func, args, kwargs, timeout_s, future, target_ref=target_ref, device_map=device_map
         )
         future.expect(call)
         self._start_in_turn(call, message, large)
@@ -211,23 +211,23 @@ class Caller:
         kwargs: Any,
         timeout_s: float,
         listener: RRefShell,
-        on: Handle | None = None,
+        target_ref: Handle | None = None,
         is_serial: bool = False,
         device_map: DeviceMap | None = None,
     ) -> Creation:
         """Asks a worker to run a function and keep its result under the ids of `share`. The rest: see `NewCalls`."""
         creation = Creation(share, listener, self.submit)
         call, message, large = self.new_calls.of_function(
-            to, func, args, kwargs, timeout_s, creation, share, on, is_serial, device_map
+            to, func, args, kwargs, timeout_s, creation, share, target_ref, is_serial, device_map
         )
         self._send_in_turn(call, message, large)
         creation.began(call)
         return creation
 
     def fetch_created(self, creation: Creation) -> Any:
-        """Waits for the value of a `remote()`, if its message can still be changed to ask for it; else `WITHHELD`."""
+        """Waits for the value of a `remote()`, if its message can still be changed to ask for it; else `NOT_INCLUDED`."""
         if asyncio._get_running_loop() is not None or current_autograd.get() is not None:
-            return WITHHELD
+            return NOT_INCLUDED
         value_sink = SyncReplySink()
         try:
             call = creation.want_value(value_sink, self.new_calls.rpc_timeout_s or INFINITE)
@@ -236,7 +236,7 @@ class Caller:
             raise
         # The call continues when this thread no longer waits.
         forget = partial(creation.forget, value_sink)
-        return WITHHELD if call is None else value_sink.wait(call, None, call.session, forget)
+        return NOT_INCLUDED if call is None else value_sink.wait(call, None, call.session, forget)
 
     def fetch(self, owner: int, share: ReferenceShare, timeout_s: float) -> Any:
         if asyncio._get_running_loop() is not None:
@@ -339,7 +339,7 @@ class Caller:
     def _resolve(self, to: Destination, timeout_s: float) -> int:
         """The id of a destination. If the coordinator may be lost, or have returned, looks for it first; bounded."""
         worker_id = self.directory.resolve(to)
-        if worker_id == self.directory.coordinator and self.router.misses_coordinator():
+        if worker_id == self.directory.coordinator and self.router.coordinator_may_be_lost():
             self.router.find_coordinator(self.deadline_of(timeout_s))
         return worker_id
 

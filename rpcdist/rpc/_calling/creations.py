@@ -18,7 +18,7 @@ from rpcdist.rpc._rref.shell import RRefShell
 from rpcdist.rpc._values.exceptions import copied
 from rpcdist.rpc.future import Future
 
-WITHHELD: Final = object()
+NOT_INCLUDED: Final = object()
 """Returned in place of the value if the reply to a `remote()` did not include it."""
 
 
@@ -49,7 +49,7 @@ class Creation:
         if future is not None:  # its callbacks are user code
             jobs.append((partial(future._complete, None), ()))
         if value_sink is not None:
-            value_sink.replied(None, WITHHELD if payload is None else payload, jobs)
+            value_sink.replied(None, NOT_INCLUDED if payload is None else payload, jobs)
         elif isinstance(payload, Arrived):  # the thread that wanted it no longer waits
             payload.discard()
 
@@ -110,7 +110,7 @@ class Creation:
         """Makes the reply include the value, if the call's message has not been sent yet.
 
         Args:
-            value_sink: gets the value, or `WITHHELD`; only one may wait for it.
+            value_sink: gets the value, or `NOT_INCLUDED`; only one may wait for it.
             limit_s: limit of the caller's wait. A call that may take longer is left unchanged.
 
         Returns:

@@ -96,7 +96,7 @@ class NewCalls:
         timeout_s: float,
         reply_sink: ReplySink,
         result: ReferenceShare | None = None,
-        on: Handle | None = None,
+        target_ref: Handle | None = None,
         is_serial: bool = False,
         device_map: DeviceMap | None = None,
     ) -> NewCall:
@@ -105,7 +105,7 @@ class NewCalls:
         Args:
             timeout_s: as users give it.
             result: for `remote()`: the ids under which the callee keeps the result.
-            on: a reference to a value of the callee, which becomes the function's first argument there. The call only
+            target_ref: a reference to a value of the callee, which becomes the function's first argument there. The call only
                 names it, so the owner counts no new share; the call holds the reference until it ends.
         """
         if not callable(func):
@@ -124,14 +124,14 @@ class NewCalls:
         current = current_autograd.get()
         context, context_id = (None, 0) if current is None else current.for_call(to)
         called = name
-        if on is not None and func in CALLS_OF_METHODS:
+        if target_ref is not None and func in CALLS_OF_METHODS:
             called = f"the method {called_method(args)}()"
         elif called is None:
             called = getattr(func, "__qualname__", repr(func))
         pending = PendingCall(self._table, self._next_id(), to, called, deadline, timeout_s, made, reply_sink)
         pending.autograd = context
-        pending.on = on
-        pending.is_bound = result is not None or on is not None or context is not None
+        pending.target_ref = target_ref
+        pending.is_bound = result is not None or target_ref is not None or context is not None
         written: Written | None = None
         if name is None:
             written = self._by_value(func, args, kwargs, to, device_map)
@@ -146,8 +146,8 @@ class NewCalls:
         call.is_nested = _is_in_handler()
         if result is not None:
             call.result, call.is_serial = (*result.rref, *result.fork), is_serial
-        if on is not None:
-            call.target = (*on.state.rref, *on.state.id)
+        if target_ref is not None:
+            call.target = (*target_ref.state.rref, *target_ref.state.id)
         # Not before: the span would never end if the arguments cannot be written.
         if (spans := call_records.exporter) is not None:
             pending.span = spans.begin_made(called)

@@ -286,7 +286,7 @@ class CoordinatorSearch:
             self._check_handle = self.io.loop.call_later(self.recovery_s, self._check)
 
     def _check(self) -> None:
-        if self._joined is not None and not self.router.hears_from(self._joined):
+        if self._joined is not None and not self.router.has_inbound_session(self._joined):
             self.router.watch(self.directory.coordinator, "the membership of the job")
 
     def on_lost(self, identity: Identity, error: WorkerLost) -> None:

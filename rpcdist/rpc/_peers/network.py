@@ -204,7 +204,7 @@ class SendObserver(Protocol):
         """Whether the message need not be sent any more."""
 
     @property
-    def kept_until(self) -> Deadline | None:
+    def retry_until(self) -> Deadline | None:
         """How long it may wait for the successor of a lost process; None if it is for the lost one only."""
 
     def on_sent(self, session: AnySession, transfer: int) -> None:

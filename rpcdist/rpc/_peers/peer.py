@@ -140,7 +140,7 @@ class Peer:
     Args:
         timeout_s: silence after which it is declared lost.
         introduction: makes the first message of each connection, or None.
-        hears_from: whether the worker shows on its own connection to this process that it lives.
+        has_inbound_session: whether the worker shows on its own connection to this process that it lives.
         submit: runs a function with arguments on the pool. Raises `RpcdistError` if the pool accepts no jobs.
         on_lost: called on the I/O loop when the worker is declared dead, with the reason and the unsent messages.
 
@@ -157,7 +157,7 @@ class Peer:
     _timeout_s: float
     _: KW_ONLY
     introduction: Callable[[Identity], rpc_pb2.Message | None]
-    hears_from: Callable[[Identity], bool]
+    has_inbound_session: Callable[[Identity], bool]
     submit: Callable[..., object]
     on_lost: Callable[[Peer, str, Sequence[Unsent]], object]
     session: Session | None = None
@@ -275,7 +275,7 @@ class Peer:
             try:
                 connection = await self._open(limit.attempt_s)
             except TransportError as exc:
-                is_heard = self.hears_from(self.identity)
+                is_heard = self.has_inbound_session(self.identity)
                 # If another process listens at its address, it has ended, and another attempt would not help, unless it
                 # lives behind a NAT.
                 is_another = isinstance(exc, AuthenticationFailed)
@@ -312,7 +312,7 @@ class Peer:
             await asyncio.sleep(self._timeout_s)
             if self.state != "lost":
                 return
-            if not self.hears_from(self.identity):  # or this process was delayed, and has not read yet
+            if not self.has_inbound_session(self.identity):  # or this process was delayed, and has not read yet
                 num_silent += 1
                 continue
             num_silent = 0

@@ -212,7 +212,7 @@ class Router:
                 self._lifetime,
                 self._peer_timeout_s,
                 introduction=self._introduction,
-                hears_from=self.hears_from,
+                has_inbound_session=self.has_inbound_session,
                 submit=self._submit,
                 on_lost=self._on_peer_lost,
             )
@@ -264,10 +264,10 @@ class Router:
     def is_reachable(self, worker_id: int) -> bool:
         """Whether a worker lives, as far as this process knows; False for a coordinator that may be lost."""
         if worker_id == self._directory.coordinator:
-            return not self.misses_coordinator()
+            return not self.coordinator_may_be_lost()
         return self._directory.is_living(worker_id)
 
-    def misses_coordinator(self) -> bool:
+    def coordinator_may_be_lost(self) -> bool:
         """Whether the coordinator is lost, or may be."""
         if not self._directory.is_living(self._directory.coordinator):
             return True
@@ -289,7 +289,7 @@ class Router:
             await self._find_next(deadline)
 
     def _keep_for_next(self, to: int, observer: SendObserver) -> bool:
-        return to == self._directory.coordinator and observer.kept_until is not None and not self._lifetime.is_closed
+        return to == self._directory.coordinator and observer.retry_until is not None and not self._lifetime.is_closed
 
     def _spawn_delivery(self, kept: Sequence[Unsent], reason: str) -> None:
         self._network.io.spawn(self._deliver_to_next(kept, reason), "rpcdist calls to the next coordinator")
@@ -297,7 +297,7 @@ class Router:
     async def _deliver_to_next(self, kept: Sequence[Unsent], reason: str) -> None:
         """Sends calls that the lost coordinator has not received to its successor, if there is one."""
         lost = self._directory.member(self._directory.coordinator).identity
-        limits = [limit for _, _, sent in kept if (limit := sent.kept_until) is not None]
+        limits = [limit for _, _, sent in kept if (limit := sent.retry_until) is not None]
         await self._find_next(max(limits, key=lambda limit: limit.at))
         for message, buffers, sent in kept:
             if sent.ended:
@@ -354,7 +354,7 @@ class Router:
 
     # ------------------------------------------------------------ I/O loop
 
-    def hears_from(self, identity: Identity) -> bool:
+    def has_inbound_session(self, identity: Identity) -> bool:
         """Whether the worker has a connection of its own to this one, on which it shows that it lives."""
         session = self._inbound.get(identity)
         return (
@@ -366,7 +366,7 @@ class Router:
     def silence_out_of_reach(self, identity: Identity) -> float | None:
         """Seconds since a worker was heard from that is lost here although it lives; None for other workers."""
         peer = self._peers.get(identity.id)
-        if peer is None or peer.identity != identity or not peer.is_out_of_reach or not self.hears_from(identity):
+        if peer is None or peer.identity != identity or not peer.is_out_of_reach or not self.has_inbound_session(identity):
             return None
         return self._silence_of(peer)
 
