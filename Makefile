@@ -58,6 +58,7 @@ bench: $(READY)  ## compares with torch, Gloo and, with RAY=/path/to/python, Ray
 	$(BIN)/python benchmarks/scale.py --live-view 100 $(BENCH)
 	$(BIN)/python benchmarks/inspection.py $(BENCH)
 	$(BIN)/python benchmarks/floors.py $(BENCH)
+	$(BIN)/python benchmarks/call_cost.py
 	$(BIN)/python benchmarks/collectives.py $(BENCH)
 	$(BIN)/python benchmarks/autograd.py $(BENCH)
 	$(BIN)/python benchmarks/autograd.py --channels grpc $(BENCH)

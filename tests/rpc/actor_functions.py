@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import sqlite3
 import threading
 import time
@@ -14,6 +15,7 @@ from rpcdist.rpc import Future, RRef
 from rpcdist.rpc._current import current_agent
 
 LIMIT_S = 30.0
+HOLD_US = 300_000
 
 gates: dict[str, threading.Event] = {}
 entered: dict[str, threading.Event] = {}
@@ -271,3 +273,24 @@ def the_name_of(actor: RRef[Bound]) -> str:
 
 def num_reserved() -> int:
     return current_agent().pool.num_reserved
+
+
+class Holder:
+    """Its calls are quick, or hold the interpreter's lock for a while, as a computation in C may."""
+
+    def quick(self) -> None:
+        pass
+
+    def hold(self) -> float:
+        """Returns when it ended, by the clock that all processes of this host share."""
+        ctypes.PyDLL(None).usleep(HOLD_US)  # unlike `CDLL`, it keeps the lock
+        return time.monotonic()
+
+
+def answers_before_the_next_turn(to: str) -> tuple[float, float]:
+    """When a quick call was answered, and when the one behind it had ended."""
+    holder = rpc.remote(to, Holder, serial=True)
+    holder.rpc_sync().quick()
+    quick, slow = holder.rpc_async().quick(), holder.rpc_async().hold()
+    quick.wait()
+    return time.monotonic(), slow.wait()

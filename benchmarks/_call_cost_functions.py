@@ -1,12 +1,10 @@
-"""The functions of the workers of `test_call_cost`: the number of Python functions that a call runs on the thread that
-makes it.
+"""The functions of the workers of `call_cost.py`: each counts the Python functions that an operation runs on the thread
+that begins it.
 """
 
 from __future__ import annotations
 
-import ctypes
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable
 from types import FrameType
@@ -16,8 +14,15 @@ import torch
 
 from rpcdist import autograd, rpc
 
+__all__ = [
+    "functions_of_a_call",
+    "functions_of_a_creation",
+    "functions_of_a_method",
+    "functions_of_a_pass",
+    "functions_of_a_turn",
+]
+
 NUM_CALLS = 50
-HOLD_US = 300_000
 NUM_WARM_UP = 20  # names are known, and the connection stands
 
 
@@ -85,24 +90,3 @@ def functions_of_a_pass(to: str) -> Counter[str]:
             autograd.backward(context_id, [rpc.rpc_sync(to, scaled, (x, factor)).sum()])
 
     return functions_of(step)
-
-
-class Holder:
-    """Its calls are quick, or hold the interpreter's lock for a while, as a computation in C may."""
-
-    def quick(self) -> None:
-        pass
-
-    def hold(self) -> float:
-        """Returns when it ended, by the clock that all processes of this host share."""
-        ctypes.PyDLL(None).usleep(HOLD_US)  # unlike `CDLL`, it keeps the lock
-        return time.monotonic()
-
-
-def answers_before_the_next_turn(to: str) -> tuple[float, float]:
-    """When a quick call was answered, and when the one behind it had ended."""
-    holder = rpc.remote(to, Holder, serial=True)
-    holder.rpc_sync().quick()
-    quick, slow = holder.rpc_async().quick(), holder.rpc_async().hold()
-    quick.wait()
-    return time.monotonic(), slow.wait()
