@@ -201,7 +201,7 @@ class NcclBackend(GroupBackend):
                 [tensor.numel() for tensor in operation.outputs],
                 operation.reduce_op.name if operation.reduce_op is not None else "",
             )
-            record.start()
+            record.mark_started()
             title = f"{describe_fingerprint(operation.fingerprint(number))} of group {self.context.name!r}"
             blocking = self._blocking_wait or operation.kind is Kind.BARRIER
             return NcclWork(

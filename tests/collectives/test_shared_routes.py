@@ -17,9 +17,9 @@ from rpcdist.collectives._transports.shm.routes import (
     Layout,
     Route,
     num_steps,
+    portions,
     route,
     segment_size,
-    shares,
     span,
     two_phase_slice_bytes,
 )
@@ -62,7 +62,7 @@ def test_the_pieces_of_a_tensor_are_all_of_it(length: int, piece: int) -> None:
 
 @given(length=st.integers(0, 3000), size=st.integers(1, 9), multiple=st.sampled_from([1, 4, 16, 64]))
 def test_shares_are_all_of_a_chunk(length: int, size: int, multiple: int) -> None:
-    parts = shares(length, size, multiple)
+    parts = portions(length, size, multiple)
     assert len(parts) == size
     assert [element for start, stop in parts for element in range(start, stop)] == list(range(length))
     assert all(start % multiple == 0 or start == length for start, _ in parts)
@@ -74,7 +74,7 @@ def test_a_chunk_and_a_share_of_it_fit_in_a_buffer(size: int, buffer_bytes: int)
     chunk = two_phase_slice_bytes(size, buffer_bytes)
     assert chunk > 0 and chunk % ALIGNMENT == 0
     for width in (1, 2, 4, 8, 16):
-        longest = max(stop - start for start, stop in shares(chunk // width, size, ALIGNMENT // width))
+        longest = max(stop - start for start, stop in portions(chunk // width, size, ALIGNMENT // width))
         assert chunk + longest * width <= buffer_bytes
 
 

@@ -3,7 +3,7 @@
 [Note: progress] A send tries its socket at once, on the caller's thread and under the lock. A small message that is
 first in the queue needs no request if the socket takes all of it. The rest of a send, and every receive, has a
 `Request`. A thread that waits for a request drives the sockets itself or follows the thread that does
-(`ProgressEngine`). The group's background thread drives requests for which no thread waits. The leader serves the
+(`ProgressEngine`). The group's background thread drives requests for which no thread waits. The driver serves the
 sockets in turn, so that both directions of an exchange advance: it reads the sockets that a request waits for (rule M6
 of `Matcher`), writes the rest of the messages, checks deadlines, and sleeps in poll when no socket is ready. A send is
 stuck while its receiver does not read. Meanwhile this rank reads the messages of other ranks, up to a limit; so two

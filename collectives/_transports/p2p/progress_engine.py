@@ -1,13 +1,13 @@
 """The progress engine: moves the bytes of one rank's messages between its sockets and its `MessageState`.
 
-1. One thread at a time leads: it alone reads the sockets and sleeps in poll. It holds the lock except while it sleeps;
+1. One thread at a time drives: it alone reads the sockets and sleeps in poll. It holds the lock except while it sleeps;
    no system call under the lock blocks.
-2. While a request is pending, some thread leads or will do so within `BATCH_DELAY_S`: a thread that blocks in
+2. While a request is pending, some thread drives or will do so within `BATCH_DELAY_S`: a thread that blocks in
    `send`, `recv` or `wait`, otherwise the group's background thread, which is started when it is first needed.
-3. A leader stops when its own request is done, and to run callbacks, which may wait for another request and so lead
-   again. Then a waiting thread takes the lead, or the background thread if no thread waits.
-4. Code that changes the state of the leader or of followers calls `changed`.
-5. A leader releases the lock after each turn, in which it reads and writes every socket once (`entrance`).
+3. A driver stops when its own request is done, and to run callbacks, which may wait for another request and so drive
+   again. Then a waiting thread takes over, or the background thread if no thread waits.
+4. Code that changes the state of the driver or of followers calls `changed`.
+5. A driver releases the lock after each turn, in which it reads and writes every socket once (`entrance`).
 6. A signal handler may raise wherever a thread of the program waits. So only `with` takes locks: a thread that was
    interrupted while it took one does not hold it, and must not release it.
 """
@@ -35,11 +35,12 @@ class ProgressEngine:
 
     Attributes:
         lock: guards the state and the attributes of this object.
-        entrance: a lock that every thread takes before `lock`, except one that leads or may lead next. The leader takes
-            it after each turn, so that other threads come one after the other and none waits for more than a turn.
-        sleeping: whether the leader sleeps or is about to.
+        entrance: a lock that every thread takes before `lock`, except one that drives or may drive next. The driver
+            takes it after each turn, so that other threads come one after the other and none waits for more than a
+            turn.
+        sleeping: whether the driver sleeps or is about to.
         thread: the group's background thread; None until it is needed.
-        stopped: whether `stop` has begun: no thread leads any more.
+        stopped: whether `stop` has begun: no thread drives any more.
     """
 
     def __init__(self, state: MessageState, spin_policy: SpinPolicy, group_name: str) -> None:
@@ -53,10 +54,10 @@ class ProgressEngine:
         self._group_name = group_name
         self._pollers = Pollers()
         self._waker = Waker()
-        self._leader: object | None = None  # an object that identifies the leading thread; None while no thread leads
-        self._num_leads = 0  # by threads that wait for a request
-        self._num_leads_seen = -1  # their number when the background thread last looked
-        self._followers: list[threading.Lock] = []  # each is released when no thread leads or a request is done
+        self._driver: object | None = None  # an object that identifies the driving thread; None while no thread drives
+        self._num_turns = 0  # by threads that wait for a request
+        self._num_turns_seen = -1  # their number when the background thread last looked
+        self._followers: list[threading.Lock] = []  # each is released when no thread drives or a request is done
         self._called = threading.Condition(self.lock)  # the background thread waits here
         self._watching = False  # the background thread need not be notified: it looks by itself soon
 
@@ -68,7 +69,7 @@ class ProgressEngine:
             self._waker.wake()
 
     def changed(self, settles: bool = False) -> None:
-        """Announces a change to the leader and its followers; makes sure that some thread leads.
+        """Announces a change to the driver and its followers; makes sure that some thread drives.
 
         Args:
             settles: whether that thread must also call `settle`, because the caller does not.
@@ -80,7 +81,7 @@ class ProgressEngine:
                 if follower.locked():  # otherwise an interrupted call has released it
                     follower.release()
             self._followers.clear()
-        elif not (self._leader or self._watching or self.stopped) and (settles or self._state.has_work):
+        elif not (self._driver or self._watching or self.stopped) and (settles or self._state.has_work):
             if self.thread is None:
                 thread = threading.Thread(target=self._run, name=f"rpcdist p2p {self._group_name}", daemon=True)
                 try:
@@ -104,23 +105,23 @@ class ProgressEngine:
         """Parks the background thread until there are requests that no user thread is driving.
 
         A thread that has called `isend` or `irecv` usually waits soon, and a thread that moves its own messages is
-        faster than one that is woken for them. So this thread does nothing while other threads lead again and again.
+        faster than one that is woken for them. So this thread does nothing while other threads drive again and again.
         """
         state = self._state
         while not self.stopped:
-            is_needed = not (self._leader or self._followers) and (state.has_work or bool(state.settled))
-            self._watching = self._num_leads != self._num_leads_seen
+            is_needed = not (self._driver or self._followers) and (state.has_work or bool(state.settled))
+            self._watching = self._num_turns != self._num_turns_seen
             if is_needed and not self._watching:
                 return
-            self._num_leads_seen = self._num_leads if self._watching else -1
+            self._num_turns_seen = self._num_turns if self._watching else -1
             self._called.wait(BATCH_DELAY_S if self._watching else IDLE_RECHECK_S)
 
     # ------------------------------------------------------------ without the lock
 
     def ensure_progress(self) -> None:
-        """Makes the background thread lead at once if no thread leads: a waiter of a request is not a thread."""
+        """Makes the background thread drive at once if no thread drives: a waiter of a request is not a thread."""
         with self.entrance, self.lock:
-            self._num_leads_seen, self._watching = self._num_leads, False
+            self._num_turns_seen, self._watching = self._num_turns, False
             self.changed()
 
     def settle(self) -> None:
@@ -139,52 +140,52 @@ class ProgressEngine:
         """
         while not mine.done:
             try:
-                self._lead(mine)
+                self._drive(mine)
             finally:
                 self.settle()
 
     def _run(self) -> None:
         while not self.stopped:
-            self._lead(None)
+            self._drive(None)
             self.settle()
 
-    def _lead(self, mine: Request | None) -> None:
-        """Leads until the request is done or callbacks are due; waits while another thread leads."""
-        follower, leader = None, object()
+    def _drive(self, mine: Request | None) -> None:
+        """Drives until the request is done or callbacks are due; waits while another thread drives."""
+        follower, driver = None, object()
         try:
             with self.lock:
                 if mine is None:
                     self._watch()
                 else:
-                    self._num_leads += 1
-                    if self._leader and not mine.done:
+                    self._num_turns += 1
+                    if self._driver and not mine.done:
                         follower = self._follow()
-                if not (self._leader or self.stopped):
-                    self._leader = leader
+                if not (self._driver or self.stopped):
+                    self._driver = driver
             if follower is not None:
                 follower.acquire(timeout=IDLE_RECHECK_S)
-            elif self._leader is leader:
+            elif self._driver is driver:
                 self._move(mine)
         finally:
             try:
-                self._leave(leader, follower)
+                self._leave(driver, follower)
             except BaseException:  # from a signal handler: other threads wait for `_leave`
-                self._leave(leader, follower)
+                self._leave(driver, follower)
                 raise
 
-    def _leave(self, leader: object, follower: threading.Lock | None) -> None:
-        """Gives up the lead or the place among the followers; idempotent."""
+    def _leave(self, driver: object, follower: threading.Lock | None) -> None:
+        """Stops driving, or leaves the followers; idempotent."""
         with self.lock:
             if follower in self._followers:
                 self._followers.remove(follower)
-            if self._leader is leader:
-                self._leader, self.sleeping = None, False
+            if self._driver is driver:
+                self._driver, self.sleeping = None, False
             self.changed()
 
-    # ------------------------------------------------------------ the leader
+    # ------------------------------------------------------------ the driver
 
     def _move(self, mine: Request | None) -> None:
-        """Moves bytes until the request is done or callbacks are due; without one, until another thread can lead."""
+        """Moves bytes until the request is done or callbacks are due; without one, until another thread can drive."""
         state, policy = self._state, self._spin_policy
         spins_until = 0.0
         in_vain = False  # the last turn moved nothing
@@ -257,7 +258,7 @@ class ProgressEngine:
             self.stopped = True
             self._called.notify()
             follower = self._follow()
-        while self._leader and (left_s := limit - time.monotonic()) > 0:
+        while self._driver and (left_s := limit - time.monotonic()) > 0:
             follower.acquire(timeout=left_s)
             with self.lock:
                 follower = self._follow()

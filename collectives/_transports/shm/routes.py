@@ -229,14 +229,14 @@ def _slot_bytes(size: int, buffer_bytes: int) -> int:
 
 
 def two_phase_slice_bytes(size: int, buffer_bytes: int) -> int:
-    """Returns the slice size for a reduction in two phases: a slice and one share of it fit into a buffer."""
+    """Returns the slice size for a reduction in two phases: a slice and one portion of it fit into a buffer."""
     return buffer_bytes * size // (size + 1) // ALIGNMENT * ALIGNMENT - ALIGNMENT
 
 
-def shares(length: int, size: int, multiple: int) -> list[tuple[int, int]]:
+def portions(length: int, size: int, multiple: int) -> list[tuple[int, int]]:
     """Cuts `length` elements into `size` runs (start, stop) that start at a `multiple`; equal except the last."""
-    share = -(-length // (size * multiple)) * multiple
-    return [(min(rank * share, length), min((rank + 1) * share, length)) for rank in range(size)]
+    portion = -(-length // (size * multiple)) * multiple
+    return [(min(rank * portion, length), min((rank + 1) * portion, length)) for rank in range(size)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ ALL_REDUCE and REDUCE have two algorithms, chosen by size and number of ranks:
 
 - direct: every rank publishes a slice, and each rank that needs the result reduces the slices of all ranks. One barrier
   per slice, n times the arithmetic. With two ranks it touches memory least; for small messages barriers dominate.
-- in two phases: every rank publishes a slice, reduces its own share of it, publishes that, and takes the shares of the
-  others. A step publishes slice k and the reduced shares of slice k - 1, so this also has one barrier per slice.
+- in two phases: every rank publishes a slice, reduces its own portion of it, publishes that, and takes the portions of
+  the others. A step publishes slice k and the reduced portions of slice k - 1, so this also has one barrier per slice.
 
 All ranks reduce in rank order, so that all get the same bits.
 
@@ -38,8 +38,8 @@ from rpcdist.collectives._transports.shm.routes import (
     cut,
     num_steps,
     one_thread,
+    portions,
     route,
-    shares,
     span,
     two_phase_slice_bytes,
 )
@@ -278,28 +278,28 @@ class ShmTransport(Transport):
             if index < len(flat):
                 self._publish_slice(operation, raw[index], half)
             if index:
-                self._publish_share(operation, kernel, flat[index - 1], half, slice_bytes)
+                self._publish_portion(operation, kernel, flat[index - 1], half, slice_bytes)
             self._signals.synchronise(control)
             if index and takes:
-                self._take_shares(flat[index - 1], half, slice_bytes)
+                self._take_portions(flat[index - 1], half, slice_bytes)
 
-    def _shares(self, own: torch.Tensor) -> list[tuple[int, int]]:
-        return shares(own.numel(), self.size, ALIGNMENT // own.itemsize)
+    def _portions(self, own: torch.Tensor) -> list[tuple[int, int]]:
+        return portions(own.numel(), self.size, ALIGNMENT // own.itemsize)
 
     def _publish_slice(self, operation: Operation, own: torch.Tensor, half: int) -> None:
-        """Publishes all shares except this rank's own, which this rank alone reads, from the tensor itself."""
+        """Publishes all portions except this rank's own, which this rank alone reads, from the tensor itself."""
         if operation.reduce_op is _PREMUL_SUM:
             self._publish_product(operation, own, half, 0)
             return
-        start, stop = (position * own.itemsize for position in self._shares(own)[self.rank])
+        start, stop = (position * own.itemsize for position in self._portions(own)[self.rank])
         source, target = own.data_ptr(), self._buffers.address[half][self.rank]
         copy_bytes(target, source, start)
         copy_bytes(target + stop, source + stop, own.nbytes - stop)
 
-    def _publish_share(
+    def _publish_portion(
         self, operation: Operation, kernel: ReduceKernel, own: torch.Tensor, half: int, slice_bytes: int
     ) -> None:
-        start, stop = self._shares(own)[self.rank]
+        start, stop = self._portions(own)[self.rank]
         if start == stop:
             return
         slices = self._buffers.views(kernel.dtype, start * own.itemsize, stop - start)[1 - half]
@@ -307,9 +307,9 @@ class ShmTransport(Transport):
             slices = self._with_own(slices, own[start:stop])
         self._reduce(kernel, slices, self._buffers.views(kernel.dtype, slice_bytes, stop - start)[half][self.rank])
 
-    def _take_shares(self, own: torch.Tensor, half: int, slice_bytes: int) -> None:
+    def _take_portions(self, own: torch.Tensor, half: int, slice_bytes: int) -> None:
         target, width = own.data_ptr(), own.itemsize
-        for address, (start, stop) in zip(self._buffers.address[half], self._shares(own), strict=True):
+        for address, (start, stop) in zip(self._buffers.address[half], self._portions(own), strict=True):
             copy_bytes(target + start * width, address + slice_bytes, (stop - start) * width)
 
     # ------------------------------------------------------------ REDUCE_SCATTER
