@@ -16,9 +16,11 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from rpcdist._proto import autograd_pb2, rpc_pb2
-from rpcdist.autograd._backward_pass import BackwardPass, PassOptions
+from rpcdist.autograd._backward_pass import BackwardPass, PassOptions, PassPart
 from rpcdist.autograd._context import MAX_PUT_OFF, Context, ContextTable, Releases, make_id, worker_of
-from rpcdist.autograd._general_part import make_part
+from rpcdist.autograd._direct_part import DirectPart, find_sources
+from rpcdist.autograd._general_part import GeneralPart
+from rpcdist.autograd._graph_analysis import analyse
 from rpcdist.autograd._message_nodes import new_edge
 from rpcdist.autograd._pass_message import (
     PassMessage,
@@ -45,6 +47,18 @@ from rpcdist.rpc.future import Future
 from rpcdist.time_limits import CONTEXT_DROP_DELAY_S
 from rpcdist.transport.io_loop import Timer
 from rpcdist.transport.wire_messages import CompactPass
+
+
+def make_part(owner: BackwardPass, roots: Sequence[GradientEdge]) -> PassPart:
+    """The part of this worker in a pass, of the kind that its graph needs. Takes time."""
+    context = owner.context
+    sends, recvs = context.snapshot()
+    if not (owner.options.fast or context.was_general):
+        found = find_sources(context.id, roots, sends)
+        if found is not None:
+            return DirectPart(owner, *found, sends, recvs)
+        context.was_general = True
+    return GeneralPart(owner, analyse(context.id, roots, sends, recvs))
 
 
 class AutogradWorker:
@@ -192,7 +206,8 @@ class AutogradWorker:
         context = self.contexts.release(context_id)
         if context is None or not context.end():
             return None
-        for loan in context.gpu_loans:  # a worker where a pass has failed does not read, nor return, what comes later
+        # A worker where a pass has failed does not read, nor return, what comes later.
+        for loan in [loan for loans in context.gpu_loans for loan in loans]:
             self.agent.gpus.doubt(loan)
         for current in list(self._passes.values()):
             if current.context is context and not current.is_finishing:

@@ -38,6 +38,7 @@ from rpcdist.rpc._executors.deferred_replies import DeferredReply
 from rpcdist.rpc._peers.network import AnySession, PoolJob
 from rpcdist.rpc._values import LargeBuffer
 from rpcdist.rpc._values.exceptions import set_cause, text_of, traceback_of
+from rpcdist.rpc._values.tensors import DeviceRoute
 from rpcdist.transport.wire_messages import CompactPass
 
 T = TypeVar("T")
@@ -149,7 +150,7 @@ class BackwardPass:
         self._has_waiter = False
         self._changed: threading.Condition | None = None  # made at the first sleep: most passes read instead
         self._source: AnySession | None = None  # where the next message will probably come
-        self._led: AnySession | None = None  # read by the thread that waits
+        self._reading: AnySession | None = None  # read by the thread that waits
 
     # ------------------------------------------------------------ beginning
 
@@ -258,9 +259,9 @@ class BackwardPass:
         if self._changed is not None:
             with self.lock:
                 self._changed.notify_all()
-        led = self._led
-        if led is not None:
-            led.ring()
+        reading = self._reading
+        if reading is not None:
+            reading.interrupt()
 
     def _take(self, sender: int, message: PassMessage, via: AnySession | None) -> None:
         if self.hops is None:
@@ -409,14 +410,13 @@ class BackwardPass:
                 message.traceparent = self.traceparent
             if message.is_done:
                 message.is_heavy = self.context.is_heavy
-            route = self._agent.gpus.route(to, self._links.get(to), back=True) if message.messages else None
-            try:
-                part, large = message.encode(self.context.id, self.id, route)
-            finally:
-                if route is not None:
-                    self.context.gpu_loans += route.loans
-            packed.append((to, part, large, route.loans if route is not None else ()))
+            packed.append((to, *message.encode(self.context.id, self.id, partial(self._new_route, to))))
         return partial(self._send_packed, packed, self.is_finishing)
+
+    def _new_route(self, to: int) -> DeviceRoute:
+        route = self._agent.gpus.route(to, self._links.get(to), back=True)
+        self.context.gpu_loans.append(route.loans)  # the loans are made later
+        return route
 
     def _send_packed(self, packed: Sequence[Packed], ends: bool) -> None:
         try:
@@ -455,16 +455,16 @@ class BackwardPass:
 
     def _sleep(self, send: Job | None) -> bool:
         deadline = self.options.deadline
-        source = self._led = self._source  # set before `_is_waiting` is checked: a later `post` then rings
+        source = self._reading = self._source  # set before `_is_waiting` is checked: a later `post` then rings
         if source is None and send is not None:
             send()
             send, source = None, self._source
-            self._led = source
+            self._reading = source
         try:
-            if source is not None and source.lead(self._is_waiting, deadline.wait_s(), None, send):
+            if source is not None and source.read_while_waiting(self._is_waiting, deadline.wait_s(), None, send):
                 return True
         finally:
-            self._led = None
+            self._reading = None
         with self.lock:
             if self._changed is None:
                 self._changed = threading.Condition(self.lock)

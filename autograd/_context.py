@@ -89,7 +89,7 @@ class Context:
         is_spent: whether the last pass has freed the graph's saved tensors.
         is_heavy_elsewhere: whether a worker on which this one began a pass holds much memory for the context.
         was_general: whether the last pass needed verdicts here; see `_general_part`.
-        gpu_loans: the loans of GPU memory with gradients that its passes have sent, which may have been returned.
+        gpu_loans: for each message with gradients, its loans of GPU memory, which may have been returned.
         spans: how long the parts of its passes took: (pass, kind, peer or -1, start, end); see `_spans`.
     """
 
@@ -103,7 +103,7 @@ class Context:
         self.is_spent = False
         self.is_heavy_elsewhere = False
         self.was_general = False
-        self.gpu_loans: list[int] = []
+        self.gpu_loans: list[list[int]] = []
         self.gradients = GradientTable()
         self.spans: deque[tuple[int, SpanKind, int, float, float]] = deque(maxlen=MAX_SPANS)
         self._worker_id = worker_id

@@ -34,26 +34,14 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from rpcdist.autograd._backward_pass import BackwardPass, PassPart
-from rpcdist.autograd._direct_part import MAX_HELD_BYTES, DirectPart, find_sources
-from rpcdist.autograd._graph_analysis import MAX_NODES_BEFORE_SENDING, Analysis, analyse
+from rpcdist.autograd._direct_part import MAX_HELD_BYTES
+from rpcdist.autograd._graph_analysis import MAX_NODES_BEFORE_SENDING, Analysis
 from rpcdist.autograd._message_nodes import EngineRun, GateOrder, Gradients, RecordedRecv, RecordedSend
 from rpcdist.autograd._pass_message import PassMessage
 from rpcdist.autograd._verdicts import Actions, PassState, Run
 from rpcdist.errors import DeadlineExceeded
 from rpcdist.rpc._executors.blocking import blocking
 from rpcdist.time_limits import BATCH_DELAY_S
-
-
-def make_part(owner: BackwardPass, roots: Sequence[GradientEdge]) -> PassPart:
-    """The part of this worker in a pass, of the kind that its graph needs. Takes time."""
-    context = owner.context
-    sends, recvs = context.snapshot()
-    if not (owner.options.fast or context.was_general):
-        found = find_sources(context.id, roots, sends)
-        if found is not None:
-            return DirectPart(owner, *found, sends, recvs)
-        context.was_general = True
-    return GeneralPart(owner, analyse(context.id, roots, sends, recvs))
 
 
 class GeneralPart(PassPart):

@@ -9,7 +9,7 @@ import torch
 
 from rpcdist.autograd._autograd_worker import AutogradWorker
 from rpcdist.autograd._context import MAX_NUMBER, Context, make_id
-from rpcdist.deadline import Deadline, current_deadline
+from rpcdist.deadline import Deadline, current_deadline, limit_of
 from rpcdist.errors import AutogradError, BlockingInLoop, ConfigError
 from rpcdist.rpc._autograd_hooks import current_autograd
 from rpcdist.rpc._current import agent_or_none, current_agent
@@ -134,7 +134,9 @@ def _mode(worker: AutogradWorker, mode: str | None) -> str:
 
 
 def _deadline(worker: AutogradWorker, timeout_s: float) -> Deadline:
-    return Deadline.after(worker.agent.caller.timeout_of(timeout_s)).earlier(current_deadline.get())
+    return Deadline.after(limit_of(timeout_s, worker.agent.caller.new_calls.rpc_timeout_s)).earlier(
+        current_deadline.get()
+    )
 
 
 # ---------------------------------------------------------------- torch's private names

@@ -100,11 +100,11 @@ class PassMessage:
         return {**dict.fromkeys(self.messages), **self.verdicts} if self.messages else self.verdicts
 
     def encode(
-        self, context: int, backward: int, route: DeviceRoute | None = None
-    ) -> tuple[CompactPass, Sequence[LargeBuffer]]:
-        """Encodes the message for a session; returns it and its large buffers.
+        self, context: int, backward: int, new_route: Callable[[], DeviceRoute | None] = lambda: None
+    ) -> tuple[CompactPass, Sequence[LargeBuffer], Sequence[int]]:
+        """Encodes the message for a session; returns it, its large buffers, and its loans of GPU memory.
 
-        Gradients on GPUs arrive by `route` on the GPU where they are, or on the CPU: the receiver knows on which
+        Gradients on GPUs arrive by a route on the GPU where they are, or on the CPU: the receiver knows on which
         devices the tensors were that it sent.
         """
         flags = _BEGINS * self.begins | _CHILD * self.is_child | _DONE * self.is_done
@@ -131,6 +131,7 @@ class PassMessage:
         num_absent = num_tensors = 0
         rest: bytes = b""
         large: Sequence[LargeBuffer] = ()
+        route = None
         if self.messages:
             ids += self.messages
             present: list[torch.Tensor] = []
@@ -155,6 +156,7 @@ class PassMessage:
             else:
                 flags |= _VALUE
                 value = value_pb2.Value()
+                route = new_route()
                 large = encode_into(value, present, route=route)
                 rest = value.SerializeToString()
         elif self.work is not None:
@@ -172,9 +174,10 @@ class PassMessage:
         if self.traceparent:
             body += pack("<I", len(self.traceparent)) + self.traceparent.encode("ascii", "replace")
         body += rest
+        loans = route.loans if route is not None else ()
         if len(body) <= MAX_COMPACT_BODY_BYTES:
-            return CompactPass(context, backward, body), large
-        return CompactPass(context, backward, b""), [LargeBuffer(memoryview(body)), *large]
+            return CompactPass(context, backward, body), large, loans
+        return CompactPass(context, backward, b""), [LargeBuffer(memoryview(body)), *large], loans
 
     def read_gradients(
         self, plain_only: bool, arriving: Callable[[value_pb2.Value], GpuArrivals] | None = None

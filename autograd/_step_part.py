@@ -78,7 +78,7 @@ def do_work(
             current_deadline.set(deadline)
         answer = PassMessage()
         answer.outcome = workers[0](context_id, work) if workers else b""
-        encoded, _ = answer.encode(context_id, backward)
+        encoded, *_ = answer.encode(context_id, backward)
     finally:
         via.account.subtract(num_counted)
     if hooks.enter is None:

@@ -22,8 +22,6 @@ from typing import Any, Final
 from rpcdist.errors import ConfigError
 from rpcdist.time_limits import LONGEST_TIMEOUT_S, MIN_WAIT_S, SIGNAL_CHECK_INTERVAL_S
 
-__all__ = ["NEVER", "Deadline", "acquire", "backoff", "checked_timeout", "current_deadline", "longest_sleep_s"]
-
 
 def checked_timeout(timeout_s: Any, name: str = "timeout", none: str = "write 0 for no limit") -> float:
     """Returns a user's timeout as a float in seconds; NumPy's numbers and tensors of one element count as numbers.
@@ -47,6 +45,11 @@ def checked_timeout(timeout_s: Any, name: str = "timeout", none: str = "write 0 
     if LONGEST_TIMEOUT_S < seconds < math.inf:
         raise ConfigError(f"{name} of {seconds:g} s is longer than {LONGEST_TIMEOUT_S:g} s; {none}")
     return seconds
+
+
+def limit_of(timeout_s: float, default_s: float) -> float:
+    """A user's timeout with torch's conventions (-1: the default, 0: none) in seconds, infinity for none."""
+    return (default_s if timeout_s == -1 else checked_timeout(timeout_s)) or math.inf
 
 
 class Deadline:

@@ -218,7 +218,7 @@ SIGNAL_CHECK_INTERVAL_S: Final = 0.5
 """A waiting main thread wakes up this often to notice a Ctrl-C that arrived just before it slept, or that Ray's own
 wait ignores."""
 DEPARTURE_REVIEW_S: Final = 5.0
-"""The leader of a `shutdown` checks this often which workers live, including those that it has declared lost."""
+"""The host of a `shutdown` checks this often which workers live, including those that it has declared lost."""
 LOG_CALLS_AFTER_S: Final = 300.0
 """If a call has not ended after this time, its callee and its caller each log it once, with its stack. Users set this
 with `RpcOptions(log_calls_after=...)`."""
@@ -244,7 +244,7 @@ failed calls of one peer in this period, failures are logged at level DEBUG only
 CONTEXT_DROP_DELAY_S: Final = 0.05
 """Autograd contexts that hold little memory and end within this time are released together, here and on other
 workers."""
-POOL_LEAD_S: Final = 0.02
+POOL_READ_S: Final = 0.02
 """An idle thread of the pool reads for this long from the connection of its last call."""
 ANSWER_HOLD_S: Final = 0.0002
 """A thread holds back an answer for this long, to send it together with the answers of its next calls. If the next call

@@ -232,7 +232,7 @@ class GroupFacts:
 
 @dataclass(frozen=True, slots=True)
 class GatheringFacts:
-    """A gathering of workers that this worker leads, with the workers that have joined and those that have not.
+    """A gathering of workers that this worker hosts, with the workers that have joined and those that have not.
 
     Attributes:
         kind: "barrier", also for `all_gather`, or "shutdown".

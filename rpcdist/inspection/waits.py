@@ -317,9 +317,9 @@ class _WaitGraph:
             if call.on == waiting.on and call.phase == "running":
                 yield node
 
-    def _missing(self, leader: str, kind: str, caller: str) -> Iterator[WaitNode]:
+    def _missing(self, host: str, kind: str, caller: str) -> Iterator[WaitNode]:
         """Yields the main threads of the workers that have not joined a gathering."""
-        for gathering in self._facts[leader].gatherings:
+        for gathering in self._facts[host].gatherings:
             if gathering.kind == kind and caller in gathering.came:
                 yield from (main for name in gathering.missing if (main := self._main(name)) is not None)
 

@@ -299,7 +299,7 @@ class Future(torch.futures.Future[T]):
                 return True
             left_s = None if ends_at is None else ends_at - time.monotonic()
             if left_s is None or left_s > 0:
-                woken = self._lead(baton, left_s) or acquire(baton, _left_s(ends_at))
+                woken = self._read_while_waiting(baton, left_s) or acquire(baton, _left_s(ends_at))
             return woken
         finally:
             # `_deliver` would choose a lock that stayed here, and no thread would make the result. So one call of a
@@ -311,10 +311,10 @@ class Future(torch.futures.Future[T]):
                     if self._debt:
                         self._settle()
 
-    def _lead(self, baton: LockType, timeout_s: float | None) -> bool:
+    def _read_while_waiting(self, baton: LockType, timeout_s: float | None) -> bool:
         """Reads from the session that will bring the result; True when this thread's baton was released."""
         session = self._session()
-        return session is not None and session.lead(baton.locked, timeout_s)
+        return session is not None and session.read_while_waiting(baton.locked, timeout_s)
 
     def _session(self) -> AnySession | None:
         expected = self._expected  # read once: another thread may complete this now
@@ -325,7 +325,7 @@ class Future(torch.futures.Future[T]):
         baton.release()
         session = self._session()
         if session is not None:
-            session.ring()
+            session.interrupt()
 
     # -- completing ----------------------------------------------------------------------------------------------------
 

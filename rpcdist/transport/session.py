@@ -1,12 +1,12 @@
 """A session: one authenticated two-way stream of envelopes between two processes.
 
-Any thread may send. The I/O loop reads, or for a while a leading thread; everything else runs on the loop. The session
+Any thread may send. The I/O loop reads, or for a while a waiting thread; everything else runs on the loop. The session
 does not reconnect: it ends once, with a reason, and its owner decides what to do next.
 
-[Note: order] One thread at a time reads the session's connection: the loop or a leader. A leader calls the handler
-itself, and leaves messages that are `is_for_loop` to the loop. Until the loop has handled those, all later messages
-also go through the loop. So the handler gets all messages in order. The readers of payload connections deliver messages
-outside that order; a lock ensures that the handler gets one message at a time.
+[Note: order] One thread at a time reads the session's connection: the loop or a waiting thread. Such a thread calls the
+handler itself, and leaves messages that are `is_for_loop` to the loop. Until the loop has handled those, all later
+messages also go through the loop. So the handler gets all messages in order. The readers of payload connections deliver
+messages outside that order; a lock ensures that the handler gets one message at a time.
 
 [Note: heartbeats] A dead host closes no connection, so only silence distinguishes it from an idle host. Both sides
 therefore send regularly, and each treats the other as lost after too long a silence. A loop that was delayed itself may
@@ -33,9 +33,9 @@ from rpcdist.ids import Identity
 from rpcdist.inspection import ChannelFacts, LentMemory
 from rpcdist.time_limits import HEARTBEATS_PER_PEER_TIMEOUT, LEAVE_LIMIT_S, READ_TURN_S
 from rpcdist.transport._channels.channel import ReadChannel
-from rpcdist.transport._channels.leading import Sleep
 from rpcdist.transport._channels.polling_and_signals import SignalShield, may_raise_here
 from rpcdist.transport._channels.socket_channel import SocketChannel
+from rpcdist.transport._channels.socket_reader import Send, Sleep, Waits
 from rpcdist.transport._framing.frames import (
     CHUNK_HEAD_BYTES,
     CHUNK_WINDOW_BYTES,
@@ -51,7 +51,7 @@ from rpcdist.transport.memory_copies import LargeBuffer
 from rpcdist.transport.session_writer import SessionWriter
 from rpcdist.transport.shared_payloads import SharedPayloads
 from rpcdist.transport.striping import OpenConnections, Striping
-from rpcdist.transport.wire_messages import WireMessage, is_for_loop
+from rpcdist.transport.wire_messages import WireMessage
 from rpcdist.waiters import ends_within
 
 logger = logging.getLogger(__name__)
@@ -66,10 +66,19 @@ TURNS_TO_READ: Final = 3
 connections that ended in the next."""
 
 
+def is_for_loop(message: WireMessage) -> bool:
+    """Whether the handler must get this message on the I/O loop, in order; any reader may deliver the others."""
+    if not isinstance(message, rpc_pb2.Message):
+        return message.is_stream
+    if message.HasField("autograd"):
+        return bool(message.control_seq) or message.autograd.HasField("release")
+    return not message.HasField("gpu_release")
+
+
 class SessionHandler(Protocol):
     """The owner of a session. It must not block or run user code.
 
-    Its methods are called on the I/O loop, except `on_messages`: a leading thread may call it with messages
+    Its methods are called on the I/O loop, except `on_messages`: a waiting thread may call it with messages
     that are not `is_for_loop`. `on_messages` is called on one thread at a time, in the order of the messages.
     """
 
@@ -395,30 +404,51 @@ class Session:
         """Waits until `on_closed` has been called; False on timeout."""
         return await ends_within(self._ended.wait(), timeout_s)
 
-    # ---------------------------------------------------------------- reading: the I/O loop, or a thread that leads
+    # ---------------------------------------------------------------- reading: the I/O loop, or a thread that waits
 
-    def lead(
-        self,
-        is_waiting: Callable[[], bool],
-        timeout_s: float | None,
-        sleep: Sleep | None = None,
-        first: Callable[[], object] | None = None,
+    def read_while_waiting(
+        self, is_waiting: Waits, timeout_s: float | None, sleep: Sleep | None = None, send_first: Send = None
     ) -> bool:
-        """Reads on this thread while it waits, if the channel supports that and no thread reads; see `Lead.lead`."""
+        """Reads on this thread while it waits, if the channel supports that and no thread reads; see `SocketReader`."""
         if self._direct is not None:
-            return self._direct.lead(is_waiting, timeout_s, sleep, partial(self._writer.send_first, first))
-        self._writer.send_first(first)
+            send_first = partial(self._writer.write_after, send_first)
+            return self._direct.read_while_waiting(is_waiting, timeout_s, sleep, send_first)
+        self._writer.write_after(send_first)
         return False
 
-    def lead_with(self, other: object) -> None:
-        """Makes this thread also read this session while it leads the other one; see `Lead.take_along`."""
-        if self._direct is not None and isinstance(other, Session) and other._direct is not None:
-            other._direct.take_along(self._direct)
+    def request_and_wait(
+        self,
+        message: WireMessage,
+        buffers: Sequence[LargeBuffer],
+        on_sent: Callable[[Session, int], object],
+        is_waiting: Waits,
+        timeout_s: float | None,
+    ) -> bool:
+        """Sends a message, and reads on this thread while it waits; see `SocketReader.read_while_waiting`.
 
-    def ring(self) -> None:
-        """Makes a leading thread call `is_waiting` again; any thread."""
+        Args:
+            on_sent: called with this session and the number of the transfer when the message is in the queue.
+        """
+        write = partial(self._writer.write_after, partial(self._send_request, message, buffers, on_sent))
         if self._direct is not None:
-            self._direct.ring()
+            return self._direct.read_while_waiting(is_waiting, timeout_s, None, write)
+        write()
+        return False
+
+    def _send_request(
+        self, message: WireMessage, buffers: Sequence[LargeBuffer], on_sent: Callable[[Session, int], object]
+    ) -> None:
+        on_sent(self, self.send(message, buffers))
+
+    def read_along_with(self, other: object) -> None:
+        """Makes this thread also read this session while it reads the other one; see `SocketReader.read_along`."""
+        if self._direct is not None and isinstance(other, Session) and other._direct is not None:
+            other._direct.read_along(self._direct)
+
+    def interrupt(self) -> None:
+        """Makes the reading thread call `is_waiting` again; any thread."""
+        if self._direct is not None:
+            self._direct.interrupt()
 
     async def _read_loop(self) -> None:
         assert not isinstance(self._channel, SocketChannel)
@@ -499,7 +529,7 @@ class Session:
                     self.handler.on_messages(self, self._left_to_loop[0])
         except Exception as exc:
             self._has_failed = True  # later messages would be handled out of order, so none is handled
-            assert self._direct is not None  # only a thread that leads leaves messages to the loop
+            assert self._direct is not None  # only a waiting thread leaves messages to the loop
             self._direct.fail(exc)
         self._left_to_loop.popleft()  # after the call: messages read meanwhile must queue behind it
 

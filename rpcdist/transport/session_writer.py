@@ -24,6 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
+from rpcdist._proto import rpc_pb2
 from rpcdist.errors import TransportError
 from rpcdist.time_limits import BATCH_DELAY_S, BURST_GAP_S, POLL_S
 from rpcdist.transport._channels.channel import ReadChannel
@@ -31,7 +32,7 @@ from rpcdist.transport._channels.polling_and_signals import SignalShield
 from rpcdist.transport._channels.socket_channel import SocketChannel
 from rpcdist.transport._framing.outgoing import Outgoing
 from rpcdist.transport.io_loop import IoLoop
-from rpcdist.transport.wire_messages import WireMessage, can_linger, is_urgent
+from rpcdist.transport.wire_messages import CallMessage, WireMessage
 from rpcdist.waiters import ends_within
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,18 @@ NUM_IDLE_TICKS: Final = 4  # ticks without a lingering message, after which the 
 
 FLUSH_FRAMES: Final = 32  # at this length of the queue a sending thread writes, because the loop is late
 MAX_PUTS: Final = 3  # limit on envelopes that a thread writes itself: a message and the first chunks of its buffers
+
+
+def can_linger(message: WireMessage) -> bool:
+    """Whether it may wait for the next message: it is a `remote()`, whose caller will probably ask for the value."""
+    return message.__class__ is CallMessage and message.result is not None
+
+
+def is_urgent(message: WireMessage) -> bool:
+    """Whether the message deserves its own write, so that the peer can begin at once."""
+    if not isinstance(message, rpc_pb2.Message):
+        return True
+    return message.HasField("autograd") and not message.control_seq
 
 
 @dataclass(eq=False, repr=False)
@@ -109,13 +122,13 @@ class SessionWriter:
             self._ticks = True
             self._io.call_soon(self._wait_for_tick)
 
-    def send_first(self, first: Callable[[], object] | None) -> None:
-        """Calls `first`, then writes the queue, since this thread is about to wait for an answer."""
+    def write_after(self, send: Callable[[], object] | None) -> None:
+        """Calls `send`, then writes the queue, since this thread is about to wait for an answer."""
         try:
-            if first is not None:
+            if send is not None:
                 self._flushing = get_ident()
                 try:
-                    first()
+                    send()
                 finally:
                     self._flushing = 0
         finally:

@@ -206,27 +206,6 @@ def set_large(message: WireMessage, sizes: Sequence[int], loans: Sequence[Loan] 
         message.large, message.loans = sizes, loans
 
 
-def can_linger(message: WireMessage) -> bool:
-    """Whether it may wait for the next message: it is a `remote()`, whose caller will probably ask for the value."""
-    return message.__class__ is CallMessage and message.result is not None
-
-
-def is_urgent(message: WireMessage) -> bool:
-    """Whether the message deserves its own write, so that the peer can begin at once."""
-    if not isinstance(message, rpc_pb2.Message):
-        return True
-    return message.HasField("autograd") and not message.control_seq
-
-
-def is_for_loop(message: WireMessage) -> bool:
-    """Whether the handler must get this message on the I/O loop, in order; any reader may deliver the others."""
-    if not isinstance(message, rpc_pb2.Message):
-        return message.is_stream
-    if message.HasField("autograd"):
-        return bool(message.control_seq) or message.autograd.HasField("release")
-    return not message.HasField("gpu_release")
-
-
 def stream_of(message: WireMessage) -> int:
     """The number of the stream whose item or end this message is; 0 for none."""
     if not isinstance(message, rpc_pb2.Message):

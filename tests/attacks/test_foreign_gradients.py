@@ -85,7 +85,7 @@ def test_verdicts_and_gradients_are_of_what_was_sent_to_their_sender(what: str, 
     message = PassMessage()
     message.begins = begins
     SPEECHES[what](message)
-    part, _ = message.encode(1, 2)
+    part, *_ = message.encode(1, 2)
     tensors = SimpleNamespace(next_functions=(None,))
     sent: Any = {5: SimpleNamespace(to=SECOND, node=tensors), 6: SimpleNamespace(to=THIRD, node=tensors)}
     read_message(part, [], SECOND, sent)

@@ -223,7 +223,7 @@ def test_a_call_holds_the_reference_that_it_is_made_on(cluster: InProcessCluster
         future = rref.rpc_async().tell_late()
         del rref
         agent.rrefs.drain()
-        assert [call.on.state.id for call in agent.caller.calls if call.on is not None] == [share.fork]
+        assert [call.target_ref.state.id for call in agent.caller.calls if call.target_ref is not None] == [share.fork]
         assert call_method(cluster, share, "user") == "secret"
         Secret.may_tell.set()
         assert future.wait() == "late"

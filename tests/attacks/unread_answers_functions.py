@@ -47,19 +47,19 @@ def stop_reading(worker: str) -> None:
     deadline = time.monotonic() + LIMIT_S
     while not lead._lock.acquire(False):  # the thread that reads holds this lock
         assert time.monotonic() < deadline
-    assert lead._hide() == 0
+    assert lead._disarm() == 0
 
 
 def read_on(worker: str) -> None:
     lead = _lead(worker)
-    assert lead._show() == 0
+    assert lead._arm() == 0
     lead._lock.release()
 
 
 def _lead(worker: str) -> Any:
     agent = current_agent()
     session: Any = agent.router.session_with(agent.directory.resolve(worker))
-    return session._direct._lead
+    return session._direct._reader
 
 
 def ask(worker: str, function: Any, num_calls: int, *arguments: Any) -> None:

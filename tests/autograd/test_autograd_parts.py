@@ -16,11 +16,12 @@ from torch import Tensor
 
 import rpcdist.autograd as autograd
 import rpcdist.rpc as rpc
-from rpcdist.autograd import _general_part
+from rpcdist.autograd import _autograd_worker
+from rpcdist.autograd._autograd_worker import make_part
 from rpcdist.autograd._backward_pass import BackwardPass
 from rpcdist.autograd._context import make_id
 from rpcdist.autograd._direct_part import DirectPart, find_sources
-from rpcdist.autograd._general_part import GeneralPart, make_part
+from rpcdist.autograd._general_part import GeneralPart
 from rpcdist.autograd._pass_message import PassMessage
 from rpcdist.testing import LIMIT_S, InProcessCluster
 
@@ -122,7 +123,7 @@ def test_gradients_are_those_of_one_process(cluster: InProcessCluster, share: fl
         leaves = [torch.rand(2, 3, requires_grad=True) for _ in range(3)]
         expected = torch.autograd.grad(run(program, leaves, False), leaves, allow_unused=True)
         with pytest.MonkeyPatch.context() as patch, cluster.use("a"):
-            patch.setattr(_general_part, "find_sources", Chooser(seed, share))
+            patch.setattr(_autograd_worker, "find_sources", Chooser(seed, share))
             for repeats in range(2):
                 with autograd.context() as context_id:
                     loss = run(program, leaves, True)
@@ -191,7 +192,7 @@ def test_a_context_remembers_that_it_was_general(
         looked.append(arguments)
         return find_sources(*arguments)
 
-    monkeypatch.setattr(_general_part, "find_sources", look)
+    monkeypatch.setattr(_autograd_worker, "find_sources", look)
     x, w = torch.rand(2, 3, requires_grad=True), torch.rand(3, 3, requires_grad=True)
     with cluster.use("a"), autograd.context() as context_id:
         hidden = x.exp()

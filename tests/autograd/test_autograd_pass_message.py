@@ -45,7 +45,7 @@ def with_gradients(gradients: Sequence[Sequence[Tensor | None]]) -> PassMessage:
 
 
 def arrived(message: PassMessage, sent: Any, plain_only: bool = False) -> PassMessage:
-    part, large = message.encode(7, 9)
+    part, large, _ = message.encode(7, 9)
     buffers: Any = [copy_of(buffer) for buffer in large]
     if not large:
         [part] = parse(pass_frame(part), [])  # type: ignore[assignment]
@@ -74,7 +74,7 @@ def arrived(message: PassMessage, sent: Any, plain_only: bool = False) -> PassMe
 )
 def test_gradients_come_back(gradients: list[list[Tensor | None]], is_table: bool) -> None:
     message = with_gradients(gradients)
-    part, large = message.encode(7, 9)
+    part, large, _ = message.encode(7, 9)
     assert bool((part.body or bytes(large[0].view))[0] & 128) != is_table
     found = arrived(message, sends(*map(len, gradients)))
     assert [len(of_message) for of_message in found.gradients] == [len(of_message) for of_message in gradients]
@@ -124,7 +124,7 @@ def test_numbers_that_are_not_true_are_refused(number: int, value: int, says: st
 
 
 def test_a_message_of_another_number_of_tensors_is_refused() -> None:
-    part, _ = with_gradients([[ONE, None], [ONE]]).encode(7, 9)
+    part, *_ = with_gradients([[ONE, None], [ONE]]).encode(7, 9)
     with pytest.raises(ProtocolViolation, match="2 gradients arrived for message 0x1, which had 3 tensors"):
         read_message(part, [], SENDER, sends(3, 1))
     for others in ({}, {5: sends(1)[1], 6: sends(1)[1]}):

@@ -40,7 +40,7 @@ class Channel:
         self._may_lead = may_lead
         self._bell = threading.Semaphore(0)
 
-    def lead(self, is_waiting: Callable[[], bool], timeout_s: float | None) -> bool:
+    def read_while_waiting(self, is_waiting: Callable[[], bool], timeout_s: float | None) -> bool:
         self._on_read()
         while self._may_lead and is_waiting():
             self.asleep.set()
@@ -48,7 +48,7 @@ class Channel:
                 return False
         return self._may_lead
 
-    def ring(self) -> None:
+    def interrupt(self) -> None:
         self._bell.release()
 
 

@@ -7,6 +7,7 @@ import importlib
 import io
 import keyword
 import re
+import sys
 import tokenize
 from collections import defaultdict
 from collections.abc import Iterator
@@ -43,13 +44,17 @@ FIGURES: list[tuple[str, str, str, str]] = [  # page, text before the figure, co
     ("architecture", "or after ", f"{LIMITS}:BATCH_DELAY_S", " (4 ms if all earlier ones"),
     ("architecture", "socket buffers up to ", "rpcdist.transport._channels.socket_channel:_SOCKET_BYTES", " if the"),
     ("architecture", "a TCP socket ", "rpcdist.transport._channels.socket_channel:_UNSENT_BYTES", " of unsent bytes"),
-    ("architecture", "then it waits for at most ", f"{LIMITS}:POOL_LEAD_S", ", which counts as blocked"),
+    ("architecture", "then it waits for at most ", f"{LIMITS}:POOL_READ_S", ", which counts as blocked"),
     ("architecture", "A message of ", "rpcdist.rpc._values.buffers:TAKES_LONG_FROM_BYTES", " or more is copied first"),
     ("architecture", "when ", "rpcdist.rpc._executors.deferred_replies:MAX_HELD", " answers wait"),
     ("architecture", "answers wait, or after ", f"{LIMITS}:ANSWER_HOLD_S", ""),
     ("architecture", "`polling_and_signals.py`): for at most ", f"{POLLING}:LIMIT_NS", ", and it yields"),
     ("architecture", "Payloads up to ", "rpcdist.rpc._values.buffers:INLINE_LIMIT", " travel inside their message"),
-    ("glossary", "a part of a large buffer, up to ", f"{FRAMES}:CHUNK_BYTES", ", alone in its envelope"),
+    ("glossary", "the part that is alone in its envelope | up to ", f"{FRAMES}:CHUNK_BYTES", " |"),
+    ("glossary", "beside the frame | more than ", "rpcdist.rpc._values.buffers:INLINE_LIMIT", " |"),
+    ("glossary", "in one lent segment | up to ", "rpcdist.transport.lending:PACK_BYTES", " |"),
+    ("glossary", "all queued frames, or one chunk | up to ", f"{FRAMES}:MAX_ENVELOPE_BYTES", " |"),
+    ("glossary", "the bytes of one write | ", f"{STRIPING}:PIECE_BYTES", " |"),
     ("rpc", "A value of more than ", "rpcdist.rpc._values.buffers:INLINE_LIMIT", " travels in chunks"),
     ("rpc", "travels in chunks of ", f"{FRAMES}:CHUNK_BYTES", ""),
     ("rpc", "from ", "rpcdist.transport.lending:LEND_FROM_BYTES", " on, through"),
@@ -62,7 +67,7 @@ FIGURES: list[tuple[str, str, str, str]] = [  # page, text before the figure, co
     ("concurrency", "when the oldest job has waited for ", f"{LIMITS}:POLL_S", ""),
     ("concurrency", "whenever no job has ended for ", f"{LIMITS}:POOL_STALL_S", ""),
     ("concurrency", "if no job ends for ", f"{LIMITS}:POOL_EXHAUSTED_LIMIT_S", ", the pool logs"),
-    ("concurrency", "reads from the same connection for up to ", f"{LIMITS}:POOL_LEAD_S", ""),
+    ("concurrency", "reads from the same connection for up to ", f"{LIMITS}:POOL_READ_S", ""),
     ("values", "A buffer of up to ", "rpcdist.rpc._values.buffers:INLINE_LIMIT", " travels inside the message"),
     ("values", "a buffer of ", "rpcdist.transport.lending:LEND_FROM_BYTES", " or more is not sent"),
     ("values", "make the copy together from ", "rpcdist.transport.memory_copies:TWO_THREADS_FROM_BYTES", " on"),
@@ -88,7 +93,7 @@ def in_words(name: str, value: float) -> str:
             if value >= size:
                 return f"{value / size:g} {unit}"
     if name.endswith(("_BYTES", "INLINE_LIMIT")) and value >= 1024:
-        return f"{value >> 20} MiB" if value % (1 << 20) == 0 else f"{value >> 10} KiB"
+        return f"{value / (1 << 20):g} MiB" if value % (1 << 20) == 0 else f"{value / (1 << 10):g} KiB"
     return f"{value:,}"
 
 
@@ -101,7 +106,8 @@ def test_a_figure_is_that_of_the_code(name: str, before: str, constant: str, aft
 
 
 IDENTIFIER = re.compile(r"`(?P<path>[A-Za-z_]\w*(?:\.\w+)*)(?:\(\))?`")
-TORCH = ("torch", "nn")
+IMPORTED = {*sys.stdlib_module_names, "torch", "nn"}
+"""Roots of names that are looked up in the modules themselves."""
 
 FOREIGN = set(
     """
@@ -109,7 +115,7 @@ FOREIGN = set(
     DDPStrategy NetworkPolicy httpGet
     ReceiveMessageOperation SendMessageOperation grpc_slice_from_copied_buffer
     CAP_SYS_ADMIN F_SEAL_FUTURE_WRITE PR_SET_PDEATHSIG SO_REUSEPORT net.core.wmem_max net.ipv4.tcp_wmem numactl
-    tcp_info tcp_rmem
+    tcp_info tcp_rmem sock_accept sock_recv
     cuStreamWaitValue32 cuStreamWriteValue32 cudaMallocAsync expandable_segments ncclCommSplit
     _end_coalescing _register_on_completion_hook _start_coalescing _wait_for_pending_works boolean_dispatch
     share_memory_ start_localSGD_iter test_profiler_rpc_key_names trigger_sync_in_backward use_error_feedback
@@ -117,14 +123,16 @@ FOREIGN = set(
 )
 """Names of Ray, Lightning, Kubernetes, gRPC, Linux, CUDA and torch that no line of code here has."""
 
-PLACEHOLDERS = {"CA", "Class.method", "NAME.ATTEMPT.log", "Next", "_s", "af", "bf", "df", "n01", "unless_gone"}
+PLACEHOLDERS = set(
+    "CA Class.method NAME.ATTEMPT.log Next _s af bf df n01 nn.BatchNorm optimizer.state.0.exp_avg unless_gone".split()
+)
 """Examples and parts of names."""
 
 
 @pytest.fixture(scope="module")
 def known() -> set[str]:
-    """The words of all code, without docstrings and comments, of the messages and of the settings, and names of files."""
-    found = {*keyword.kwlist, *FOREIGN, *PLACEHOLDERS}
+    """The words of all code without docstrings and comments, of messages and of settings, and the names of files."""
+    found = {*keyword.kwlist, *FOREIGN, *PLACEHOLDERS, *(path.name for path in ROOT.glob("*.md"))}
     for folder in ("rpcdist", "autograd", "collectives", "tests", "tools", "benchmarks", "examples"):
         for path in (ROOT / folder).rglob("*.py"):
             found |= {*path.relative_to(ROOT).parts, path.stem, *words_of(path)}
@@ -132,7 +140,10 @@ def known() -> set[str]:
         found.update(re.findall(r"\w+", path.read_text()))
     for name in ("Makefile", "pyproject.toml", "rpcdist/_dashboard/page/page.js"):
         found.update(re.findall(r"\w+", page(name)))
-    return found
+    metrics = {
+        name.replace(".", "_") for name in re.findall(r'"((?:rpc|rpcdist)\.[\w.]+)"', page("rpcdist/metrics.py"))
+    }
+    return found | {f"{name}{unit}" for name in metrics for unit in ("", "_seconds", "_total")}
 
 
 def words_of(path: Path) -> Iterator[str]:
@@ -147,7 +158,7 @@ def words_of(path: Path) -> Iterator[str]:
             yield from re.findall(r"\w+", node.value)
 
 
-def exists_in_torch(path: str) -> bool:
+def exists(path: str) -> bool:
     module, *attributes = path.split(".")
     try:
         found = importlib.import_module({"nn": "torch.nn"}.get(module, module))
@@ -161,21 +172,22 @@ def exists_in_torch(path: str) -> bool:
 
 
 def test_identifiers_in_prose_exist(known: set[str]) -> None:
-    texts: dict[str, Iterator[str]] = {path.name: iter([path.read_text()]) for path in PAGES}
+    pages = [path for path in PAGES if path.name != "CHANGELOG.md"]  # which has names that are gone
+    texts: dict[str, Iterator[str]] = {path.name: iter([path.read_text()]) for path in pages}
     texts |= {str(path.relative_to(ROOT)): texts_of_source(path) for path in house_size.sources()}
     unknown = defaultdict(set)
     for name, found in texts.items():
         for match in IDENTIFIER.finditer("\n".join(found)):
             path = match["path"]
             if path not in known and not known.issuperset(path.split(".")):
-                if not (path.split(".")[0] in TORCH and exists_in_torch(path)):
+                if not (path.split(".")[0] in IMPORTED and exists(path)):
                     unknown[path].add(name)
     assert not unknown, f"no code has these names: {dict(unknown)}"
 
 
 def test_an_identifier_that_is_gone_is_found(known: set[str]) -> None:
     assert "CONTEXT_DROP_DELAY_S" in known and "DROP_" + "DELAY_S" not in known
-    assert not exists_in_torch("torch.distributed.no_such_name")
+    assert not exists("torch.distributed.no_such_name")
 
 
 LABORATORY = re.compile(r"\b\d+(?:\.\d+)?x\b|\b[Mm]edians? of\b|\bat a load\b|\d busy cores\b")

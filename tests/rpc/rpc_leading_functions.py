@@ -10,17 +10,21 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 from unittest.mock import patch
 
 from threads_at_once import problems_of_threads
 
 from rpcdist import rpc
+from rpcdist.rpc._calling.new_calls import SyncReplySink
 from rpcdist.rpc._current import current_agent
 from rpcdist.testing import LIMIT_S
+from rpcdist.transport.memory_copies import LargeBuffer
+from rpcdist.transport.session import Session
+from rpcdist.transport.wire_messages import CallMessage, WireMessage
 
 _doubled = itertools.count(1)
 _num_doubled = 0
@@ -51,8 +55,14 @@ def session_with(name: str) -> int:
 def calls_left_by_ctrl_c(to: str) -> dict[str, int]:
     """Ctrl-C comes after each way of calling has entered its call into the table, and before it is sent."""
 
-    def press(*arguments: object) -> None:
+    rpc.rpc_sync(to, double, args=(1,))  # the connection stands, so this thread sends its calls itself
+    send = Session.send
+
+    def press(*arguments: object, **named: object) -> NoReturn:
         raise KeyboardInterrupt
+
+    def press_at_calls(session: Session, message: WireMessage, buffers: Sequence[LargeBuffer] = ()) -> int:
+        return press() if type(message) is CallMessage else send(session, message, buffers)
 
     caller, left = current_agent().caller, {}
     starts: dict[str, Callable[[], object]] = {
@@ -61,12 +71,17 @@ def calls_left_by_ctrl_c(to: str) -> dict[str, int]:
         "remote": lambda: rpc.remote(to, double, args=(1,)),
         "on a loop": lambda: asyncio.run(awaited(to)),
     }
-    with patch.object(type(caller), "_dispatch", press):
-        for name, start in starts.items():
-            try:
-                start()
-            except KeyboardInterrupt:
-                left[name] = len(caller.calls)
+    places: list[tuple[Any, dict[str, Callable[[], object]]]] = [
+        (patch.object(Session, "send", press_at_calls), starts),
+        (patch.object(SyncReplySink, "wait", press), {"rpc_sync, before its wait": starts["rpc_sync"]}),
+    ]
+    for place, pressed in places:
+        with place:
+            for name, start in pressed.items():
+                try:
+                    start()
+                except KeyboardInterrupt:
+                    left[name] = len(caller.calls)
     return left
 
 
@@ -135,7 +150,7 @@ def _until_led(to: str, by: threading.Thread) -> Iterator[None]:
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline:
         session: Any = agent.router.session_with(agent.directory.resolve(to))
-        if session is not None and session._direct._lead._holder == by.ident:
+        if session is not None and session._direct._reader._holder == by.ident:
             yield
             return
         time.sleep(0.001)  # until the other thread sleeps in its read

@@ -233,13 +233,13 @@ class Connection:
             future._expected = cast(Any, self)
         return futures
 
-    def lead(self, is_waiting: Callable[[], bool], timeout_s: float | None) -> bool:
+    def read_while_waiting(self, is_waiting: Callable[[], bool], timeout_s: float | None) -> bool:
         self._read()
         if is_waiting():
             self._rung.wait(LIMIT_S if timeout_s is None else timeout_s)
         return not is_waiting()
 
-    def ring(self) -> None:
+    def interrupt(self) -> None:
         self.num_rings += 1
         self._rung.set()
 

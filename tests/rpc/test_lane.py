@@ -32,22 +32,22 @@ class Source(Loopback):
         super().__init__(Identity("a", 0, 1), lambda session, messages: None)
         self.reads, self.rung = threading.Event(), threading.Event()
 
-    def lead(
+    def read_while_waiting(
         self,
         is_waiting: Callable[[], bool],
         timeout_s: float | None,
         sleep: object = None,
-        first: Callable[[], object] | None = None,
+        send_first: Callable[[], object] | None = None,
     ) -> bool:
-        assert first is not None
-        first()
+        assert send_first is not None
+        send_first()
         self.reads.set()
         while is_waiting():
             assert self.rung.wait(LIMIT_S)
             self.rung.clear()
         return True
 
-    def ring(self) -> None:
+    def interrupt(self) -> None:
         self.rung.set()
 
 

@@ -91,7 +91,7 @@ def test_shutdown_waits_for_outstanding_calls(cluster: InProcessCluster) -> None
 def test_shutdown_with_a_timeout_names_who_is_missing() -> None:
     with InProcessCluster("a", "b", "c", "d", peer_timeout=CALM_S) as cluster:
         started = time.monotonic()
-        # The leader stays longer: b asks it who is missing.
+        # The host stays longer: b asks it who is missing.
         limits = {"a": 4 * SHORT_S, "b": SHORT_S}
         leaving = [cluster.begin(name, rpc.shutdown, timeout=limit_s) for name, limit_s in limits.items()]
         for future in leaving:
@@ -127,7 +127,7 @@ def test_shutdown_with_a_timeout_names_the_call_that_does_not_end(cluster: InPro
     cluster.close()
 
 
-def test_a_shutdown_that_nobody_can_lead_logs_why(
+def test_a_shutdown_that_nobody_can_host_logs_why(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(shutdown, "LOG_PERIOD_S", 0.0)
@@ -146,7 +146,7 @@ def test_a_shutdown_that_nobody_can_lead_logs_why(
             for future in [cluster.begin(name, rpc.shutdown) for name in cluster.names]:
                 future.result(LIMIT_S)
         cluster.close()
-    assert caplog.text.count("shutdown of a tries again, since a could not lead it: it has no thread left") == 2
+    assert caplog.text.count("shutdown of a tries again, since a could not host it: it has no thread left") == 2
 
 
 def test_a_shutdown_that_waits_logs_for_what_with_stacks(

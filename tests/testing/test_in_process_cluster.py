@@ -77,7 +77,7 @@ def test_a_cut_ends_connections_that_are_being_made(cluster: InProcessCluster) -
     b.handle_role("probe", None)
 
 
-def test_a_shutdown_needs_nobody_but_its_leader_in_reach() -> None:
+def test_a_shutdown_needs_nobody_but_its_host_in_reach() -> None:
     with InProcessCluster("a", "b", "c", peer_timeout=HEARD_S) as cluster:
         assert cluster.run("b", rpc.rpc_sync, "c", my_name) == "c"
         cluster.network.refuse("b", "c")

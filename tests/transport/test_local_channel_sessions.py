@@ -69,7 +69,7 @@ async def test_a_wait_flushes_a_burst(pair: ChannelPair, monkeypatch: pytest.Mon
     session = pair.sessions[0]
     session.send(call(1))
     assert not session._outgoing.is_empty
-    session.lead(lambda: False, 0.0, None, lambda: session.send(call(2)))
+    session.read_while_waiting(lambda: False, 0.0, None, lambda: session.send(call(2)))
     assert session._outgoing.is_empty
     assert [(await pair.handlers[1].next())[0] for _ in range(2)] == [1, 2]
 
@@ -82,14 +82,14 @@ async def test_what_was_queued_goes_out_even_if_the_wait_does_not_begin(pair: Ch
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        session.lead(lambda: True, LIMIT_S, None, first)
+        session.read_while_waiting(lambda: True, LIMIT_S, None, first)
     assert session._outgoing.is_empty and (await pair.handlers[1].next())[0] == 1
 
 
 async def test_a_flush_leaves_to_the_writer_what_it_cannot_write(pair: ChannelPair) -> None:
     session = pair.sessions[0]
     with session._writer._turn:  # another thread writes
-        session.lead(lambda: False, 0.0, None, lambda: session.send(call(1)))
+        session.read_while_waiting(lambda: False, 0.0, None, lambda: session.send(call(1)))
     assert session._writer._awake and (await pair.handlers[1].next())[0] == 1
 
 
@@ -245,7 +245,7 @@ async def test_a_creation_lingers_until_the_next_message_takes_it_along(pair: Ch
 async def test_a_creation_is_flushed_by_whoever_waits_for_something_else(pair: ChannelPair) -> None:
     session = pair.sessions[0]
     session.send(creation(1))
-    session.lead(lambda: False, 0.0)
+    session.read_while_waiting(lambda: False, 0.0)
     assert session._outgoing.is_empty and (await pair.handlers[1].next())[0] == 1
 
 

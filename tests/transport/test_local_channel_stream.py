@@ -184,10 +184,10 @@ async def test_a_burst_of_small_frames_lets_others_in(ends: Any, short_turns: No
         ]
         await receivers[1].until(frames=3)
         assert len(receivers[0].frames) < 20
-        assert many.has_unread is False and not many._lead._lock.acquire(False)  # the rest lies in the channel
+        assert many.has_unread is False and not many._reader._lock.acquire(False)  # the rest lies in the channel
         await receivers[0].until(frames=1001)
         assert receivers[0].frames == [b"many"] * 1000 + [b"last"] and order.count("few") == 3
-        await eventually_async(lambda: not many._lead._lock.locked(), "a thread may lead again")
+        await eventually_async(lambda: not many._reader._lock.locked(), "a thread may read again")
         for task in delivering:
             task.cancel()
         many.abort("done")

@@ -236,7 +236,7 @@ class Mailbox:
     def _ring(self) -> None:
         """Wakes the taking thread, after its tensors were stored; it checks for them after it has set `_reading`."""
         if (reading := self._reading) is not None and reading[0] != get_ident():
-            reading[1].ring()
+            reading[1].interrupt()
 
     def check(self) -> None:
         """Raises if the step has ended."""
@@ -276,7 +276,7 @@ class Mailbox:
             return False
         self._reading = get_ident(), source
         try:
-            return source.lead(lambda: not self._is_over(action), deadline.wait_s())
+            return source.read_while_waiting(lambda: not self._is_over(action), deadline.wait_s())
         finally:
             self._reading = None
 

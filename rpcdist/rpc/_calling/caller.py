@@ -104,10 +104,16 @@ class Caller:
         if large or message.value is not None or len(message.body) >= COUNTED_FROM_BYTES:
             self._wait_for_room(call, message, large)
         session = self.router.session_for_call(call.peer)
-        send = partial(self._send, call, message, large, session)
-        # The session is given only if this thread may read while it sends: a message that takes long to send would keep
-        # other threads from reading.
-        return reply_sink.wait(call, send, None if large and takes_long(large) else session)
+        if session is None or (large and takes_long(large)):  # then others must be able to read while this thread sends
+            return reply_sink.wait(call, partial(self._send, call, message, large, session))
+        try:
+            self._enter(call, message, large, session)
+            read = partial(session.request_and_wait, message, large, call.on_sent)
+            return reply_sink.wait(call, session=session, read=read)
+        except BaseException:
+            if call.session is None:  # it was not sent
+                self._withdraw(call)
+            raise
 
     def begin(
         self,
@@ -187,7 +193,7 @@ class Caller:
 
         Args:
             calls: from `start_each`.
-            wait: called with the first session, or None, and a function that it must call once while it leads that
+            wait: called with the first session, or None, and a function that it must call once while it reads that
                 session; this function makes the thread read all sessions, and sends the calls.
         """
         sessions = [self.router.session_for_call(call.peer) for call, _, _ in calls]
@@ -196,7 +202,7 @@ class Caller:
         def send() -> None:
             for session in sessions:
                 if session is not None and session is not first:
-                    session.lead_with(first)
+                    session.read_along_with(first)
             for (call, message, large), session in zip(calls, sessions, strict=True):
                 self._send(call, message, large, session)
 
@@ -225,7 +231,7 @@ class Caller:
         return creation
 
     def fetch_created(self, creation: Creation) -> Any:
-        """Waits for the value of a `remote()`, if its message can still be changed to ask for it; else `NOT_INCLUDED`."""
+        """Waits for the value of a `remote()` if its message can still ask for it; else `NOT_INCLUDED`."""
         if asyncio._get_running_loop() is not None or current_autograd.get() is not None:
             return NOT_INCLUDED
         value_sink = SyncReplySink()
@@ -236,15 +242,13 @@ class Caller:
             raise
         # The call continues when this thread no longer waits.
         forget = partial(creation.forget, value_sink)
-        return NOT_INCLUDED if call is None else value_sink.wait(call, None, call.session, forget)
+        return NOT_INCLUDED if call is None else value_sink.wait(call, session=call.session, forget=forget)
 
     def fetch(self, owner: int, share: ReferenceShare, timeout_s: float) -> Any:
         if asyncio._get_running_loop() is not None:
             raise BlockingInLoop("to_here()", "await rref")
         reply_sink = SyncReplySink()
-        call, message, large = self.new_calls.of_fetch(owner, share, timeout_s, reply_sink)
-        session = self.router.session_for_call(owner)
-        return reply_sink.wait(call, partial(self._send, call, message, large, session), session)
+        return self._send_and_wait(*self.new_calls.of_fetch(owner, share, timeout_s, reply_sink), reply_sink)
 
     def start_fetch(self, owner: int, share: ReferenceShare, timeout_s: float) -> Future[Any]:
         future = CallFuture()
@@ -328,7 +332,8 @@ class Caller:
             self.in_flight.end(call.peer, call.id)
             return
         try:
-            self._dispatch(call, message, large)
+            message.timeout_us = max(1, int(call.deadline.remaining_s() * 1e6)) if call.deadline.is_finite else 0
+            self._route(call, message, large)
         except Exception as exc:
             self.calls.end(call, exc)
 
@@ -357,33 +362,38 @@ class Caller:
         and `later` is given, `later` is called when there is room; meanwhile the deadline applies.
         """
         try:
-            if self.lifetime.is_closed:
-                self.in_flight.end(call.peer, call.id)
-                raise RpcdistError("RPC is shutting down in this process")
-            if call.is_repeatable and not large and not call.forks:
-                call.repeat = message
-            self.calls.add(call)
-            if later is None or self._has_room(call, _num_bytes(message, large), later):
-                self._dispatch(call, message, large, session)
+            self._enter(call, message, large, session)
+            if later is not None and not self._has_room(call, _num_bytes(message, large), later):
+                return
+            if session is None:
+                self._route(call, message, large)
+            else:
+                call.on_sent(session, session.send(message, large))
         except BaseException:
             self._withdraw(call)
             raise
+
+    def _enter(
+        self, call: PendingCall, message: CallMessage, large: Sequence[LargeBuffer], session: AnySession | None
+    ) -> None:
+        """Enters a call into the table before it is sent, and completes its message."""
+        if self.lifetime.is_closed:
+            self.in_flight.end(call.peer, call.id)
+            raise RpcdistError("RPC is shutting down in this process")
+        if call.is_repeatable and not large and not call.forks:
+            call.repeat = message
+        self.calls.add(call)
+        at = call.deadline.at
+        message.timeout_us = 0 if at == INFINITE else max(1, int((at - time.monotonic()) * 1e6))
+        if session is not None and self.marshal.gpu_news:
+            self.marshal.send_gpu_news(session)
 
     def _withdraw(self, call: PendingCall) -> None:
         """Ends a call that could not be sent, or was interrupted by Ctrl-C: its caller will not get its outcome."""
         if not self.calls.cancel(call, None):
             self.marshal.give_back(call.forks)
 
-    def _dispatch(
-        self, call: PendingCall, message: CallMessage, large: Sequence[LargeBuffer], session: AnySession | None = None
-    ) -> None:
-        at = call.deadline.at
-        message.timeout_us = 0 if at == INFINITE else max(1, int((at - time.monotonic()) * 1e6))
-        if session is not None:
-            if self.marshal.gpu_news:
-                self.marshal.send_gpu_news(session)
-            call.on_sent(session, session.send(message, large))
-            return
+    def _route(self, call: PendingCall, message: CallMessage, large: Sequence[LargeBuffer]) -> None:
         try:
             self.router.send_call(call.peer, message, large, call)
         except TransportError as exc:
@@ -394,7 +404,7 @@ class Caller:
     def on_reply(
         self, session: AnySession, reply: ReplyMessage, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
     ) -> None:
-        """Handles a reply; on the thread that has read it: the I/O loop, or a thread that leads."""
+        """Handles a reply; on the thread that has read it: the I/O loop, or a waiting thread."""
         failure = None
         payload = self.marshal.arrived_with(reply, buffers, session.peer)
         if payload is None and reply.has_value:

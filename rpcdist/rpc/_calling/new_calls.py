@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import torch
 
-from rpcdist.deadline import NEVER, Deadline, acquire, checked_timeout, current_deadline
+from rpcdist.deadline import NEVER, Deadline, acquire, current_deadline, limit_of
 from rpcdist.errors import Cancelled, SerializationError
 from rpcdist.rpc._autograd_hooks import CallContext, current_autograd
 from rpcdist.rpc._calling.call_table import FETCH, INFINITE, CallTable, PendingCall, ReplySink
@@ -82,10 +82,8 @@ class NewCalls:
         self._marshal = marshal
 
     def timeout_of(self, timeout_s: float) -> float:
-        """The user's timeout with torch's conventions (-1: the default, 0: none) in seconds, infinity for none."""
-        if timeout_s == UNSET_RPC_TIMEOUT:
-            return self.rpc_timeout_s or INFINITE
-        return checked_timeout(timeout_s) or INFINITE
+        """See `limit_of`; the default is that of `init_rpc` and `set_rpc_timeout`."""
+        return limit_of(timeout_s, self.rpc_timeout_s)
 
     def of_function(
         self,
@@ -105,8 +103,8 @@ class NewCalls:
         Args:
             timeout_s: as users give it.
             result: for `remote()`: the ids under which the callee keeps the result.
-            target_ref: a reference to a value of the callee, which becomes the function's first argument there. The call only
-                names it, so the owner counts no new share; the call holds the reference until it ends.
+            target_ref: a reference to a value of the callee, which becomes the function's first argument there. The
+                call only names it, so the owner counts no new share; the call holds the reference until it ends.
         """
         if not callable(func):
             kind = type(func).__name__
@@ -298,6 +296,10 @@ def _run_inside(context: CallContext | None, job: Callable[[], object]) -> None:
         del job  # it refers to the future, and the traceback of the future's error to this frame
 
 
+Read = Callable[[Callable[[], bool], float | None], bool]
+"""Reads a session while a thread waits; called with whether it still waits, and the limit in seconds."""
+
+
 class SyncReplySink:
     """One blocked thread, which also decodes the value, so that a call involves no third thread.
 
@@ -321,26 +323,28 @@ class SyncReplySink:
         self._payload = payload
         self._lock.release()
         if self._session is not None and self._thread != get_ident():
-            self._session.ring()
+            self._session.interrupt()
 
     def failed(self, exc: BaseException) -> None:
         self._error = exc
         self._lock.release()
         if self._session is not None and self._thread != get_ident():
-            self._session.ring()
+            self._session.interrupt()
 
     def wait(
         self,
         call: PendingCall,
         send: Callable[[], object] | None = None,
         session: AnySession | None = None,
+        read: Read | None = None,
         forget: Callable[[], bool] | None = None,
     ) -> object:
-        """Sends the call, and waits for it.
+        """Waits for the call.
 
         Args:
-            send: sends it; None if it was sent already.
-            session: the session on which it will be sent, if there is one.
+            send: sends it before; None if it was sent already, or `read` sends it.
+            session: the session that will bring the reply, if it is known.
+            read: reads that session while this thread waits; by default `AnySession.read_while_waiting`.
             forget: called if the wait was interrupted, or the deadline has passed; False if the call has ended
                 already. By default the call is cancelled.
 
@@ -349,10 +353,10 @@ class SyncReplySink:
         """
         try:
             if hooks.enter is None:  # a thread of the user
-                ended = self._wait(call, send, session)
+                ended = self._wait(call, send, session, read)
             else:
                 with blocking():
-                    ended = self._wait(call, send, session)
+                    ended = self._wait(call, send, session, read)
         except BaseException:  # Ctrl-C in the main thread
             if forget is not None:
                 forget()
@@ -376,14 +380,16 @@ class SyncReplySink:
                 del error  # it holds this frame and the arguments: a cycle, in which references would stay alive
         return result_of(self._failure, self._payload)
 
-    def _wait(self, call: PendingCall, send: Callable[[], object] | None, session: AnySession | None) -> bool:
-        if session is None and send is not None:
+    def _wait(
+        self, call: PendingCall, send: Callable[[], object] | None, session: AnySession | None, read: Read | None
+    ) -> bool:
+        if send is not None:
             send()
-            send = None
         if (session := session or call.session) is not None:
             self._thread = get_ident()
-            self._session = session  # before the lock is checked: a thread that releases it later then rings
-            if session.lead(self._lock.locked, call.deadline.wait_s(), None, send):
+            self._session = session  # before the lock is checked: a thread that releases it later then interrupts
+            read = session.read_while_waiting if read is None else read
+            if read(self._lock.locked, call.deadline.wait_s()):
                 return True
         return acquire(self._lock, call.deadline.wait_s())
 

@@ -87,25 +87,25 @@ class RRefCalls:
     def rpc_sync(self, rref: Any, func: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> Any:
         if running_actor.get() is not None and func is proxied._local_invoke:
             self._check_not_inside(rref._handle.state, args[0], timeout_s)
-        owner, args, target_ref = self._on_value(rref, args)
-        return self._caller.sync(owner, func, args, None, timeout_s, target_ref)
+        owner, args, on = self._on_value(rref, args)
+        return self._caller.sync(owner, func, args, None, timeout_s, on)
 
     def rpc_async(self, rref: Any, func: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> Future[Any]:
-        owner, args, target_ref = self._on_value(rref, args)
+        owner, args, on = self._on_value(rref, args)
         if profile.running and (found := profile.here()) is not None:  # without the events of the owner
             key = profiling_key("async", func.__name__, self.my_name, self._directory.name_of(owner))
             with profiler.record_function(key):
                 ended = found.add(key, self.me.worker)
-                future = self._caller.start_call(owner, func, args, None, timeout_s, target_ref)
+                future = self._caller.start_call(owner, func, args, None, timeout_s, on)
             future._when_done(partial(ended, None))
         else:
-            future = self._caller.start_call(owner, func, args, None, timeout_s, target_ref)
+            future = self._caller.start_call(owner, func, args, None, timeout_s, on)
         note_started(future)
         return future
 
     def remote_on(self, rref: Any, func: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> Any:
-        owner, args, target_ref = self._on_value(rref, args)
-        return self.remote(owner, func, args, timeout_s, None, target_ref)
+        owner, args, on = self._on_value(rref, args)
+        return self.remote(owner, func, args, timeout_s, None, on)
 
     # ------------------------------------------------------------ calls of actors
 
@@ -126,21 +126,21 @@ class RRefCalls:
         order: CallOrder = rref._order or self.order_of(state.rref)
         rref._order = order
         number = order.begin()
-        arguments: tuple[Any, ...] = (tuple(number), method, args, kwargs)
-        target_ref: Handle | None = rref._handle if state.id != state.rref else None
-        if target_ref is None:  # made here from a value: it may not be in the reference tables, so send it as an argument
-            arguments = (rref, *arguments)
+        packed: tuple[Any, ...] = (tuple(number), method, args, kwargs)
+        on: Handle | None = rref._handle if state.id != state.rref else None
+        if on is None:  # made here from a value: it may not be in the reference tables, so send it as an argument
+            packed = (rref, *packed)
         end = partial(self._end_turn, order, number.number, owner, rref)
         try:
             if mode == "rpc_sync":
-                result = self._caller.sync(owner, proxied._invoke_in_turn, arguments, None, timeout_s, target_ref)
+                result = self._caller.sync(owner, proxied._invoke_in_turn, packed, None, timeout_s, on)
                 end(None)
                 return result
             if mode == "remote":
-                result = self.remote(owner, proxied._invoke_in_turn, arguments, timeout_s, None, target_ref)
+                result = self.remote(owner, proxied._invoke_in_turn, packed, timeout_s, None, on)
                 future = result._get_future()
             else:
-                result = future = self._caller.start_call(owner, proxied._invoke_in_turn, arguments, None, timeout_s, target_ref)
+                result = future = self._caller.start_call(owner, proxied._invoke_in_turn, packed, None, timeout_s, on)
                 note_started(future)
         except BaseException as exc:
             end(exc)
@@ -158,7 +158,8 @@ class RRefCalls:
 
     def _end_turn(self, order: CallOrder, number: int, owner: int, rref: Any, error: BaseException | None) -> None:
         def report(stream: int, numbers: tuple[int, ...]) -> Future[Any]:
-            return self._retries.start_call(owner, proxied._turns_over, (rref, stream, numbers), None, UNSET_RPC_TIMEOUT)
+            over = (rref, stream, numbers)
+            return self._retries.start_call(owner, proxied._turns_over, over, None, UNSET_RPC_TIMEOUT)
 
         order.end(number, error is None, report)
 
@@ -203,7 +204,7 @@ class RRefCalls:
         args: Any,
         timeout_s: float,
         kwargs: Any = None,
-        target_ref: Handle | None = None,
+        on: Handle | None = None,
         is_serial: bool = False,
         device_map: DeviceMap | None = None,
     ) -> Any:
@@ -216,10 +217,10 @@ class RRefCalls:
         if owner != self.me.worker and not self._router.is_reachable(owner):
             self._router.reach(owner, lambda: self._rrefs.is_lost(owner), self._caller.deadline_of(timeout_s))
         # A method of an actor may return that actor, so calls of the result are numbered, too.
-        rref, share = self._rrefs.create_remote(owner, is_serial or (target_ref is not None and target_ref.state.is_serial))
+        rref, share = self._rrefs.create_remote(owner, is_serial or (on is not None and on.state.is_serial))
         try:
             rref._creation = self._caller.remote(
-                owner, share, func, args, kwargs, timeout_s, self._rrefs, target_ref, is_serial, device_map
+                owner, share, func, args, kwargs, timeout_s, self._rrefs, on, is_serial, device_map
             )
         except BaseException as exc:
             self._rrefs.on_creation_failed(share, exc)

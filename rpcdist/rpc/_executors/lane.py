@@ -16,7 +16,7 @@ from rpcdist.rpc._executors.blocking import new_baton
 from rpcdist.rpc._executors.deferred_replies import DeferredReply
 from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.rpc._peers.network import AnySession
-from rpcdist.time_limits import POOL_LEAD_S
+from rpcdist.time_limits import POOL_READ_S
 
 
 class Lane:
@@ -31,7 +31,7 @@ class Lane:
         self._is_closed = False
         self._baton = new_baton()
         self._thread = 0
-        self._led: AnySession | None = None  # the session that the thread may be reading from
+        self._reading: AnySession | None = None  # the session that the thread may be reading from
 
     @property
     def is_here(self) -> bool:
@@ -40,7 +40,7 @@ class Lane:
     @property
     def is_free(self) -> bool:
         """Whether the thread is idle, so that a job could run at once."""
-        return not self._jobs and (self._is_parked or self._led is not None)
+        return not self._jobs and (self._is_parked or self._reading is not None)
 
     def submit(self, function: Callable[..., object], *arguments: object) -> None:
         """Queues `function(*arguments)` after the earlier jobs; if the lane is closed, on any thread of the pool.
@@ -82,8 +82,8 @@ class Lane:
     def _wake(self, is_parked: bool) -> None:
         if is_parked:
             self._baton.release()
-        elif (led := self._led) is not None:
-            led.ring()
+        elif (reading := self._reading) is not None:
+            reading.interrupt()
 
     # ------------------------------------------------------------ its thread
 
@@ -118,13 +118,13 @@ class Lane:
         if deferred.is_long or not self._has_nothing_to_do():
             self._pool.answer_now(deferred)
             return
-        self._led = deferred.session
+        self._reading = deferred.session
         try:
-            deferred.session.lead(self._has_nothing_to_do, POOL_LEAD_S, None, deferred.send)
+            deferred.session.read_while_waiting(self._has_nothing_to_do, POOL_READ_S, None, deferred.send)
         except BaseException as error:
             self._pool.report(error, deferred.send)
         finally:
-            self._led = None
+            self._reading = None
 
     def _has_nothing_to_do(self) -> bool:
         return not self._jobs and not self._is_closed

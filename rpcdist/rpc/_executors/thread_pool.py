@@ -48,7 +48,7 @@ from rpcdist.rpc._executors.deferred_replies import DeferredReply, HeldAnswers
 from rpcdist.rpc._executors.pool_monitor import LoadHistory, PoolMonitor
 from rpcdist.rpc._peers.network import AnySession
 from rpcdist.rpc._values.exceptions import traceback_of
-from rpcdist.time_limits import CLOSE_LIMIT_S, IDLE_LIMIT_S, POOL_EXHAUSTED_LIMIT_S, POOL_LEAD_S, THREAD_GRACE_S
+from rpcdist.time_limits import CLOSE_LIMIT_S, IDLE_LIMIT_S, POOL_EXHAUSTED_LIMIT_S, POOL_READ_S, THREAD_GRACE_S
 from rpcdist.transport import fork
 
 logger = logging.getLogger(__name__)
@@ -325,7 +325,7 @@ class ThreadPool:
                     self._answer_long(worker, deferred)
                     answer = _do_nothing
                 if not turns and not self._stopping:
-                    self._lead(deferred.session, answer, sleep)
+                    self._answer_and_read(deferred.session, answer, sleep)
                 elif not deferred.is_long:
                     held.hold(deferred.session, answer)
                 del deferred, answer
@@ -417,13 +417,13 @@ class ThreadPool:
         finally:
             self._leave_blocking(worker)
 
-    def _lead(
+    def _answer_and_read(
         self, session: AnySession, answer: Function, sleep: tuple[Callable[[], object], Callable[[], object]]
     ) -> None:
         """Sends a job's answer, and reads the next job (rule 4)."""
         try:
             hooks.reads_jobs = True
-            session.lead(self._has_nothing_to_do, POOL_LEAD_S, sleep, answer)
+            session.read_while_waiting(self._has_nothing_to_do, POOL_READ_S, sleep, answer)
         except BaseException as error:
             self.report(error, answer)
         finally:

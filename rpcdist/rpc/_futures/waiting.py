@@ -101,7 +101,7 @@ def wait_all_from(
     session: AnySession | None = None,
     send: Callable[[], object] | None = None,
 ) -> list[T]:
-    """`wait_all`, which calls `send` once, if possible while this thread leads the session."""
+    """`wait_all`, which calls `send` once, if possible while this thread reads the session."""
     members = _list_of(futures, "wait_all()")
     for member in members:
         if isinstance(member, Future):
@@ -110,7 +110,7 @@ def wait_all_from(
     error: BaseException | None = None
     try:
         with completions._taking():
-            completions._send, completions._led = send, session
+            completions._send, completions._reading = send, session
             if (failed := completions._wait_for_all()) is not None:
                 error = _error_of(failed)
             if completions._send is not None:  # one had failed already, so there was no wait
@@ -162,7 +162,7 @@ class Completions(FutureObserver, Generic[T]):
         self._arrived: deque[torch.futures.Future[T]] = deque()
         self._taken: deque[Future[T]] = deque()  # taken by the waiting thread, which makes their results
         self._is_taking = False  # the waiting thread reads `_taken` after it has cleared this
-        self._led: AnySession | None = None  # the session that the thread may be reading
+        self._reading: AnySession | None = None  # the session that the thread may be reading
         self._send: Callable[[], object] | None = None  # called first in the next wait
         self._num_finished = 0  # the number of done futures at the beginning of `_observed`
         self._num_wanted = 1  # the number of arrived futures that wakes the sleeping thread
@@ -302,25 +302,25 @@ class Completions(FutureObserver, Generic[T]):
         """Waits until the baton is given; False on timeout."""
         send, self._send = self._send, None
         if send is not None:
-            if self._led is None:
+            if self._reading is None:
                 send()
-            elif self._led.lead(baton.locked, self._left_s(), None, send):
+            elif self._reading.read_while_waiting(baton.locked, self._left_s(), None, send):
                 return True
         observed = self._observed
         while self._num_finished < len(observed) and observed[self._num_finished]._finished:
             self._num_finished += 1
         if self._is_taking and self._num_finished < len(observed):
             session = observed[self._num_finished]._session()
-            self._led = session  # before the baton is checked, so that a thread that gives it later rings
-            if session is not None and session.lead(baton.locked, self._left_s()):
+            self._reading = session  # before the baton is checked, so that a thread that gives it later interrupts
+            if session is not None and session.read_while_waiting(baton.locked, self._left_s()):
                 return True
         return acquire(baton, self._left_s())
 
     def _give(self, baton: LockType) -> None:
         baton.release()
-        led = self._led
-        if led is not None:
-            led.ring()
+        reading = self._reading
+        if reading is not None:
+            reading.interrupt()
 
     def _take(self) -> torch.futures.Future[T]:
         self._num_left -= 1

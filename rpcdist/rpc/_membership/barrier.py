@@ -136,11 +136,11 @@ class Gatherings:
         _, chosen, short = last
         if me not in everybody:
             raise ConfigError(f"worker {me!r} is not among the names of this gathering, {chosen}; add it to them")
-        leader = self._directory.resolve(chosen[0])
+        host = self._directory.resolve(chosen[0])
         limit = 0 if timeout_s == float("inf") else timeout_s
         group = chosen if me == chosen[0] else short
         try:
-            return chosen, self._caller.gather(leader, CONTRIBUTE, (group, me, obj, wants_objects), limit)
+            return chosen, self._caller.gather(host, CONTRIBUTE, (group, me, obj, wants_objects), limit)
         except DeadlineExceeded as exc:
             raise self._late(exc, chosen, timeout_s) from exc
 
@@ -151,12 +151,12 @@ class Gatherings:
         return DeadlineExceeded(f"{names[0]} timed out in _all_gather after {timeout_s:.2f} seconds. {who}")
 
     def _who_is_missing(self, names: list[str]) -> str:
-        leader = names[0]
+        host = names[0]
         try:
-            missing = names_in(self._caller.gather(self._directory.resolve(leader), MISSING, (names,), ANSWER_LIMIT_S))
+            missing = names_in(self._caller.gather(self._directory.resolve(host), MISSING, (names,), ANSWER_LIMIT_S))
         except RpcdistError as exc:
-            return f"Worker {leader!r}, which hosts the gathering, did not report the missing workers: {exc}"
-        return f"These workers did not arrive at {leader!r} in time: {missing}"
+            return f"Worker {host!r}, which hosts the gathering, did not report the missing workers: {exc}"
+        return f"These workers did not arrive at {host!r} in time: {missing}"
 
     # ------------------------------------------------------------ the host
 

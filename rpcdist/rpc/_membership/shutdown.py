@@ -1,10 +1,10 @@
 """How a worker leaves the job, and how the workers of a static world agree that all may leave.
 
-A graceful shutdown of a static world proceeds in rounds, which the living worker of the lowest rank leads. In a round
+A graceful shutdown of a static world proceeds in rounds, which the living worker of the lowest rank hosts. In a round
 every living worker reports once whether it had work since its last report; the round ends when all have reported. All
 leave after a round in which no worker had any. The wait has no limit by default, since a parameter server calls
 `shutdown` at once and its trainers hours later. The rounds do not wait for a lost worker; they wait for its replacement
-once that has joined. When the leader is lost, the next worker leads. If a worker is asked to lead, but knows a living
+once that has joined. When the host is lost, the next worker hosts. If a worker is asked to host, but knows a living
 worker of lower rank, it points to that one, so all agree as soon as their detectors do.
 
 `StopRequests` is for a worker that serves until it is asked to stop: by a signal, by another worker, or by the end of
@@ -63,15 +63,15 @@ NOT_ARRIVED = "rpcdist.rpc._membership.shutdown:not_arrived"
 ENDED = "ended"
 """First part of an answer: the round has ended. Then whether any worker had work, and the losses (name: reason)."""
 POINTS = "points"
-"""First part of an answer: another worker leads. Then its rank."""
+"""First part of an answer: another worker is the host. Then its rank."""
 LEAVES = "leaves"
-"""First part of an answer: the leader leaves before the others. Then the names of the missing workers."""
+"""First part of an answer: the host leaves before the others. Then the names of the missing workers."""
 
 Answer = list[Any]
 
 
 class _DepartureRound:
-    """One round at the leader. Lives on the user loop."""
+    """One round at the host. Lives on the user loop."""
 
     def __init__(self) -> None:
         self.had_work: dict[str, bool] = {}
@@ -85,7 +85,7 @@ class _DepartureRound:
 
 
 class ShutdownRounds:
-    """The rounds that this worker leads. Lives on the user loop, unless a method says otherwise.
+    """The rounds that this worker hosts. Lives on the user loop, unless a method says otherwise.
 
     Args:
         watch: connects to a worker, so that its death is noticed.
@@ -148,9 +148,9 @@ class ShutdownRounds:
         return round_.answer
 
     def _superior(self) -> int | None:
-        """The rank of a living worker that should lead instead of this one."""
-        leader = self._directory.leader()
-        return leader.id if leader.id < self._directory.me.id else None
+        """The rank of a living worker that should host instead of this one."""
+        host = self._directory.first_living()
+        return host.id if host.id < self._directory.me.id else None
 
     def _review(self, watches: bool = False) -> None:
         """Ends the rounds that are complete. With `watches`, connects to the workers that have not reported."""
@@ -165,7 +165,7 @@ class ShutdownRounds:
                 self._rounds.append(round_)
         if self._rounds and watches:
             self._watched_at = time.monotonic()
-            # Including suspects: if one lives after all, two workers would lead, and wait for each other.
+            # Including suspects: if one lives after all, two workers would host, and wait for each other.
             living = [member.identity for member in self._directory.living()]
             for identity in [*living, *self._directory.suspected()]:
                 if identity != self._directory.me:
@@ -201,7 +201,7 @@ class Leaving:
 
     Attributes:
         is_static: whether the members are the same from beginning to end.
-        lifetime: once it has ended, another thread has closed RPC, and no leader is asked any more.
+        lifetime: once it has ended, another thread has closed RPC, and no host is asked any more.
         silence_out_of_reach: see `Router.silence_out_of_reach`.
         explain: describes what calls wait for here, with their stacks.
     """
@@ -222,7 +222,7 @@ class Leaving:
     lifetime: Lifetime
     silence_out_of_reach: Callable[[Identity], float | None]
     explain: Callable[[], str]
-    led_last: bool = False
+    hosted_last: bool = False
 
     @property
     def _me(self) -> Identity:
@@ -305,13 +305,13 @@ class Leaving:
         """Reports whether this worker had work since the last round, and waits for the reports of all living workers.
 
         Returns:
-            Whether a worker had work, or the round was restarted under another leader; and the lost workers, which were
+            Whether a worker had work, or the round was restarted under another host; and the lost workers, which were
             not waited for, by name, with reasons.
 
         Raises:
             DeadlineExceeded: the time limit expired; the text names the missing workers.
-            WorkerLost: another worker leads, and lives, but cannot be reached. Its round waits for this worker, and a
-                round that this worker led would wait for the workers of the other one.
+            WorkerLost: another worker is the host, and lives, but cannot be reached. Its round waits for this worker,
+                and a round that this worker hosted would wait for the workers of the other one.
             RpcdistError: another thread has closed RPC in this process.
         """
         me = self.directory.me
@@ -321,27 +321,27 @@ class Leaving:
         is_new = False
         reported = time.monotonic()
         while True:
-            leader = pointed_to if pointed_to is not None else self.directory.leader().id
+            host = pointed_to if pointed_to is not None else self.directory.first_living().id
             pointed_to = None
-            self._check_leader_in_reach()
+            self._check_host_in_reach()
             try:
-                # Reports to a lost leader do not count: this worker has not been idle for a whole round.
-                answer = self.caller.gather(leader, DEPART, (me.name, had_work or is_new), deadline.timeout_s())
+                # Reports to a lost host do not count: this worker has not been idle for a whole round.
+                answer = self.caller.gather(host, DEPART, (me.name, had_work or is_new), deadline.timeout_s())
             except DeadlineExceeded as exc:
-                raise self._late(leader, missing) from exc
+                raise self._late(host, missing) from exc
             except RpcdistError as exc:
                 if self.lifetime.is_closed:
                     raise
-                # Perhaps the leader is just closing. The next iteration asks the next leader.
+                # Perhaps the host is just closing. The next iteration asks the next host.
                 level = logging.DEBUG
                 if time.monotonic() - reported >= LOG_PERIOD_S:
                     level, reported = logging.WARNING, time.monotonic()
-                name = self.directory.name_of(leader)
-                logger.log(level, "shutdown of %s tries again, since %s could not lead it: %s", me.name, name, exc)
+                name = self.directory.name_of(host)
+                logger.log(level, "shutdown of %s tries again, since %s could not host it: %s", me.name, name, exc)
                 answer = [None]
             match answer:
                 case [kind, bool(any_work), dict(losses)] if kind == ENDED:
-                    self.led_last = leader == me.id
+                    self.hosted_last = host == me.id
                     return any_work or is_new, {name: why for name, why in losses.items() if isinstance(why, str)}
                 case [kind, int(other)] if kind == POINTS:
                     pointed_to = other
@@ -349,24 +349,24 @@ class Leaving:
                     missing = [name for name in names_in(names) if name != me.name]
             is_new = True
             if deadline.expired():
-                raise self._late(leader, missing)
-            time.sleep(next(pauses))  # meanwhile the detectors decide who leads; Ctrl-C ends the sleep
+                raise self._late(host, missing)
+            time.sleep(next(pauses))  # meanwhile the detectors decide who hosts; Ctrl-C ends the sleep
 
-    def _check_leader_in_reach(self) -> None:
-        leader = self.directory.leader().id
+    def _check_host_in_reach(self) -> None:
+        host = self.directory.first_living().id
         for identity in self.directory.suspected():
-            if identity.id < leader and (silence_s := self.silence_out_of_reach(identity)) is not None:
-                what = f"the shutdown of {self.directory.me.name!r}, which {identity.name!r} leads"
+            if identity.id < host and (silence_s := self.silence_out_of_reach(identity)) is not None:
+                what = f"the shutdown of {self.directory.me.name!r}, which {identity.name!r} hosts"
                 raise WorkerLost(identity.name, what, silence_s, self.directory.losses().get(identity.name, ""))
 
-    def _late(self, leader: int, missing: list[str] | None) -> DeadlineExceeded:
-        name = self.directory.name_of(leader)
+    def _late(self, host: int, missing: list[str] | None) -> DeadlineExceeded:
+        name = self.directory.name_of(host)
         text = f"shutdown of {self.directory.me.name!r} timed out"
         if missing is None:
             try:
-                missing = names_in(self.caller.gather(leader, NOT_ARRIVED, (), ANSWER_LIMIT_S))
+                missing = names_in(self.caller.gather(host, NOT_ARRIVED, (), ANSWER_LIMIT_S))
             except RpcdistError as exc:
-                return DeadlineExceeded(f"{text}, and its leader {name!r} did not report the missing workers: {exc}")
+                return DeadlineExceeded(f"{text}, and its host {name!r} did not report the missing workers: {exc}")
         return DeadlineExceeded(f"{text}; these workers have not called it: {missing}")
 
     def send_last_replies(self, together: bool) -> None:
@@ -378,8 +378,8 @@ class Leaving:
         self.gatherings.give_up()
         self.rounds.give_up()
         self.active_calls.wait_gathered(CONNECTION_CLOSE_LIMIT_S)
-        # The leader of the last round still sends replies, which the end of its sessions would drop, so it leaves last.
-        is_last = together and self.led_last
+        # The host of the last round still sends replies, which the end of its sessions would drop, so it leaves last.
+        is_last = together and self.hosted_last
         flush = self.connections.flush(CONNECTION_CLOSE_LIMIT_S, wait_for_others=is_last)
         try:
             self.network.run(flush, CONNECTION_CLOSE_LIMIT_S + THREAD_GRACE_S)

@@ -96,7 +96,7 @@ class Directory:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _replaced: set[Identity] = field(default_factory=set)  # one entry for each process that was replaced during ours
     _suspected: dict[Identity, str] = field(default_factory=dict)  # listed by the coordinator, but declared lost here
-    _leader: Identity | None = None  # if it is known
+    _first_living: Identity | None = None  # if it is known
     # Name and reason of the lost workers whose places are free.
     _losses: dict[int, tuple[str, str]] = field(default_factory=dict)
 
@@ -203,7 +203,7 @@ class Directory:
             if (old is None or old.identity != new.identity) and not is_start:
                 self._losses.pop(id, None)
                 joined.append(MemberEvent("joined", new))
-        self._leader = None
+        self._first_living = None
         self._changed.notify_all()
         return gone + joined
 
@@ -336,14 +336,14 @@ class Directory:
         """The members that the coordinator lists, but this worker's own detector has declared lost."""
         return list(self._suspected)
 
-    def leader(self) -> Identity:
+    def first_living(self) -> Identity:
         """The living worker of the lowest rank; this one, if it knows of no other."""
-        leader = self._leader
-        if leader is None:
+        found = self._first_living
+        if found is None:
             with self._lock:
                 first = min(self._living, default=None)
-                leader = self._leader = self.me if first is None else self._living[first].identity
-        return leader
+                found = self._first_living = self.me if first is None else self._living[first].identity
+        return found
 
     def losses(self) -> dict[str, str]:
         """The workers that were lost and have not come back or been replaced, and why, by name."""

@@ -25,6 +25,7 @@ from rpcdist.rpc._values.buffers import ReceiveBuffer, copy_of
 from rpcdist.rpc.options import RpcOptions
 from rpcdist.time_limits import CONNECTION_CLOSE_LIMIT_S
 from rpcdist.transport._channels.polling_and_signals import SignalShield
+from rpcdist.transport._channels.socket_reader import Send, Sleep, Waits
 from rpcdist.transport.announced_bytes import AnnouncedBytes
 from rpcdist.transport.credentials import Credentials
 from rpcdist.transport.io_loop import IoLoop
@@ -76,22 +77,18 @@ class Loopback:
     def transfer_progress(self, number: int) -> tuple[int, int] | None:
         return None
 
-    def lead(
-        self,
-        is_waiting: Callable[[], bool],
-        timeout_s: float | None,
-        sleep: tuple[Callable[[], object], Callable[[], object]] | None = None,
-        first: Callable[[], object] | None = None,
+    def read_while_waiting(
+        self, is_waiting: Waits, timeout_s: float | None, sleep: Sleep | None = None, send_first: Send = None
     ) -> bool:
-        if first is not None:
-            first()
+        if send_first is not None:
+            send_first()
         return False
 
-    def lead_with(self, other: object) -> None:
+    def read_along_with(self, other: object) -> None:
         """Does nothing, since there is nothing to read."""
 
-    def ring(self) -> None:
-        """Does nothing, since no thread leads."""
+    def interrupt(self) -> None:
+        """Does nothing, since no thread reads."""
 
 
 AnySession = Session | Loopback

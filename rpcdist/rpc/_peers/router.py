@@ -69,7 +69,7 @@ class Router:
 
     # ------------------------------------------------------------ sending
 
-    def session_for_call(self, worker_id: int) -> AnySession | None:
+    def session_for_call(self, worker_id: int) -> Session | None:
         """The session on which a call to a worker is sent now, as for nearly every call; None: use `send_call`.
 
         This process may have stood still (SIGSTOP, or a held interpreter lock) for so long that its peers have declared
@@ -170,12 +170,12 @@ class Router:
 
     # ------------------------------------------------------------ peers
 
-    def session_with(self, worker_id: int) -> AnySession | None:
+    def session_with(self, worker_id: int) -> Session | None:
         """The open session on which a message to a worker would be sent now, or None."""
         peer = self._peers.get(worker_id)
         return peer.session if peer is not None else None
 
-    def standing_session(self, worker_id: int) -> AnySession | None:
+    def standing_session(self, worker_id: int) -> Session | None:
         """Like `session_with`, but None if another process has the worker's place now."""
         peer = self._peers.get(worker_id)
         if peer is None or peer.session is None or not self._directory.knows(worker_id):
@@ -366,9 +366,9 @@ class Router:
     def silence_out_of_reach(self, identity: Identity) -> float | None:
         """Seconds since a worker was heard from that is lost here although it lives; None for other workers."""
         peer = self._peers.get(identity.id)
-        if peer is None or peer.identity != identity or not peer.is_out_of_reach or not self.has_inbound_session(identity):
+        if peer is None or peer.identity != identity or not peer.is_out_of_reach:
             return None
-        return self._silence_of(peer)
+        return self._silence_of(peer) if self.has_inbound_session(identity) else None
 
     def _on_peer_lost(self, peer: Peer, reason: str, unsent: Sequence[Unsent]) -> None:
         silence_s = self._silence_of(peer)

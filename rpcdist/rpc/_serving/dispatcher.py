@@ -1,6 +1,6 @@
 """Runs the calls that arrive.
 
-    reading thread     the I/O loop, or a thread that leads: admits a call, and submits it to the pool (or a known
+    reading thread     the I/O loop, or a waiting thread: admits a call, and submits it to the pool (or a known
                        coroutine function to the user loop); runs functions marked by `runs_on_reader`
     pool thread        finds the function, decodes the arguments, runs it, encodes the result
     user loop          runs coroutines; their arguments were decoded in the pool unless they are plain

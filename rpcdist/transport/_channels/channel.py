@@ -35,7 +35,7 @@ class ReadChannel(Protocol):
 
 
 class FrameReceiver(Protocol):
-    """Receives the frames that a `SocketChannel` reads, on the I/O loop or on a leading thread, one thread at a time.
+    """Receives the frames that a `SocketChannel` reads, on the I/O loop or on a waiting thread, one thread at a time.
 
     An exception that the receiver raises ends the channel.
     """

@@ -32,7 +32,7 @@ from rpcdist.errors import ProtocolViolation, TransportError
 from rpcdist.inspection import ChannelFacts
 from rpcdist.time_limits import READ_TURN_S
 from rpcdist.transport._channels.channel import FrameReceiver
-from rpcdist.transport._channels.leading import Lead, Watch, WatchedSockets
+from rpcdist.transport._channels.socket_reader import SocketReader, Watch, WatchedSockets
 from rpcdist.transport._framing.frames import (
     CHUNK_BYTES,
     CHUNK_HEAD_BYTES,
@@ -70,7 +70,7 @@ class SocketChannel:
     Attributes:
         is_free: whether `put` may be called: the last frame was written completely.
         passes_descriptors: whether the channel can pass segments of memory, which only Unix sockets can.
-        lead, ring: see `Lead`; any thread.
+        read_while_waiting, interrupt: see `SocketReader`; any thread.
 
     Args:
         connection: connected, with TLS after its handshake; the channel owns it from now on.
@@ -95,14 +95,14 @@ class SocketChannel:
         self._num_target = 0
         self._plain: bytearray | None = None  # a large frame that is not a chunk, or a chunk of an aborted transfer
         self._chunk: tuple[int, int, int] | None = None  # transfer, buffer and size of a large frame that is a chunk
-        self._turn_ends_at = NEVER.at  # for the loop; a leading thread may read for longer
+        self._turn_ends_at = NEVER.at  # for the loop; a waiting thread may read for longer
         self._has_frames = False  # the scratch begins with a frame, since a turn has ended
-        self._lead = Lead(self._read_led)
-        self._can_lead = False
+        self._reader = SocketReader(self._read_on_thread)
+        self._threads_read = False
         self._descriptor = -1
-        self.lead = self._lead.lead
-        self.ring = self._lead.ring
-        self._failure: Exception | None = None  # raised on a leading thread; the loop is notified soon
+        self.read_while_waiting = self._reader.read_while_waiting
+        self.interrupt = self._reader.interrupt
+        self._failure: Exception | None = None  # raised on a waiting thread; the loop is notified soon
         self._descriptors = ReceivedDescriptors(address)
         self.take_descriptor = self._descriptors.take
         # Writing.
@@ -114,9 +114,9 @@ class SocketChannel:
         self._writable: asyncio.Future[None] | None = None
         self._num_sent = self._num_received = 0  # bytes
 
-    def take_along(self, other: SocketChannel) -> None:
-        """See `Lead.take_along`."""
-        self._lead.take_along(other._lead)
+    def read_along(self, other: SocketChannel) -> None:
+        """See `SocketReader.read_along`."""
+        self._reader.read_along(other._reader)
 
     @property
     def facts(self) -> ChannelFacts:
@@ -158,8 +158,8 @@ class SocketChannel:
         self._receiver = receiver
         self._done = self._loop.create_future()
         self._descriptor = self._socket.fileno()
-        self._can_lead = self._lead.allow(self._descriptor, self._watch)
-        if not self._can_lead:  # then the loop alone reads
+        self._threads_read = self._reader.allow(self._descriptor, self._watch)
+        if not self._threads_read:  # then the loop alone reads
             self._loop.add_reader(self._descriptor, self._read_some)
         self._loop.call_soon(self._start)  # bytes may have arrived right after the handshake
         try:
@@ -175,33 +175,33 @@ class SocketChannel:
             if self._has_frames:
                 self._loop.call_soon(self._start)
                 return
-        if self._can_lead:
-            self._lead.open()
+        if self._threads_read:
+            self._reader.open()
         self._read_some()
 
     def _watch(self, descriptor: int) -> Watch:
         return WatchedSockets.of(self._loop).add(descriptor, self._read_some)
 
     def _read_some(self) -> None:
-        if not self._can_lead:
+        if not self._threads_read:
             if not self._read(_RECEIVES_A_TURN):
                 self._loop.call_soon(self._read_some)  # epoll would not report it: [Note: reading to the end]
-        elif self._lead.take():
+        elif self._reader.take():
             self._read_in_turns()
 
     def _read_in_turns(self) -> None:
-        """Reads for the loop, which holds the lock. No thread leads while frames are left: it would overlook them."""
+        """Reads for the loop, which holds the lock. No thread reads while frames are left: it would overlook them."""
         try:
             self._read(_RECEIVES_A_TURN)  # the epoll instance reports unread bytes again
         finally:
             if self._has_frames and self._receiver is not None and self._failure is None:
                 self._loop.call_soon(self._read_in_turns)
             else:
-                self._lead.give_back()
+                self._reader.give_back()
 
     def read_out(self) -> Exception | None:
         """Delivers everything that has arrived; returns the reason why the channel has ended, or None."""
-        if self._lead.stop():
+        if self._reader.stop():
             while not self._read(_RECEIVES_A_TURN):
                 pass
         return self._ended
@@ -224,8 +224,8 @@ class SocketChannel:
             self._turn_ends_at = NEVER.at
         return self._receiver is None
 
-    def _read_led(self) -> bool:
-        """Receives once, on a leading thread; False if nothing more can arrive. The loop ends the channel."""
+    def _read_on_thread(self) -> bool:
+        """Receives once, on a waiting thread; False if nothing more can arrive. The loop ends the channel."""
         receiver = self._receiver
         if receiver is None or self._failure is not None:
             return False
@@ -480,13 +480,13 @@ class SocketChannel:
                 with suppress(OSError):
                     self._socket.sendmsg([_LENGTH.pack(len(text) | _LAST), text], (), NO_SIGPIPE)
         self._rest, self.is_free = [], True
-        if not self._lead.stop():
+        if not self._reader.stop():
             with suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)  # ends the connection while a thread still reads
-        self._lead.close(self._close)
+        self._reader.close(self._close)
 
     def _close(self) -> None:
-        """Called when no thread reads any more, by the loop or by a leader that stopped late."""
+        """Called when no thread reads any more, by the loop or by a thread that stopped late."""
         with self._lock:
             self._socket.close()
         self._descriptors.close()
@@ -503,8 +503,8 @@ class SocketChannel:
     def _stop_listening(self) -> None:
         if self._receiver is not None:
             self._receiver = None
-            self._lead.stop()
-            if self._can_lead:
+            self._reader.stop()
+            if self._threads_read:
                 WatchedSockets.of(self._loop).remove(self._descriptor)
             elif not self._closed:
                 self._loop.remove_reader(self._descriptor)

@@ -1,28 +1,27 @@
 """Decides which thread reads a socket: the I/O loop, or for a while a thread that waits for a message from it.
 
 Without this, a reply wakes the I/O loop, which wakes the thread that waits for the reply: two thread switches, and
-contention for the interpreter's lock. A thread that *leads* sleeps on the socket instead, and decodes all messages that
-arrive, its own and those of other threads.
+contention for the interpreter's lock. A waiting thread that *reads* sleeps on the socket instead, and decodes all
+messages that arrive, its own and those of other threads.
 
 The reader of a socket holds its lock. The loop watches an epoll instance in which the sockets are registered, instead
-of the sockets. So any thread can hide a socket from the loop with one system call that wakes no other thread:
+of the sockets. So any thread can disarm a socket in it with one system call that wakes no other thread:
 
-    a thread  tries to take the lock; hides the socket (disarms it), sends its request, and reads until its wait is
-    over;
-              then it shows the socket again (arms it) and releases the lock
-    the loop  reads when the socket is shown and the lock is free
+    a thread  tries to take the lock; disarms the socket, sends its request, and reads until its wait is over;
+              then it arms the socket again and releases the lock
+    the loop  reads when the socket is armed and the lock is free
 
 The thread arms the socket before it releases the lock. Unread bytes in the socket then wake the loop, perhaps while the
 lock is still held; the loop returns and is called again until it gets the lock, so no wake-up is lost. In the other
-order, another thread could begin to lead in between, while the socket is shown to the loop.
+order, another thread could begin to read in between, while the loop watches the socket.
 
-A leader may also read other sockets that no thread reads, until its wait ends: a call to many workers reads their
-replies without a thread switch for each.
+A reading thread may also read other sockets that no thread reads, until its wait ends: a call to many workers reads
+their replies without a thread switch for each.
 
-A leader never runs user code. On the main thread, signals are deferred (`SignalShield`) except during the sleep.
+A reading thread runs no user code. On the main thread, signals are deferred (`SignalShield`) except during the sleep.
 
 [Note: keeping the lock] `select.epoll.modify` releases the interpreter's lock around its system call, which takes a
-microsecond. If many threads make calls, another thread takes the lock in between, and the leader that has just shown
+microsecond. If many threads make calls, another thread takes the lock in between, and the thread that has just armed
 its socket must queue for it before it can release the socket's lock. Meanwhile the loop wakes up again and again and
 finds the socket's lock taken: with 8 calling threads, four times per call. `ctypes.PyDLL` keeps the interpreter's lock.
 """
@@ -74,12 +73,12 @@ def _event(mask: int, descriptor: int) -> bytes:
 
 
 Watch = tuple[Callable[[], int], Callable[[], int]]
-"""Hides a socket in an epoll instance, and shows it again, at once if there are unread bytes. Both return a negative
-number on failure, and set `errno`. They call the C library directly: every call hides and shows its socket."""
+"""Disarms a socket in an epoll instance, and arms it again, at once if there are unread bytes. Both return a negative
+number on failure, and set `errno`. They call the C library directly: every call disarms and arms its socket."""
 
 
 def watched(epoll: select.epoll, descriptor: int) -> Watch:
-    """Registers a socket, which is shown at first. Raises `OSError` if the system has no memory left for it."""
+    """Registers a socket, which is armed at first. Raises `OSError` if the system has no memory left for it."""
     epoll.register(descriptor, select.EPOLLIN)
     number = epoll.fileno()
     return (
@@ -94,7 +93,7 @@ def watch_failure() -> OSError:
 
 
 class WatchedSockets:
-    """The sockets of one event loop that threads may hide from it. The loop watches their common epoll instance.
+    """The sockets of one event loop that threads may disarm. The loop watches their common epoll instance.
 
     One instance per socket would save a system call, but cost a descriptor per connection: at rank 0, one for each
     worker of the world. Used on the loop's thread.
@@ -115,7 +114,7 @@ class WatchedSockets:
         return found
 
     def add(self, descriptor: int, on_ready: Callable[[], object]) -> Watch:
-        """Registers a function to be called whenever a socket that is shown has unread bytes."""
+        """Registers a function to be called whenever an armed socket has unread bytes."""
         watch = watched(self.epoll, descriptor)
         self._on_ready[descriptor] = copy_context(), on_ready
         return watch
@@ -148,14 +147,20 @@ _of_loops: Final[dict[asyncio.AbstractEventLoop, WatchedSockets]] = {}
 
 
 Sleep = tuple[Callable[[], object], Callable[[], object]]
-"""Two functions that a leader calls: before each sleep, and after it."""
+"""Two functions that a reading thread calls: before each sleep, and after it."""
+
+Waits = Callable[[], bool]
+"""Whether a thread still waits."""
+
+Send = Callable[[], object] | None
+"""Sends the request that a thread then waits for; None if it was sent before."""
 
 
-class Lead:
+class SocketReader:
     """The right to read one socket. Made on the loop's thread, which holds it until `open` is called.
 
     Args:
-        read: reads and delivers once; the leader calls it. It returns False when nothing more can arrive.
+        read: reads and delivers once; the waiting thread calls it. It returns False when nothing more can arrive.
     """
 
     def __init__(self, read: Callable[[], bool]) -> None:
@@ -173,16 +178,16 @@ class Lead:
         self._shield = SignalShield()
         self._descriptor = -1
         self._bell = -1
-        self._along: dict[int, Lead] = {}  # the others that the leader reads, by the descriptors of socket and bell
+        self._along: dict[int, SocketReader] = {}  # the others that are read, by the descriptors of socket and bell
 
     def allow(self, descriptor: int, watch: Callable[[int], Watch]) -> bool:
-        """Prepares for leading threads; False if the system has no free descriptor.
+        """Prepares for reading threads; False if the system has no free descriptor.
 
         Args:
-            watch: registers the socket with the loop, which reads it unless a thread leads.
+            watch: registers the socket with the loop, which reads it unless a thread does.
         """
         try:
-            self._hide, self._show = watch(descriptor)
+            self._disarm, self._arm = watch(descriptor)
         except OSError:
             return False
         self._descriptor = descriptor
@@ -193,12 +198,8 @@ class Lead:
 
     # ------------------------------------------------------------ a thread that waits
 
-    def lead(
-        self,
-        is_waiting: Callable[[], bool],
-        timeout_s: float | None,
-        sleep: Sleep | None = None,
-        first: Callable[[], object] | None = None,
+    def read_while_waiting(
+        self, is_waiting: Waits, timeout_s: float | None, sleep: Sleep | None = None, send_first: Send = None
     ) -> bool:
         """Reads until this thread's wait has ended, unless another thread reads.
 
@@ -206,8 +207,8 @@ class Lead:
             is_waiting: whether the caller still waits; called after each read and after each ring.
             timeout_s: the limit, in seconds; None for no limit.
             sleep: called around each sleep.
-            first: sends the request that this thread waits for. It is always called once; if this thread leads, the
-                socket is hidden before, so that the reply wakes no other thread.
+            send_first: sends the request that this thread waits for. It is always called once; if this thread reads,
+                the socket is disarmed before, so that the reply wakes no other thread.
 
         Returns:
             True if the wait has ended. If False, another thread reads, the limit has passed, or the connection is about
@@ -215,7 +216,7 @@ class Lead:
 
         Raises:
             BlockingInLoop: this thread already reads, and waits again in a finalizer.
-            BaseException: `first` raised it.
+            BaseException: `send_first` raised it.
         """
         me = get_ident()
         if self._holder == me:
@@ -226,26 +227,26 @@ class Lead:
             shield.enter()
         try:
             if self._is_stopped or not (self._lock.acquire(False) or self._acquire_from_loop()):
-                if first is not None:
-                    first()
+                if send_first is not None:
+                    send_first()
                 return False
             self._holder = me
             if self._bell < 0 and not self._take_bell():
                 self.give_back()
-                if first is not None:
-                    first()
+                if send_first is not None:
+                    send_first()
                 return False
             try:
-                if self._hide() < 0:
+                if self._disarm() < 0:
                     raise watch_failure()
                 try:
-                    if first is not None:
-                        first()
+                    if send_first is not None:
+                        send_first()
                     return self._read_until(is_waiting, timeout_s, sleep, shield)
                 finally:
                     while self._along:
                         self._leave_behind(next(iter(self._along.values())))
-                    if self._show() < 0 and not self._is_stopped:  # the loop would not watch the socket any more
+                    if self._arm() < 0 and not self._is_stopped:  # the loop would not watch the socket any more
                         raise watch_failure()
             finally:
                 self.give_back()
@@ -254,7 +255,7 @@ class Lead:
                 shield.leave()
 
     def _take_bell(self) -> bool:
-        """Creates the bell when a thread first leads: in a large world, threads lead on few connections."""
+        """Creates the bell when a thread first reads: in a large world, threads read few connections."""
         try:
             bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         except OSError:
@@ -263,25 +264,25 @@ class Lead:
         self._bell = bell
         return True
 
-    def take_along(self, other: Lead) -> None:
-        """Makes this thread, if it leads, also read another socket that no thread reads, until its wait ends."""
+    def read_along(self, other: SocketReader) -> None:
+        """Makes this thread, if it reads, also read another socket that no thread reads, until its wait ends."""
         me = get_ident()
         if self._holder != me or other._is_stopped or not other._lock.acquire(False):
             return
         other._holder = me
-        if (other._bell < 0 and not other._take_bell()) or other._hide() < 0:
+        if (other._bell < 0 and not other._take_bell()) or other._disarm() < 0:
             other.give_back()
             return
         for descriptor in (other._descriptor, other._bell):
             self._along[descriptor] = other
             self._poller.register(descriptor, select.POLLIN)
 
-    def _leave_behind(self, other: Lead) -> None:
+    def _leave_behind(self, other: SocketReader) -> None:
         for descriptor in (other._descriptor, other._bell):
             self._poller.unregister(descriptor)
             del self._along[descriptor]
         try:
-            if other._show() < 0 and not other._is_stopped:
+            if other._arm() < 0 and not other._is_stopped:
                 raise watch_failure()
         finally:
             other.give_back()
@@ -291,7 +292,7 @@ class Lead:
         return self._is_open and self._holder == self._loop_thread and self._lock.acquire(timeout=READ_TURN_S)
 
     def _read_until(
-        self, is_waiting: Callable[[], bool], timeout_s: float | None, sleep: Sleep | None, shield: SignalShield | None
+        self, is_waiting: Waits, timeout_s: float | None, sleep: Sleep | None, shield: SignalShield | None
     ) -> bool:
         slice_s = LONGEST_WAIT_S if shield is None else SIGNAL_CHECK_INTERVAL_S
         left_s = slice_s if timeout_s is None or timeout_s > slice_s else timeout_s
@@ -338,8 +339,8 @@ class Lead:
                     return False
         return not self._is_stopped
 
-    def ring(self) -> None:
-        """Makes a leader check whether it still waits; any thread."""
+    def interrupt(self) -> None:
+        """Makes the reading thread check whether it still waits; any thread."""
         if self._holder not in (0, get_ident()):
             with self._end_lock:
                 if self._bell >= 0:
@@ -348,12 +349,12 @@ class Lead:
     # ------------------------------------------------------------ I/O loop
 
     def open(self) -> None:
-        """Lets threads lead from now on."""
+        """Lets threads read from now on."""
         self._is_open = True
         self.give_back()
 
     def take(self) -> bool:
-        """Takes the lock for the loop, which releases it with `give_back`; False if a thread leads."""
+        """Takes the lock for the loop, which releases it with `give_back`; False if a thread reads."""
         if not self._lock.acquire(False):
             return False
         self._holder = get_ident()
@@ -371,23 +372,23 @@ class Lead:
             self._leave()
 
     def stop(self) -> bool:
-        """Ends leading for good; idempotent.
+        """Ends reading by threads for good; idempotent.
 
         Returns:
-            Whether the loop may read and close the socket; False if a leader did not stop in time.
+            Whether the loop may read and close the socket; False if the reading thread did not stop in time.
         """
         if not self._is_stopped:
             self._is_stopped = True
             if self._holder == get_ident():  # the loop is reading, and a frame has ended the channel
                 self._leave()
             else:
-                self.ring()
+                self.interrupt()
                 if self._lock.acquire(timeout=LEAVE_LIMIT_S):
                     self._leave()
         return self._has_left
 
     def close(self, then: Callable[[], object]) -> None:
-        """After `stop`: calls `then` once no thread reads, either now or on the thread of a leader that stops late."""
+        """After `stop`: calls `then` once no thread reads, either now or on the thread that stops late."""
         with self._end_lock:
             self._then = then
             has_left = self._has_left
