@@ -84,7 +84,7 @@ class Histograms(Generic[E]):
     """Histograms of durations by label, from events that have ended. Any thread, and any signal handler, may note one.
 
     [Note: folding] An event is appended to a deque, which is atomic and takes no lock: a signal handler may make calls
-    while the interrupted thread holds the lock. Every `fold_from` events, and for each reader, the waiting events are
+    while the interrupted thread holds the lock. Every `_fold_from` events, and for each reader, the waiting events are
     added up under a lock, which `note` only tries to take.
 
     Args:

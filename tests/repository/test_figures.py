@@ -19,6 +19,7 @@ from docs_programs import PAGES, ROOT, page
 from prose import texts_of_source
 
 FRAMES = "rpcdist.transport._framing.frames"
+INCOMING = "rpcdist.transport._framing.incoming"
 STRIPING = "rpcdist.transport.striping"
 LIMITS = "rpcdist.time_limits"
 POLLING = "rpcdist.transport._channels.polling_and_signals"
@@ -31,12 +32,12 @@ FIGURES: list[tuple[str, str, str, str]] = [  # page, text before the figure, co
     ("architecture", "the receiver grants credit for ", f"{FRAMES}:CHUNK_WINDOW_BYTES", " of chunks"),
     ("architecture", "a quarter of `peer_timeout` (", f"{LIMITS}:PEER_TIMEOUT_S", ")"),
     ("architecture", "A store's request or reply of more than ", "rpcdist.transport.keys:LARGEST_UNCUT_BYTES", ""),
-    ("architecture", "2 by default, or the number 0 to ", "rpcdist.transport._framing.incoming:MAX_STRIPES", " in"),
+    ("architecture", "2 by default, or the number 0 to ", f"{INCOMING}:MAX_CONNECTIONS", " in"),
     ("architecture", "takes ", f"{STRIPING}:_FAR_ROUND_TRIP", " or more, there are"),
-    ("architecture", "or more, there are ", "rpcdist.transport._framing.incoming:MAX_STRIPES", ", and messages"),
+    ("architecture", "or more, there are ", f"{INCOMING}:MAX_CONNECTIONS", ", and messages"),
     ("architecture", "and messages of ", f"{STRIPING}:_MIN_FAR_BYTES", " count as large"),
     ("architecture", "at the second message of ", f"{STRIPING}:MIN_STRIPED_BYTES", " or more"),
-    ("architecture", "or into ", "rpcdist.transport._framing.incoming:_FEW_STRIPES", " if they are less than"),
+    ("architecture", "each payload connection (at most ", f"{INCOMING}:_FEW_CONNECTIONS", " if they are"),
     ("architecture", "and sent in pieces of ", f"{STRIPING}:PIECE_BYTES", ""),
     ("architecture", "| a buffer of ", "rpcdist.transport.lending:LEND_FROM_BYTES", " or more |"),
     ("architecture", "if nothing was written for ", f"{LIMITS}:BURST_GAP_S", ""),
@@ -59,7 +60,7 @@ FIGURES: list[tuple[str, str, str, str]] = [  # page, text before the figure, co
     ("rpc", "travels in chunks of ", f"{FRAMES}:CHUNK_BYTES", ""),
     ("rpc", "from ", "rpcdist.transport.lending:LEND_FROM_BYTES", " on, through"),
     ("performance", "shared memory for tensors of ", "rpcdist.transport.lending:LEND_FROM_BYTES", " or more"),
-    ("performance", "16; by default 2, and ", "rpcdist.transport._framing.incoming:MAX_STRIPES", " if a round trip"),
+    ("performance", "16; by default 2, and ", f"{INCOMING}:MAX_CONNECTIONS", " if a round trip"),
     ("performance", "if a round trip takes ", f"{STRIPING}:_FAR_ROUND_TRIP", " or more"),
     ("performance", "that waits for a reply polls for up to ", f"{POLLING}:LIMIT_NS", " before it sleeps"),
     ("performance", "to keep ", "rpcdist.freed_memory:TRIM_FROM_BYTES", " of freed memory"),
@@ -78,7 +79,7 @@ FIGURES: list[tuple[str, str, str, str]] = [  # page, text before the figure, co
     ("collectives", "the sockets, at most ", "rpcdist.collectives._transports.p2p.peer_sockets:MOST_BYTES", " of each"),
     ("collectives", "It spins for up to ", f"{LIMITS}:SPIN_LIMIT_S", " before it sleeps"),
     ("collectives", "a slice has ", "rpcdist.collectives._transports.shm.routes:BUFFER_BYTES", ""),
-    ("gpus", "to the GPU in chunks of ", "rpcdist.rpc._devices.gpu_sharing:CHUNK_BYTES", ""),
+    ("gpus", "to the GPU in chunks of ", "rpcdist.rpc._values.buffers:STAGED_BYTES", ""),
     ("security", "A turn ends after ", f"{LIMITS}:READ_TURN_S", ", between two envelopes"),
     ("security", "an envelope has at most ", f"{FRAMES}:MAX_FRAMES", " messages"),
 ]
@@ -116,7 +117,8 @@ FOREIGN = set(
     ReceiveMessageOperation SendMessageOperation grpc_slice_from_copied_buffer
     CAP_SYS_ADMIN F_SEAL_FUTURE_WRITE PR_SET_PDEATHSIG SO_REUSEPORT net.core.wmem_max net.ipv4.tcp_wmem numactl
     tcp_info tcp_rmem sock_accept sock_recv
-    cuStreamWaitValue32 cuStreamWriteValue32 cudaMallocAsync expandable_segments ncclCommSplit
+    CUDA_DEVICE_MAX_CONNECTIONS cuStreamWaitValue32 cuStreamWriteValue32 cudaMallocAsync expandable_segments
+    ncclCommSplit
     _end_coalescing _register_on_completion_hook _start_coalescing _wait_for_pending_works boolean_dispatch
     share_memory_ start_localSGD_iter test_profiler_rpc_key_names trigger_sync_in_backward use_error_feedback
     """.split()

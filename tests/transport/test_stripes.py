@@ -91,7 +91,7 @@ def test_a_large_message_has_several_stripes_for_each_connection(
 
 def test_a_slow_connection_carries_few_stripes_of_a_large_message() -> None:
     with closing(IoLoop()) as io, ExitStack() as stack:
-        io.start()
+        io.start_thread()
         server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         ours = [socket.create_connection(server.getsockname()) for _ in range(2)]
         _, fast = (stack.enter_context(server.accept()[0]) for _ in ours)  # nobody reads the other one

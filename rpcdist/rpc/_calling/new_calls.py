@@ -82,7 +82,7 @@ class NewCalls:
         self._marshal = marshal
 
     def timeout_of(self, timeout_s: float) -> float:
-        """See `limit_of`; the default is that of `init_rpc` and `set_rpc_timeout`."""
+        """See `limit_of`; the default is that of `init_rpc`."""
         return limit_of(timeout_s, self.rpc_timeout_s)
 
     def of_function(
