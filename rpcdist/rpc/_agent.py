@@ -14,6 +14,7 @@ caller's thread; `on_*` run on the I/O loop, and run no user code, which runs in
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 import threading
 import time
@@ -29,7 +30,7 @@ from rpcdist._proto import autograd_pb2, rref_pb2
 from rpcdist.at_exit import register_at_exit, unregister_at_exit
 from rpcdist.collectives import Store
 from rpcdist.collectives._group.world import current_world
-from rpcdist.errors import NotInitialized, WorkerLost
+from rpcdist.errors import NotInitialized, RpcdistError, WorkerLost
 from rpcdist.frozen_process import allow_inspection, forbid_inspection
 from rpcdist.ids import Identity
 from rpcdist.private_files import flight_recorder_size
@@ -50,7 +51,7 @@ from rpcdist.rpc._marshal.marshal import Marshal
 from rpcdist.rpc._membership.barrier import Gatherings
 from rpcdist.rpc._membership.coordinator import Coordinator, CoordinatorSearch
 from rpcdist.rpc._membership.roster_news import MembershipNews, MembershipWatch
-from rpcdist.rpc._membership.shutdown import STOP, Leaving, ShutdownRounds, StopRequests
+from rpcdist.rpc._membership.shutdown import STOP, ShutdownRounds, StopRequests
 from rpcdist.rpc._peers.connections import PROBE_ROLE, Connections, LeaseWatch, ProbeTaker
 from rpcdist.rpc._peers.control import ControlReceiver
 from rpcdist.rpc._peers.device_maps import DeviceMaps
@@ -67,6 +68,8 @@ from rpcdist.time_limits import CLOSE_LIMIT_S, SLOW_ANSWER_LIMIT_S, TICK_S
 from rpcdist.transport.io_loop import Timer
 from rpcdist.transport.wire_messages import CallMessage, CompactPass, ReplyMessage
 
+logger = logging.getLogger(__name__)
+
 ROLE = "rpc"
 AUTOGRAD_SERVICE = autograd_pb2.DESCRIPTOR.services_by_name["Autograd"]
 RREF_SERVICE = rref_pb2.DESCRIPTOR.services_by_name["RRef"]
@@ -82,6 +85,7 @@ class Agent:
         make_rref: makes a reference from a handle.
         make_autograd: makes distributed autograd; `rpcdist._upper_layers` lists it.
         make_inspector: makes the `Inspector`, which collects the facts of the agent from its parts.
+        make_leaving: makes the `Leaving`, which waits for the work of the agent.
         context_of: makes the context in which an agent is the current one, for the user code that the agent runs.
         current: the current agent, if there is one.
     """
@@ -101,6 +105,7 @@ class Agent:
         make_rref: Callable[[RRefCalls, Handle], Any],
         make_autograd: Callable[[Agent], AutogradHooks],
         make_inspector: Callable[[Agent], Any],
+        make_leaving: Callable[[Agent], Any],
         context_of: Callable[[Agent], Context],
         current: Callable[[], Agent | None],
     ) -> None:
@@ -114,7 +119,7 @@ class Agent:
         self.has_ended = False
         self.was_abandoned = False  # the process ended without `close`
         self.counts: Any = None  # of `rpcdist.metrics`, set when metrics are requested
-        self._coordinator = coordinator
+        self.coordinator = coordinator
         self._store = store
         io, is_static, context = network.io, world_size is not None, context_of(self)
         self.recorder = recorder = CallRecorder(size) if (size := flight_recorder_size()) else None
@@ -264,24 +269,7 @@ class Agent:
             lifetime=lifetime,
             recorder=recorder,
         )
-        self.leaving = Leaving(
-            network=network,
-            connections=self.connections,
-            directory=self.directory,
-            coordinator=coordinator,
-            is_static=is_static,
-            caller=self.caller,
-            retries=self.retries,
-            active_calls=self.dispatcher.calls,
-            rrefs=self.rrefs,
-            streams=self.streams,
-            gatherings=self.gatherings,
-            rounds=self.rounds,
-            lifetime=lifetime,
-            silence_out_of_reach=self.router.silence_out_of_reach,
-            watch=self.watch,
-            explain=lambda: self.inspector.explain(),
-        )
+        self.leaving = make_leaving(self)
         operations = current_world().process.recorder.entries
         self.notes = NoteTaker(lambda: current() is self, self.autograd.pass_taps, operations)
         self.inspector = make_inspector(self)
@@ -358,12 +346,12 @@ class Agent:
         events.lost.listen(references.on_lost)
         events.lost.listen(lambda identity, error: self.actors.lost(identity))
         events.lost.listen(self.directory.on_lost)
-        events.lost.listen(self._coordinator.on_lost)
+        events.lost.listen(self.coordinator.on_lost)
         events.lost.listen(self.gatherings.on_lost)
         events.lost.listen(self._search.on_lost)
         events.found.listen(references.on_found)
         events.found.listen(self.directory.on_found)
-        events.found.listen(self._coordinator.on_found)
+        events.found.listen(self.coordinator.on_found)
         events.broken.listen(self._news.on_broken)
         events.member.listen(self.watch.on_member)
         events.member.listen(self.rounds.on_member)
@@ -455,13 +443,21 @@ class Agent:
         self.gpus.close(timeout_s)
         self.rrefs.close()
         self.actors.close()  # after the references: the object of an actor ends on its thread
-        self.leaving.say_goodbye()
+        self._say_goodbye()
         self.network.handle_role(ROLE, None)
         self.network.handle_role(PROBE_ROLE, None)
         self.network.run(self._close_connections(), timeout_s)
         self.user_loop.close(timeout_s)
         self.pool.close(timeout_s)
         forbid_inspection()
+
+    def _say_goodbye(self) -> None:
+        if self.is_static_group:
+            return
+        try:
+            self.coordinator.leave()
+        except RpcdistError as exc:
+            logger.debug("the coordinator could not be notified that this worker leaves: %s", exc)
 
     def _abandon(self) -> None:
         """Ends the agent of a process that exits without `shutdown`, before its threads end.
@@ -534,7 +530,9 @@ class Agent:
     ) -> dict[str, str]:
         """Waits for outstanding work here and everywhere; 0 for no limit. See `Leaving.wait_for_work`."""
         self.inspector.is_leaving = True
-        return self.leaving.wait_for_work(float("inf") if timeout == 0 else timeout, delete_references)
+        limit_s = float("inf") if timeout == 0 else timeout
+        lost: dict[str, str] = self.leaving.wait_for_work(limit_s, delete_references)
+        return lost
 
     def sync(self) -> None:
         """Nothing to do: an agent that exists is ready."""

@@ -27,6 +27,7 @@ from rpcdist.rpc._agent import ROLE, Agent
 from rpcdist.rpc._current import agent_or_none, context_of
 from rpcdist.rpc._inspection.inspector import Inspector
 from rpcdist.rpc._membership.coordinator import Coordinator, serve_membership
+from rpcdist.rpc._membership.leaving import Leaving
 from rpcdist.rpc._membership.roster_messages import members_of
 from rpcdist.rpc._peers.device_maps import check_own_devices
 from rpcdist.rpc._peers.directory import COORDINATOR, Member
@@ -139,6 +140,7 @@ def _join(network: Network, store: Store, me: Identity, world_size: int | None, 
             make_rref=RRef._of,
             make_autograd=_upper_layers.load("autograd"),
             make_inspector=Inspector,
+            make_leaving=Leaving,
             context_of=context_of,
             current=agent_or_none,
         )

@@ -14,7 +14,7 @@ from rpc_functions import add
 
 from rpcdist import rpc
 from rpcdist.errors import OwnerLost, WorkerLost
-from rpcdist.rpc._membership import shutdown
+from rpcdist.rpc._membership import leaving as leaving_module
 from rpcdist.testing import InProcessCluster, eventually
 
 released = threading.Event()
@@ -144,7 +144,7 @@ def _answers(to: str) -> bool:
 
 @pytest.fixture
 def short_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutdown, "IDLE_LIMIT_S", 0.2)
+    monkeypatch.setattr(leaving_module, "IDLE_LIMIT_S", 0.2)
 
 
 @pytest.mark.usefixtures("short_limit")

@@ -18,7 +18,7 @@ from rpc_functions import add
 from rpcdist import rpc
 from rpcdist.errors import DeadlineExceeded, NotInitialized, RpcdistError
 from rpcdist.rpc._current import current_agent
-from rpcdist.rpc._membership import shutdown
+from rpcdist.rpc._membership import leaving as leaving_module
 from rpcdist.testing import InProcessCluster, eventually
 
 SHORT_S = UNIT_S
@@ -130,7 +130,7 @@ def test_shutdown_with_a_timeout_names_the_call_that_does_not_end(cluster: InPro
 def test_a_shutdown_that_nobody_can_host_logs_why(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(shutdown, "LOG_PERIOD_S", 0.0)
+    monkeypatch.setattr(leaving_module, "LOG_PERIOD_S", 0.0)
     with InProcessCluster("a", "b", peer_timeout=CALM_S) as cluster:
         with cluster.use("a"):
             caller = current_agent().caller
@@ -152,7 +152,7 @@ def test_a_shutdown_that_nobody_can_host_logs_why(
 def test_a_shutdown_that_waits_logs_for_what_with_stacks(
     cluster: InProcessCluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(shutdown, "LOG_PERIOD_S", SHORT_S)
+    monkeypatch.setattr(leaving_module, "LOG_PERIOD_S", SHORT_S)
     with cluster.use("a"):
         held = rpc.rpc_async("b", enter_and_wait)
     assert entered.wait(LIMIT_S)
@@ -170,7 +170,7 @@ def test_a_shutdown_that_waits_logs_for_what_with_stacks(
 def test_shutdown_gives_up_a_handler_that_never_ends_when_its_caller_has(
     cluster: InProcessCluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
-    monkeypatch.setattr(shutdown, "SLOW_WORK_LIMIT_S", SHORT_S)
+    monkeypatch.setattr(leaving_module, "SLOW_WORK_LIMIT_S", SHORT_S)
     with cluster.use("a"):
         if how == "deadline":
             with pytest.raises(DeadlineExceeded):
@@ -191,7 +191,7 @@ def test_shutdown_gives_up_a_handler_that_never_ends_when_its_caller_has(
 def test_shutdown_gives_up_no_call_that_somebody_waits_for(
     cluster: InProcessCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shutdown, "SLOW_WORK_LIMIT_S", 0.0)
+    monkeypatch.setattr(leaving_module, "SLOW_WORK_LIMIT_S", 0.0)
     with cluster.use("a"):
         future = rpc.rpc_async("b", enter_and_wait)
     assert entered.wait(LIMIT_S)
