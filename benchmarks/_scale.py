@@ -94,7 +94,7 @@ class AgentScale(NamedTuple):
 def measure_agents(num_agents: int, elastic: bool) -> AgentScale:
     """Starts agents, elastic ones one after the other, and has them wait for each other and leave.
 
-    Barriers are medians of five. Python's collector leaves the agents out: elsewhere each has a process.
+    Barriers are medians of five. The collector leaves out agents that have joined: elsewhere each has a process.
     """
     names = [f"w{number}" for number in range(num_agents)]
     in_process_cluster.MAX_CALLS = num_agents + 8  # each blocks a thread while it joins
@@ -108,6 +108,7 @@ def measure_agents(num_agents: int, elastic: bool) -> AgentScale:
         first = names[:1] if elastic else names
         clusters.append(InProcessCluster(*first, elastic=elastic, init_timeout=500, peer_timeout=120))
         for rank, name in enumerate(names[len(first) :], len(first)):
+            gc.freeze()
             clusters[0].join(name, rank)
 
     def barrier(members: list[str]) -> None:
