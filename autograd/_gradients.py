@@ -12,9 +12,11 @@ from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
+from rpcdist.rpc._devices.handler_streams import behind_default_streams, into_default_streams
+
 
 class GradientTable:
-    """Gradients by leaf. Any thread may call any method.
+    """Gradients by leaf. Any thread may call any method: gradients on GPUs are ready in its current streams.
 
     The keys are the `id`s of the leaves, which the table keeps alive: hashing a tensor is a slow Python function.
     """
@@ -24,6 +26,7 @@ class GradientTable:
         self._leaves: dict[int, torch.Tensor] = {}
         self._gradients: dict[int, torch.Tensor] = {}
         self._owned: set[int] = set()
+        self._gpus: set[torch.device] = set()
         self._num_bytes: int | None = 0  # of all gradients; None if it has to be counted again
 
     def __len__(self) -> int:
@@ -39,12 +42,16 @@ class GradientTable:
 
     def snapshot(self) -> dict[torch.Tensor, torch.Tensor]:
         with self._lock:
+            if self._gpus:
+                behind_default_streams(self._gpus)
             self._owned.clear()  # the caller may keep the gradients, so they must not change in place any more
             return {self._leaves[key]: gradient for key, gradient in self._gradients.items()}
 
     def of(self, leaves: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
         """The gradients of some leaves, in their order; None for those without."""
         with self._lock:
+            if self._gpus:
+                behind_default_streams(self._gpus)
             self._owned.clear()  # as in `snapshot`
             return [self._gradients.get(id(leaf)) for leaf in leaves]
 
@@ -52,18 +59,25 @@ class GradientTable:
         """Multiplies the gradients of some leaves, not in place."""
         with torch.no_grad(), self._lock:
             self._num_bytes = None
+            if self._gpus:
+                behind_default_streams(self._gpus)
             for leaf in leaves:
                 gradient = self._gradients.get(id(leaf))
                 if gradient is not None:
                     self._gradients[id(leaf)] = gradient * factor
                     self._owned.discard(id(leaf))
+            if self._gpus:
+                into_default_streams(self._gpus)
 
     def add(self, captured: Collection[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Adds the gradients that one run has computed."""
         addresses = [one._values().data_ptr() if one.is_sparse else one.data_ptr() for _, one in captured]
         shared = _repeated(addresses)
+        gpus = {found.device for _, found in captured if found.is_cuda}
         with self._lock:
             self._num_bytes = None
+            if gpus:
+                behind_default_streams(gpus)
             for (leaf, found), address in zip(captured, addresses, strict=True):
                 gradient = found.detach() if found.requires_grad else found  # a hook may give it a graph
                 key = id(leaf)
@@ -76,6 +90,9 @@ class GradientTable:
                 if address in shared or not (is_simple or _is_dense(gradient)):
                     gradient = _copied(gradient)
                 self._gradients[key] = gradient
+            if gpus:
+                into_default_streams(gpus)
+                self._gpus |= gpus
 
     def _sum(self, key: int, known: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         if key in self._owned and not known.is_sparse:

@@ -161,7 +161,8 @@ class RecvRpc(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        into_default_streams(gradients)  # another thread may send them
+        # Another thread may send them.
+        into_default_streams({one.device for one in gradients if one is not None and one.is_cuda})
         active_run().deliver(ctx.recv, gradients)
         return None, None, None
 

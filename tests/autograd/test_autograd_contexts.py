@@ -20,6 +20,7 @@ from rpc_cluster import Cluster
 
 import rpcdist.autograd as autograd
 import rpcdist.rpc as rpc
+from rpcdist.autograd import _gradients
 from rpcdist.autograd._gradients import GradientTable
 from rpcdist.autograd._interface import (
     _current_context,
@@ -337,3 +338,28 @@ def test_the_same_gradient_twice_counts_twice() -> None:
     table.add([(leaf, gradient)])
     torch.testing.assert_close(table.snapshot()[leaf], 2 * torch.ones(3))
     torch.testing.assert_close(gradient, torch.ones(3))
+
+
+def test_gradients_on_gpus_are_ready_in_the_current_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backward pass may run on a stream of the program, and a step on the default stream of another thread."""
+    log: list[tuple[str, set[torch.device]]] = []
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    monkeypatch.setattr(_gradients, "into_default_streams", lambda gpus: log.append(("into", set(gpus))))
+    monkeypatch.setattr(_gradients, "behind_default_streams", lambda gpus: log.append(("behind", set(gpus))))
+    table, leaf = GradientTable(), torch.ones(3, requires_grad=True)
+    table.add([(leaf, torch.ones(3))])
+    table.of([leaf])
+    assert not log
+    table.add([(leaf, torch.ones(3).as_subclass(OnGpu))])
+    assert [name for name, _ in log] == ["behind", "into"]
+    for act, expected in (
+        (table.snapshot, ["behind"]),
+        (lambda: table.of([leaf]), ["behind"]),
+        (lambda: table.scale([leaf], 2.0), ["behind", "into"]),
+    ):
+        log.clear()
+        act()
+        assert [name for name, _ in log] == expected and all(gpus for _, gpus in log)

@@ -13,7 +13,12 @@ from rpcdist import rpc
 from rpcdist._proto import value_pb2
 from rpcdist.rpc import future as future_module
 from rpcdist.rpc._devices import handler_streams
-from rpcdist.rpc._devices.handler_streams import HandlerStreams, in_default_streams
+from rpcdist.rpc._devices.handler_streams import (
+    HandlerStreams,
+    behind_default_streams,
+    in_default_streams,
+    into_default_streams,
+)
 from rpcdist.rpc._marshal import arrived_value
 from rpcdist.rpc._marshal.arrived_value import ArrivedValue
 from rpcdist.rpc._serving import dispatcher
@@ -127,6 +132,17 @@ def test_state_that_calls_change_in_turn_is_used_on_default_streams(gpu: Gpu, mo
     assert gpu.current.name == "of the pool 1"
     assert gpu.log == [("default", "waits for", "of the pool 1"), ("kept for", "default")]
     streams.leave()
+
+
+def test_streams_that_are_the_default_ones_wait_for_nothing(gpu: Gpu) -> None:
+    into_default_streams([torch.device("cuda:0")])
+    behind_default_streams([torch.device("cuda:0")])
+    assert not gpu.log
+    HandlerStreams([0])
+    gpu.log.clear()
+    into_default_streams([torch.device("cuda:0")])
+    behind_default_streams([torch.device("cuda:0")])
+    assert gpu.log == [("default", "waits for", "of the pool 1"), ("of the pool 1", "waits for", "default")]
 
 
 def test_memory_that_is_sent_is_kept_until_the_copy_is_made(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ the call ends, so work that was enqueued before and after a call keeps the order
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
@@ -65,14 +65,20 @@ class HandlerStreams:
             _idle[inner.device].append(inner)
 
 
-def into_default_streams(tensors: Sequence[torch.Tensor | None]) -> None:
-    """Makes the default streams wait for tensors of the current streams."""
-    for tensor in tensors:
-        if tensor is not None and tensor.is_cuda:
-            default = torch.cuda.default_stream(tensor.device)
-            current = torch.cuda.current_stream(tensor.device)
-            if current != default:
-                default.wait_stream(current)
+def into_default_streams(gpus: Iterable[torch.device]) -> None:
+    """Makes the default streams of some GPUs wait for the current ones."""
+    for gpu in gpus:
+        default, current = torch.cuda.default_stream(gpu), torch.cuda.current_stream(gpu)
+        if current != default:
+            default.wait_stream(current)
+
+
+def behind_default_streams(gpus: Iterable[torch.device]) -> None:
+    """Makes the current streams of some GPUs wait for the default ones."""
+    for gpu in gpus:
+        default, current = torch.cuda.default_stream(gpu), torch.cuda.current_stream(gpu)
+        if current != default:
+            current.wait_stream(default)
 
 
 def _make_current(stream: Any) -> None:
@@ -92,9 +98,10 @@ def gpu_tensors(value: object) -> list[torch.Tensor]:
 def in_default_streams(value: object) -> Iterator[None]:
     """Makes the default streams current, after the tensors of a value: for state that several calls change in turn."""
     tensors = gpu_tensors(value)
-    into_default_streams(tensors)
+    gpus = {tensor.device for tensor in tensors}
+    into_default_streams(gpus)
     with ExitStack() as streams:
-        for device in {tensor.device for tensor in tensors}:
+        for device in gpus:
             streams.enter_context(torch.cuda.stream(torch.cuda.default_stream(device)))
         keep_for_current_streams(tensors)
         yield
