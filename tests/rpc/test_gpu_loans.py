@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -312,6 +313,63 @@ def test_a_lender_that_is_lost_holds_nobody_up(caplog: pytest.LogCaptureFixture)
         in caplog.text
     )
     assert not world.host.opened and world.borrowed.release(ALICE) is None
+
+
+@pytest.mark.parametrize("end", ["lost", "closed", "idle"])
+def test_memory_from_which_a_thread_copies_now_is_not_closed(end: str) -> None:
+    """The thread would give CUDA an address that is no memory any more."""
+    world = World()
+    loan = world.lend(tensor_of(1))
+    assert world.alice.run()
+    begun = world.borrowed.begin(loan, ALICE)
+    if end == "lost":
+        world.borrowed.on_gone(ALICE)
+    elif end == "closed":
+        world.borrowed.close(0.0)
+    else:
+        world.now += IDLE_LIMIT_S + 1
+        world.borrowed.clean()
+    assert world.host.opened
+    target = tensor_of(0)
+    world.borrowed.copy(begun, ALIGNMENT_BYTES, target, 1000)
+    assert world.bob.run() and all_are(target, 1)
+    world.borrowed.finish(begun, ALICE)
+    world.borrowed.clean()
+    assert not world.host.opened
+
+
+@pytest.mark.parametrize("busy", ["allocate", "read", "open"])
+def test_reports_wait_for_no_call_of_cuda(monkeypatch: pytest.MonkeyPatch, busy: str) -> None:
+    """They are made and handled on the I/O loop, and a call of CUDA may take as long as a kernel of the program."""
+    world = World()
+    loans = [world.lend(tensor_of(number)) for number in range(3)]
+    assert world.alice.run()
+    begun, go_on = threading.Event(), threading.Event()
+    memory = world.bob if busy == "open" else world.alice
+    original = getattr(memory, busy)
+
+    def slowly(*arguments: int) -> object:
+        begun.set()
+        assert go_on.wait(30.0)
+        return original(*arguments)
+
+    acts: dict[str, Callable[[], object]] = {
+        "allocate": lambda: world.lent.lend(CAROL, 0, [(0, 0), (0, 100 << 10)] * 50),
+        "read": lambda: world.lent.settle(Deadline.after(0.0)),
+        "open": lambda: world.borrowed.begin(loans[0], ALICE),
+    }
+    monkeypatch.setattr(memory, busy, slowly)
+    acting = threading.Thread(target=acts[busy])
+    acting.start()
+    assert begun.wait(30.0)
+    world.borrowed.discard(loans[1:], ALICE)
+    world.tell()
+    world.lent.doubt([loans[0].number])
+    world.lent.on_broken(BOB)
+    assert world.lent.num_loans == 1 and not go_on.is_set()
+    go_on.set()
+    acting.join(30.0)
+    assert not acting.is_alive()
 
 
 def test_memory_for_which_a_stream_waits_is_not_closed(caplog: pytest.LogCaptureFixture) -> None:

@@ -36,6 +36,8 @@ class _OpenMemory:
 
     Attributes:
         last: the number of the last loan in it.
+        num_users: the loans that threads are copying from it now.
+        is_over: whether the last of these threads closes it.
         sequences: by offset, the last number that a stream of this process waits for, and since when. Numbers that are
             known to be written are left out.
     """
@@ -45,6 +47,8 @@ class _OpenMemory:
     size: int
     is_own: bool
     last: int = 0
+    num_users: int = 0
+    is_over: bool = False
     used: float = 0.0
     sequences: dict[int, tuple[int, float]] = field(default_factory=dict)
 
@@ -55,6 +59,7 @@ class Borrowed:
 
     loan: value_pb2.GpuLoan
     home: int
+    opened: _OpenMemory
     address: int
     devices: list[int] = field(default_factory=list)
 
@@ -62,6 +67,9 @@ class Borrowed:
 @dataclass(eq=False, repr=False)
 class BorrowedGpuMemory:
     """The borrowed memory of an agent. Thread-safe.
+
+    Functions of CUDA that may wait for a device are called with `_calls`, and never with `_lock`, which the I/O loop
+    takes.
 
     Args:
         memory: makes the interface to CUDA, when memory is first borrowed.
@@ -75,6 +83,7 @@ class BorrowedGpuMemory:
     memory: Callable[[], GpuMemory]
     lent: Callable[[], LentGpuMemory]
     now: Callable[[], float] = time.monotonic
+    _calls: LockType = field(default_factory=threading.Lock)
     _lock: LockType = field(default_factory=threading.Lock)
     _opened: dict[tuple[Identity, bytes], _OpenMemory] = field(default_factory=dict)  # by lender and handle
     news: dict[Identity, rpc_pb2.GpuRelease] = field(default_factory=dict)
@@ -96,18 +105,18 @@ class BorrowedGpuMemory:
 
     def probe(self, loan: value_pb2.GpuLoan, lender: Identity) -> str:
         """Opens a loan without copying it; returns why it cannot be read here, or an empty text."""
-        reason = ""
         try:
-            self.begin(loan, lender)
+            begun = self.begin(loan, lender)
         except (GpuUnavailable, SerializationError) as exc:
-            reason = str(exc)
-        self.discard([loan], lender)
-        return reason
+            self.discard([loan], lender)
+            return str(exc)
+        self.finish(begun, lender)
+        return ""
 
     def begin(self, loan: value_pb2.GpuLoan, lender: Identity) -> Borrowed:
-        """Opens the memory of a loan; `finish` or `discard` must follow. Raises `SerializationError`."""
+        """Opens the memory of a loan; `finish` must follow. Raises `SerializationError`; then `discard` must follow."""
         home = self.device_of(loan)
-        with self._lock:
+        with self._calls:
             if lender in self._overdue:
                 raise SerializationError(
                     f"worker {lender.name!r} has lent memory of a GPU that it did not write within "
@@ -120,10 +129,12 @@ class BorrowedGpuMemory:
                 raise SerializationError(f"a tensor in memory of another process cannot be read: {exc}") from exc
             if loan.offset % ALIGNMENT_BYTES or loan.offset + loan.size > opened.size or loan.size < ALIGNMENT_BYTES:
                 raise SerializationError(f"a loan arrived that lies beyond the {opened.size} bytes of its memory")
-            opened.last = max(opened.last, loan.number)
+            with self._lock:
+                opened.last = max(opened.last, loan.number)
+                opened.num_users += 1
             if not opened.is_own:
                 opened.sequences[loan.offset] = loan.sequence, self.now()
-            return Borrowed(loan, home, opened.address + loan.offset)
+            return Borrowed(loan, home, opened, opened.address + loan.offset)
 
     def copy(self, borrowed: Borrowed, offset: int, target: torch.Tensor, size: int) -> None:
         """Copies a part of a loan into a tensor, in the current stream of its device. Raises `SerializationError`."""
@@ -140,17 +151,24 @@ class BorrowedGpuMemory:
 
     def finish(self, borrowed: Borrowed, lender: Identity) -> None:
         """Reports that all needed parts of a loan are being copied."""
-        if not borrowed.devices:
-            self.discard([borrowed.loan], lender)
-            return
-        copied_at = borrowed.address + COPIED_AT
         try:
-            self.memory().write(borrowed.home, copied_at, borrowed.loan.sequence, borrowed.devices)
-        except GpuUnavailable as exc:
+            if borrowed.devices:
+                copied_at = borrowed.address + COPIED_AT
+                self.memory().write(borrowed.home, copied_at, borrowed.loan.sequence, borrowed.devices)
+        except GpuUnavailable as exc:  # the sender reuses the memory when this process has ended
             logger.error("the sender of a tensor cannot be notified that it was copied: %s", exc)
-            return  # it reuses the memory when this process has ended
+        else:
+            if borrowed.devices:
+                with self._lock:
+                    self._news_of(lender).copied.append(borrowed.loan.number)
+            else:
+                self.discard([borrowed.loan], lender)
+        opened = borrowed.opened
         with self._lock:
-            self._news_of(lender).copied.append(borrowed.loan.number)
+            opened.num_users -= 1
+            is_last = opened.is_over and not opened.num_users
+        if is_last:
+            self._close(opened)
 
     def discard(self, loans: Iterable[value_pb2.GpuLoan], lender: Identity) -> None:
         with self._lock:
@@ -182,20 +200,22 @@ class BorrowedGpuMemory:
         """Closes allocations that were not used for a while. May take long."""
         now = self.now()
         closing: list[tuple[Identity, _OpenMemory]] = []
-        with self._lock:  # no other thread closes them meanwhile
+        with self._calls:  # no other thread closes them meanwhile
             for key, opened in list(self._opened.items()):
                 is_idle = now - opened.used > IDLE_LIMIT_S
                 if is_idle or any(now - since > GPU_WAIT_LIMIT_S for _, since in opened.sequences.values()):
                     self._end_waits(opened, key[0], now)
-                if is_idle and not opened.sequences:  # otherwise closing would wait as long as the stream
-                    closing.append((key[0], self._opened.pop(key)))
+                with self._lock:
+                    # Otherwise closing would wait as long as the stream.
+                    if is_idle and not opened.sequences and not opened.num_users:
+                        closing.append((key[0], self._opened.pop(key)))
         for lender, opened in closing:
             self._close(opened)
             with self._lock:
                 self._news_of(lender).closed.append(opened.last)
 
     def _end_waits(self, opened: _OpenMemory, lender: Identity, now: float) -> None:
-        """Forgets the numbers that are written, and ends the waits that have lasted too long. With the lock."""
+        """Forgets the numbers that are written, and ends the waits that have lasted too long. With `_calls`."""
         memory = self.memory()
         for offset, (sequence, since) in list(opened.sequences.items()):
             address = opened.address + offset
@@ -215,7 +235,7 @@ class BorrowedGpuMemory:
 
     def on_gone(self, lender: Identity) -> None:
         """Ends the waits for a process that has ended, and closes its memory. May take long."""
-        with self._lock:
+        with self._calls, self._lock:
             self.news.pop(lender, None)
             self._overdue.discard(lender)
             closing = [self._opened.pop(key) for key in list(self._opened) if key[0] == lender]
@@ -223,7 +243,7 @@ class BorrowedGpuMemory:
 
     def close(self, timeout_s: float) -> None:
         """Closes all memory when its copies are done, or after `timeout_s`."""
-        with self._lock:
+        with self._calls, self._lock:
             closing = list(self._opened.values())
             self._opened.clear()
             self.news.clear()
@@ -236,7 +256,7 @@ class BorrowedGpuMemory:
             if opened.is_own:
                 continue
             memory = self.memory()
-            for offset, (sequence, _) in opened.sequences.items():
+            for offset, (sequence, _) in list(opened.sequences.items()):
                 while not is_reached(memory, opened.device, opened.address + offset, sequence):
                     if deadline.expired():
                         memory.force(opened.device, opened.address + offset, sequence)
@@ -251,16 +271,21 @@ class BorrowedGpuMemory:
                 num_undefined,
             )
         for opened in closing:
-            self._close(opened)
+            with self._lock:
+                opened.is_over = bool(opened.num_users)
+            if not opened.is_over:
+                self._close(opened)
 
     def _open(self, loan: value_pb2.GpuLoan, device: int, lender: Identity) -> _OpenMemory:
-        """With the lock: two threads must not open one allocation."""
+        """With `_calls`: two threads must not open one allocation."""
         key = lender, loan.memory
         opened = self._opened.get(key)
         if opened is None:
             own = self.lent().own_address(loan.memory)
             address, size = self.memory().open(device, loan.memory) if own is None else own
-            opened = self._opened[key] = _OpenMemory(device, address, size, own is not None)
+            opened = _OpenMemory(device, address, size, own is not None)
+            with self._lock:
+                self._opened[key] = opened
         opened.used = self.now()
         return opened
 

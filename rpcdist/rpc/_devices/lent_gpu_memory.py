@@ -39,6 +39,8 @@ COPIED_AT: Final = 128
 SHARED_ALLOCATION_BYTES: Final = 32 << 20
 """Slots of up to an eighth of this are parts of allocations of this size; larger ones have their own."""
 
+MAX_PART_BYTES: Final = SHARED_ALLOCATION_BYTES // 8
+
 MOST_OF_DEVICE: Final = 8
 """At most an eighth of a device's memory is lent or kept for loans; other tensors travel through host memory."""
 
@@ -49,6 +51,7 @@ class _Allocation:
     address: int
     size: int
     handle: bytes
+    made: float
     slots: list[_LoanSlot] = field(default_factory=list)
     filled: int = 0  # by slots
     readers: dict[Identity, int] = field(default_factory=dict)  # that may have opened it, and their last loans
@@ -73,11 +76,16 @@ class _LoanSlot:
 
 
 class LentGpuMemory:
-    """The lent memory of a process, which its agents share; `now` is the monotonic clock. Thread-safe."""
+    """The lent memory of a process, which its agents share; `now` is the monotonic clock. Thread-safe.
+
+    Functions of CUDA that may wait for a device are called with `_calls`, and never with `_lock`, which the I/O loop
+    takes.
+    """
 
     def __init__(self, memory: GpuMemory, now: Callable[[], float] = time.monotonic) -> None:
         self._memory = memory
         self._now = now
+        self._calls = threading.Lock()
         self._lock = threading.Lock()
         self._idle: defaultdict[tuple[int, int], list[_LoanSlot]] = defaultdict(list)  # by device and size
         self._allocations: dict[bytes, _Allocation] = {}
@@ -112,19 +120,24 @@ class LentGpuMemory:
         for _, span_size in spans:
             offsets.append(size)
             size += -(-span_size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        with self._lock:
-            slot = None if to in self._overdue else self._take_slot(device, slot_size(size))
-            if slot is None:
+        while True:
+            with self._lock:
+                if to in self._overdue:
+                    return None
+                slot = self._take_slot(device, slot_size(size))
+                if slot is not None:
+                    number = self._next_number
+                    self._next_number += 1
+                    self._lent[number] = slot
+                    slot.lent_to, slot.doubtful_since = to, None
+                    slot.allocation.readers[to] = number
+                    before, copied_by = slot.sequence, slot.copied_by
+                    slot.sequence, slot.copied_by = before + 1 & 0xFFFFFFFF, None
+                    if copied_by is not None:
+                        slot.awaited[copied_by] = before, self._now()
+                    break
+            if not self._allocate(device, slot_size(size)):  # another thread may take it
                 return None
-            number = self._next_number
-            self._next_number += 1
-            self._lent[number] = slot
-            slot.lent_to, slot.doubtful_since = to, None
-            slot.allocation.readers[to] = number
-            before, copied_by = slot.sequence, slot.copied_by
-            slot.sequence, slot.copied_by = before + 1 & 0xFFFFFFFF, None
-            if copied_by is not None:
-                slot.awaited[copied_by] = before, self._now()
         try:
             start = slot.address
             if copied_by is not None:
@@ -189,81 +202,97 @@ class LentGpuMemory:
     def on_gone(self, to: Identity) -> None:
         """Handles the end of a process: nothing is open there, and it reports no more copies. May take long."""
         self.on_broken(to)
-        with self._lock:
-            self._overdue.discard(to)
-            for allocation in self._allocations.values():
-                allocation.readers.pop(to, None)
-            for slot in self._slots():
-                if slot.lent_to == to:
-                    slot.lent_to = None  # a report that is still being handled would name a number that never comes
+        with self._calls:
+            with self._lock:
+                self._overdue.discard(to)
+                for allocation in self._allocations.values():
+                    allocation.readers.pop(to, None)
+                for slot in self._slots():
+                    if slot.lent_to == to:
+                        slot.lent_to = None  # a report that is handled later would name a number that never comes
             self._end_waits(to)
 
     def _slots(self) -> list[_LoanSlot]:
+        """With one of the locks."""
         return [slot for allocation in list(self._allocations.values()) for slot in list(allocation.slots)]
 
     def _is_copied(self, slot: _LoanSlot, number: int) -> bool:
         return is_reached(self._memory, slot.allocation.device, slot.address + COPIED_AT, number)
 
     def _end_waits(self, receiver: Identity) -> None:
-        """Writes the numbers that a receiver has not written. With the lock."""
+        """Writes the numbers that a receiver has not written. With `_calls`."""
         for slot in self._slots():
-            number = slot.sequence if slot.copied_by == receiver else slot.awaited.get(receiver, (None,))[0]
+            with self._lock:
+                number = slot.sequence if slot.copied_by == receiver else slot.awaited.get(receiver, (None,))[0]
             if number is not None and not self._is_copied(slot, number):
                 self._memory.force(slot.allocation.device, slot.address + COPIED_AT, number)
 
     def _end_old_waits(self, now: float) -> None:
-        """Ends waits of this worker's streams that have lasted too long. With the lock."""
-        for slot in self._slots():
-            for receiver, (number, since) in list(slot.awaited.items()):
-                if now - since <= GPU_WAIT_LIMIT_S:
-                    continue
-                if not self._is_copied(slot, number):
-                    self._end_waits(receiver)
-                    self._overdue.add(receiver)
-                    logger.error(
-                        "worker %r has not copied GPU memory that was lent to it within %g s: the content of tensors "
-                        "that it received is undefined, and no more memory is lent to it",
-                        receiver.name,
-                        GPU_WAIT_LIMIT_S,
-                    )
-                del slot.awaited[receiver]
+        """Ends waits of this worker's streams that have lasted too long. With `_calls`."""
+        with self._lock:
+            old = [
+                (slot, receiver, slot.awaited.pop(receiver)[0])
+                for slot in self._slots()
+                for receiver, (_, since) in list(slot.awaited.items())
+                if now - since > GPU_WAIT_LIMIT_S
+            ]
+        for slot, receiver, number in old:
+            if self._is_copied(slot, number):
+                continue
+            self._memory.force(slot.allocation.device, slot.address + COPIED_AT, number)
+            self._end_waits(receiver)
+            with self._lock:
+                is_new = receiver not in self._overdue
+                self._overdue.add(receiver)
+            if is_new:
+                logger.error(
+                    "worker %r has not copied GPU memory that was lent to it within %g s: the content of tensors that "
+                    "it received is undefined, and no more memory is lent to it",
+                    receiver.name,
+                    GPU_WAIT_LIMIT_S,
+                )
 
     def settle(self, deadline: Deadline) -> None:
         """Waits until all loans are written, and copied if their receivers copy them, or until the deadline."""
-        for slot in self._slots():
-            number, device = slot.sequence, slot.allocation.device
-            while not (
-                is_reached(self._memory, device, slot.address, number)
-                and (slot.copied_by is None or self._is_copied(slot, number))
-            ):
-                if deadline.expired():
+        while True:
+            with self._calls:
+                if all(self._is_settled(slot) for slot in self._slots()) or deadline.expired():
                     return
-                time.sleep(POLL_S)
+            time.sleep(POLL_S)
+
+    def _is_settled(self, slot: _LoanSlot) -> bool:
+        number = slot.sequence
+        return is_reached(self._memory, slot.allocation.device, slot.address, number) and (
+            slot.copied_by is None or self._is_copied(slot, number)
+        )
 
     def clean(self) -> None:
         """Ends old doubts, and frees memory that was not used for a while. May wait until a device is idle."""
         if not self._lent and not self._allocations:
             return
         now = self._now()
-        with self._lock:
+        with self._calls:
             self._end_old_waits(now)
-            for number, slot in list(self._lent.items()):
-                if slot.doubtful_since is not None and now - slot.doubtful_since > GPU_LOAN_DOUBT_S:
-                    self._end(number)
-            busy = {slot.allocation.handle for slot in self._lent.values()}
-            unused = [
-                each
-                for each in self._allocations.values()
-                if not each.readers
-                and each.handle not in busy
-                and all(now - slot.idle_since > IDLE_LIMIT_S for slot in each.slots)
-            ]
+            with self._lock:
+                for number, slot in list(self._lent.items()):
+                    if slot.doubtful_since is not None and now - slot.doubtful_since > GPU_LOAN_DOUBT_S:
+                        self._end(number)
+                busy = {slot.allocation.handle for slot in self._lent.values()}
+                unused = [
+                    each
+                    for each in self._allocations.values()
+                    if not each.readers
+                    and each.handle not in busy
+                    and all(
+                        now - since > IDLE_LIMIT_S for since in (each.made, *(one.idle_since for one in each.slots))
+                    )
+                ]
+                for allocation in unused:
+                    del self._allocations[allocation.handle]
+                    for slot in allocation.slots:
+                        self._idle[allocation.device, slot.size].remove(slot)
             for allocation in unused:
-                del self._allocations[allocation.handle]
-                for slot in allocation.slots:
-                    self._idle[allocation.device, slot.size].remove(slot)
-        for allocation in unused:
-            self._memory.free(allocation.device, allocation.address)
+                self._memory.free(allocation.device, allocation.address)
 
     def _end(self, number: int) -> None:
         slot = self._lent.pop(number)
@@ -274,41 +303,33 @@ class LentGpuMemory:
         """With the lock."""
         if idle := self._idle[device, size]:
             return idle.pop()
-        if size > SHARED_ALLOCATION_BYTES // 8:
-            allocation = self._allocate(device, size)
-        else:
-            allocation = next(
-                (
-                    each
-                    for each in self._allocations.values()
-                    if each.device == device
-                    and each.size == SHARED_ALLOCATION_BYTES
-                    and each.filled + size <= each.size
-                ),
-                None,
-            ) or self._allocate(device, SHARED_ALLOCATION_BYTES)
-        if allocation is None:
-            return None
-        slot = _LoanSlot(allocation, allocation.filled, size)
-        allocation.slots.append(slot)
-        allocation.filled += size
-        return slot
+        wanted = SHARED_ALLOCATION_BYTES if size <= MAX_PART_BYTES else size
+        for allocation in self._allocations.values():
+            if allocation.device == device and allocation.size == wanted >= allocation.filled + size:
+                slot = _LoanSlot(allocation, allocation.filled, size)
+                allocation.slots.append(slot)
+                allocation.filled += size
+                return slot
+        return None
 
-    def _allocate(self, device: int, size: int) -> _Allocation | None:
-        if self.kept_bytes(device) + size > self._memory.total_bytes(device) // MOST_OF_DEVICE:
-            return None
-        try:
-            address = self._memory.allocate(device, size)
-        except MemoryError:
-            return None
-        try:
-            handle = self._memory.handle(device, address)
-        except BaseException:
-            self._memory.free(device, address)
-            raise
-        allocation = _Allocation(device, address, size, handle)
-        self._allocations[allocation.handle] = allocation
-        return allocation
+    def _allocate(self, device: int, size: int) -> bool:
+        """Allocates memory for a slot; False if there is too little."""
+        size = SHARED_ALLOCATION_BYTES if size <= MAX_PART_BYTES else size
+        with self._calls:
+            if self.kept_bytes(device) + size > self._memory.total_bytes(device) // MOST_OF_DEVICE:
+                return False
+            try:
+                address = self._memory.allocate(device, size)
+            except MemoryError:
+                return False
+            try:
+                handle = self._memory.handle(device, address)
+            except BaseException:
+                self._memory.free(device, address)
+                raise
+            with self._lock:
+                self._allocations[handle] = _Allocation(device, address, size, handle, self._now())
+        return True
 
 
 def slot_size(size: int) -> int:
