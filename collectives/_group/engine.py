@@ -17,7 +17,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
@@ -27,14 +27,10 @@ from rpcdist.collectives._group.callbacks import Callbacks
 from rpcdist.collectives._group.flight_records import FlightRecorder, Record
 from rpcdist.collectives._group.operation_hooks import run_abort_hooks
 from rpcdist.collectives._group.state import (
-    Action,
-    FailOperations,
+    GroupActions,
     GroupFailure,
     GroupState,
-    NoteDeparture,
     Reporter,
-    ReportFailure,
-    WakeRunning,
 )
 from rpcdist.collectives._group.watch import StateKeeper
 from rpcdist.collectives._operations.operation import DTYPES, Operation
@@ -326,26 +322,20 @@ class Engine(StateKeeper):
 
     # ------------------------------------------------------------ events (any thread)
 
-    def _handle(self, event: Callable[[], Sequence[Action]]) -> Sequence[Action]:
+    def _handle(self, event: Callable[[], GroupActions]) -> None:
         with self._lock:
             actions = event()
             self._changed.notify_all()
-        for action in actions:
-            self._act(action)
-        return actions
-
-    def _act(self, action: Action) -> None:
-        match action:
-            case FailOperations(failure):
-                run_abort_hooks(self.abort_hooks, self.state.group)
-                self._waker.wake()  # jobs that wait in the queue fail when their turn comes
-                self._on_failure(failure)
-            case ReportFailure(failure):
-                self._reporter.report(failure)
-            case WakeRunning():
-                self._waker.wake()
-            case NoteDeparture(rank, reason):
-                self._on_departure(rank, reason)
+        if actions.wakes:
+            self._waker.wake()
+        for rank, reason in actions.departed:
+            self._on_departure(rank, reason)
+        if actions.fails is not None:
+            run_abort_hooks(self.abort_hooks, self.state.group)
+            self._waker.wake()  # jobs that wait in the queue fail when their turn comes
+            self._on_failure(actions.fails)
+        if actions.reports is not None:
+            self._reporter.report(actions.reports)
 
     def _dump(self) -> None:
         failure = self.state.failure

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from rpcdist.collectives._group.backend_contract import GroupContext
 from rpcdist.collectives._group.bootstrap import address_of_rank_0, not_made
 from rpcdist.collectives._group.local_process import bind_host
-from rpcdist.collectives._group.state import Action, GroupFailure, GroupState
+from rpcdist.collectives._group.state import GroupActions, GroupFailure, GroupState
 from rpcdist.collectives._group.watch import StateKeeper, Watch, encoded
 from rpcdist.deadline import Deadline
 from rpcdist.errors import (
@@ -134,11 +134,12 @@ class GroupWatch(StateKeeper):
         self.leave(0)
         self.release()
 
-    def _handle(self, event: Callable[[], Sequence[Action]]) -> Sequence[Action]:
+    def _handle(self, event: Callable[[], GroupActions]) -> None:
         with self._lock:  # after `hand_over` the group alone changes the state
             if self._group is None:
-                return event()
-        return self._group._handle(event)
+                event()
+                return
+        self._group._handle(event)
 
 
 def connect_watch(

@@ -9,7 +9,7 @@ called without the lock, as the values that they read are replaced, never change
 
 Invariants:
 
- 1. The first failure is final. `FailOperations` is returned once in the life of a group, `ReportFailure` at most once.
+ 1. The first failure is final. Operations fail with it once in the life of a group, and it is reported at most once.
  2. This rank tells the other ranks of a failure that it found, not of one that it heard of, as they heard of it too.
  3. A rank that left took part in all operations up to its last sequence number: only later ones fail because of it.
     If several ranks left, the first one is the reason, as the others may have given up because of it.
@@ -22,7 +22,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from rpcdist.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, GroupAborted, RankLost
 
@@ -138,34 +138,20 @@ LEFT: Final = "it left the default group"
 # ---------------------------------------------------------------- actions
 
 
-@dataclass(frozen=True, slots=True)
-class FailOperations:
-    """Fail the running operation, those that wait, and all messages with this failure."""
+class GroupActions(NamedTuple):
+    """The actions of a rank after an event, in this order.
 
-    failure: GroupFailure
+    Attributes:
+        wakes: whether the running operation checks the state again, as it cannot be finished any more.
+        departed: the ranks from which no message will come any more, with the reasons.
+        fails: the failure of the running operation, of those that wait, and of all messages.
+        reports: the failure to report to the other ranks.
+    """
 
-
-@dataclass(frozen=True, slots=True)
-class ReportFailure:
-    """Report the failure to the other ranks."""
-
-    failure: GroupFailure
-
-
-@dataclass(frozen=True, slots=True)
-class WakeRunning:
-    """Make the running operation check the state again, as it cannot be finished any more."""
-
-
-@dataclass(frozen=True, slots=True)
-class NoteDeparture:
-    """No message will come from this rank any more."""
-
-    rank: int
-    reason: str
-
-
-Action = FailOperations | ReportFailure | WakeRunning | NoteDeparture
+    wakes: bool = False
+    departed: tuple[tuple[int, str], ...] = ()
+    fails: GroupFailure | None = None
+    reports: GroupFailure | None = None
 
 
 class RunningOperation(Protocol):
@@ -213,37 +199,33 @@ class GroupState:
         phase = "failed" if self.failure else "closing" if self.refusal else "open" if self._opened else "being made"
         return f"<GroupState of {self.group!r}: rank {self.rank} of {len(self.world_ranks)}, {phase}, #{self.sequence}>"
 
-    # ------------------------------------------------------------ events: they return the actions, in order
+    # ------------------------------------------------------------ events: they return the actions
 
-    def open(self) -> list[Action]:
+    def open(self) -> GroupActions:
         """All ranks are connected, so operations may be called."""
         self._opened = True
-        actions: list[Action] = [NoteDeparture(rank, self.departure(rank).reason) for rank in self.departed]
-        return [*actions, FailOperations(self.failure)] if self.failure is not None else actions
+        departed = tuple((rank, self.departure(rank).reason) for rank in self.departed)
+        return GroupActions(departed=departed, fails=self.failure)
 
-    def fail(self, failure: GroupFailure, *, heard: bool) -> list[Action]:
+    def fail(self, failure: GroupFailure, *, heard: bool) -> GroupActions:
         """The group failed: this rank found the failure, or heard of it from another rank."""
         if self.failure is not None:
-            return []
+            return GroupActions()
         self.failure = self.refusal = failure
-        tell: list[Action] = [] if heard else [ReportFailure(failure)]
-        return [FailOperations(failure), *tell] if self._opened else tell
+        return GroupActions(fails=failure if self._opened else None, reports=None if heard else failure)
 
-    def leave(self, rank: int, last_sequence: int) -> list[Action]:
+    def leave(self, rank: int, last_sequence: int) -> GroupActions:
         """A rank left the group in order, after taking part in all operations up to `last_sequence`."""
         self.departed = {**self.departed, rank: last_sequence}
         if not self._opened:
-            return []
-        actions: list[Action] = [NoteDeparture(rank, self.departure(rank).reason)]
+            return GroupActions()
         current = self.current  # it may end meanwhile
-        if current is not None and current.sequence > last_sequence:
-            return [WakeRunning(), *actions]
-        return actions
+        wakes = current is not None and current.sequence > last_sequence
+        return GroupActions(wakes, ((rank, self.departure(rank).reason),))
 
-    def close(self) -> list[Action]:
+    def close(self) -> None:
         """This rank destroys the group."""
         self.refusal = self.refusal or GroupFailure(GroupAborted, "the group was destroyed on this rank")
-        return []
 
     # ------------------------------------------------------------ verdicts
 

@@ -26,14 +26,14 @@ import select
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from functools import partial
 from typing import Final
 
 from rpcdist.collectives._group.state import (
     MAX_REASON_LENGTH,
-    Action,
+    GroupActions,
     GroupFailure,
     GroupState,
     Reporter,
@@ -73,16 +73,16 @@ class StateKeeper(ABC):
         self.abort_hooks: dict[int, Callable[[], object]] = {}
 
     @abstractmethod
-    def _handle(self, event: Callable[[], Sequence[Action]]) -> Sequence[Action]:
-        """Calls an event of the state under the lock, carries out the actions without the lock, and returns them."""
+    def _handle(self, event: Callable[[], GroupActions]) -> None:
+        """Calls an event of the state under the lock, and carries out the actions without the lock."""
 
     def opened(self) -> None:
         """All ranks are connected: acts on the events that came while the group was made."""
         self._handle(self.state.open)
 
-    def fail(self, failure: GroupFailure) -> bool:
-        """Fails the group on this rank only, because another rank said so. Returns False if it had failed before."""
-        return bool(self._handle(partial(self.state.fail, failure, heard=True)))
+    def fail(self, failure: GroupFailure) -> None:
+        """Fails the group on this rank only, because another rank said so, unless it has failed before."""
+        self._handle(partial(self.state.fail, failure, heard=True))
 
     def fail_everywhere(self, failure: GroupFailure) -> GroupFailure:
         """Makes this the group's failure unless it has one, tells the other ranks, and returns the group's failure."""

@@ -14,7 +14,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
 
@@ -23,12 +23,10 @@ import torch
 from rpcdist.collectives._group.flight_records import FlightRecorder, Record
 from rpcdist.collectives._group.operation_hooks import run_abort_hooks
 from rpcdist.collectives._group.state import (
-    Action,
-    FailOperations,
+    GroupActions,
     GroupFailure,
     GroupState,
     Reporter,
-    ReportFailure,
 )
 from rpcdist.collectives._group.watch import StateKeeper
 from rpcdist.collectives._nccl.communicator_calls import Communicator, CudaRuntime
@@ -229,23 +227,20 @@ class NcclWatchdog(StateKeeper):
 
     # ------------------------------------------------------------ events (any thread)
 
-    def _handle(self, event: Callable[[], Sequence[Action]]) -> Sequence[Action]:
+    def _handle(self, event: Callable[[], GroupActions]) -> None:
         with self._changed:
             actions = event()
             works = list(self._pending)
             self._changed.notify_all()
-        for action in actions:  # WakeRunning and NoteDeparture need no action: the thread soon checks every operation
-            match action:
-                case FailOperations(failure):
-                    run_abort_hooks(self.abort_hooks, self.state.group)
-                    for work in works:
-                        work.fail(failure.error(work.title))
-                case ReportFailure(failure):
-                    self._reporter.report(failure)
-                    path = self._recorder.write_dump(self._name(self.state.rank))
-                    group = self.state.group
-                    logger.error("group %r failed (%s); its last operations are in %s", group, failure, path)
-        return actions
+        # `wakes` and `departed` need no action: the thread soon checks every operation
+        if actions.fails is not None:
+            run_abort_hooks(self.abort_hooks, self.state.group)
+            for work in works:
+                work.fail(actions.fails.error(work.title))
+        if (failure := actions.reports) is not None:
+            self._reporter.report(failure)
+            path = self._recorder.write_dump(self._name(self.state.rank))
+            logger.error("group %r failed (%s); its last operations are in %s", self.state.group, failure, path)
 
     # ------------------------------------------------------------ the thread
 

@@ -297,14 +297,15 @@ def test_a_failure_told_by_others_frees_whoever_waits(
     transport.gate = threading.Event()
     works = [submit(engine, asynchronous=True) for _ in range(3)]
     assert transport.entered.wait(LIMIT_S)
-    assert engine.fail(GroupFailure(RankLost, "rank 12 was lost: its process ended", (2,)))
+    lost = GroupFailure(RankLost, "rank 12 was lost: its process ended", (2,))
+    engine.fail(lost)
     for number, work in enumerate(works, 1):
         with pytest.raises(RankLost, match=f"barrier #{number} .*rank 12 was lost") as raised:
             work.wait(LIMIT_S)
         assert raised.value.ranks == (2,)
-    assert len(told) == 1
     assert reports.failures == []  # everybody knows already
-    assert not engine.fail(GroupFailure(GroupAborted, "too late"))
+    engine.fail(GroupFailure(GroupAborted, "too late"))
+    assert engine.state.failure is lost and len(told) == 1
 
 
 def test_a_failure_makes_the_descriptor_readable(engine: Engine) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import queue
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from rpcdist.collectives._group.state import Action, GroupFailure, GroupState
+from rpcdist.collectives._group.state import GroupActions, GroupFailure, GroupState
 from rpcdist.collectives._group.watch import Message, StateKeeper, Watch, encoded
 from rpcdist.errors import CollectiveMismatch, CollectiveTimeout, RankLost
 from rpcdist.transport import Node, acquire_node
@@ -27,11 +27,10 @@ class Listener(StateKeeper):
         self.departures: queue.Queue[tuple[int, int]] = queue.Queue()
         self.place = (5, "is in all_reduce #5")
 
-    def fail(self, failure: GroupFailure) -> bool:
+    def fail(self, failure: GroupFailure) -> None:
         self.failures.put(failure)
-        return True
 
-    def _handle(self, event: Callable[[], Sequence[Action]]) -> Sequence[Action]:
+    def _handle(self, event: Callable[[], GroupActions]) -> None:
         raise AssertionError("its events go to the queues")
 
     def rank_left(self, rank: int, last_sequence: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import cast
 
@@ -11,13 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rpcdist.collectives._group.state import (
-    Action,
-    FailOperations,
+    GroupActions,
     GroupFailure,
     GroupState,
-    NoteDeparture,
-    ReportFailure,
-    WakeRunning,
     timeout_verdict,
 )
 from rpcdist.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, GroupAborted, RankLost
@@ -45,14 +40,16 @@ OPEN: Event = ("open",)
 CLOSE: Event = ("close",)
 
 
-def handle(state: GroupState, event: Event) -> list[Action]:
+def handle(state: GroupState, event: Event) -> GroupActions:
     name, *arguments = event
-    actions: list[Action]
     if name in ("found", "heard"):
-        actions = state.fail(*arguments, heard=name == "heard")  # type: ignore[arg-type]
-    else:
-        actions = getattr(state, str(name))(*arguments)
-    return actions
+        return state.fail(*arguments, heard=name == "heard")  # type: ignore[arg-type]
+    if name == "leave":
+        return state.leave(*arguments)  # type: ignore[arg-type]
+    if name == "open":
+        return state.open()
+    state.close()
+    return GroupActions()
 
 
 @dataclass
@@ -70,53 +67,52 @@ def new_state(opened: bool = True) -> GroupState:
     return state
 
 
-def left(rank: int, after: int) -> NoteDeparture:
+def left(rank: int, after: int) -> tuple[int, str]:
     how = "destroy_process_group, or the end of its program"
     when = f"after collective #{after}" if after else "before its first collective"
-    return NoteDeparture(rank, f"rank {WORLD[rank]} left the group ({how}) {when}")
+    return rank, f"rank {WORLD[rank]} left the group ({how}) {when}"
 
 
 @pytest.mark.parametrize(
     ("events", "actions"),
     [
-        pytest.param([OPEN], [], id="nothing happened"),
-        pytest.param([OPEN, found(LOST)], [FailOperations(LOST), ReportFailure(LOST)], id="found: told"),
-        pytest.param([OPEN, heard(LOST)], [FailOperations(LOST)], id="heard: not told"),
-        pytest.param([OPEN, heard(LOST), found(ABORTED)], [FailOperations(LOST)], id="the first is final"),
+        pytest.param([OPEN], GroupActions(), id="nothing happened"),
+        pytest.param([OPEN, found(LOST)], GroupActions(fails=LOST, reports=LOST), id="found: told"),
+        pytest.param([OPEN, heard(LOST)], GroupActions(fails=LOST), id="heard: not told"),
+        pytest.param([OPEN, heard(LOST), found(ABORTED)], GroupActions(), id="the first is final"),
+        pytest.param([OPEN, found(ABORTED), found(LOST)], GroupActions(), id="the first is final, and told once"),
         pytest.param(
-            [OPEN, found(ABORTED), found(LOST)],
-            [FailOperations(ABORTED), ReportFailure(ABORTED)],
-            id="the first is final, and told once",
+            [OPEN, rank_left(0, 4)], GroupActions(departed=(left(0, 4),)), id="a departure harms nobody by itself"
         ),
-        pytest.param([OPEN, rank_left(0, 4)], [left(0, 4)], id="a departure harms nobody by itself"),
-        pytest.param([heard(LOST)], [], id="while the group is made nothing is acted on"),
-        pytest.param([rank_left(2, 0), heard(LOST)], [], id="likewise"),
+        pytest.param([heard(LOST)], GroupActions(), id="while the group is made nothing is acted on"),
+        pytest.param([rank_left(2, 0), heard(LOST)], GroupActions(), id="likewise"),
+        pytest.param([found(LOST)], GroupActions(reports=LOST), id="while the group is made a failure is told"),
         pytest.param(
             [heard(LOST), rank_left(2, 0), rank_left(0, 0), OPEN],
-            [left(2, 0), left(0, 0), FailOperations(LOST)],
-            id="opening acts on what was heard, departures first",
+            GroupActions(departed=(left(2, 0), left(0, 0)), fails=LOST),
+            id="opening acts on what was heard",
         ),
-        pytest.param([OPEN, CLOSE, heard(LOST)], [FailOperations(LOST)], id="closing may fail"),
+        pytest.param([OPEN, CLOSE, heard(LOST)], GroupActions(fails=LOST), id="closing may fail"),
     ],
 )
-def test_events_in_actions_out(events: list[Event], actions: list[Action]) -> None:
+def test_the_last_event_in_actions_out(events: list[Event], actions: GroupActions) -> None:
     state = GroupState("g", 1, WORLD)
-    assert [action for event in events for action in handle(state, event)] == actions
+    assert [handle(state, event) for event in events][-1] == actions
 
 
 @pytest.mark.parametrize(
-    ("running", "actions"),
+    ("running", "wakes"),
     [
-        pytest.param(None, [left(0, 2)], id="idle"),
-        pytest.param(Running(2), [left(0, 2)], id="it took part in the running operation"),
-        pytest.param(Running(3), [WakeRunning(), left(0, 2)], id="it left before the running operation"),
-        pytest.param(Running(0), [left(0, 2)], id="a message has no number"),
+        pytest.param(None, False, id="idle"),
+        pytest.param(Running(2), False, id="it took part in the running operation"),
+        pytest.param(Running(3), True, id="it left before the running operation"),
+        pytest.param(Running(0), False, id="a message has no number"),
     ],
 )
-def test_a_departure_wakes_what_cannot_be_finished(running: Running | None, actions: list[Action]) -> None:
+def test_a_departure_wakes_what_cannot_be_finished(running: Running | None, wakes: bool) -> None:
     state = new_state()
     state.current = running
-    assert handle(state, rank_left(0, 2)) == actions
+    assert handle(state, rank_left(0, 2)) == GroupActions(wakes, (left(0, 2),))
 
 
 def test_operations_are_accepted_until_they_are_refused() -> None:
@@ -235,37 +231,28 @@ def test_the_invariants_hold_in_every_order(events: list[Event], opened_at: int,
     state.current = Running(running)
     opened_at = min(opened_at, len(events))
     per_event = [handle(state, event) for event in [*events[:opened_at], OPEN, *events[opened_at:]]]
-    actions = [action for each in per_event for action in each]
     failures = [cast(GroupFailure, event[1]) for event in events if event[0] in ("found", "heard")]
 
     # 1, 2: the first failure is final; it ends the operations once, and is told if it was found here.
     assert state.failure == (failures[0] if failures else None)
-    assert [action for action in actions if isinstance(action, FailOperations)] == [
-        FailOperations(failure) for failure in failures[:1]
-    ]
+    assert [actions.fails for actions in per_event if actions.fails] == failures[:1]
     first = next((event for event in events if event[0] in ("found", "heard")), None)
-    told = [action for action in actions if isinstance(action, ReportFailure)]
-    assert told == ([ReportFailure(failures[0])] if first is not None and first[0] == "found" else [])
+    told = [actions.reports for actions in per_event if actions.reports]
+    assert told == (failures[:1] if first is not None and first[0] == "found" else [])
 
     # 3: every rank that left is noted, and only later operations fail because of it.
     departures = [event for event in events if event[0] == "leave"]
-    noted = {action.rank for action in actions if isinstance(action, NoteDeparture)}
+    noted = {rank for actions in per_event for rank, _ in actions.departed}
     assert noted == {event[1] for event in departures} == set(state.departed)
     for sequence in range(1, 8):
         failure = state.departure_before(sequence)
         assert (failure is None) == all(sequence <= last for last in state.departed.values())
 
     # 4: nothing but telling happens before the group is open.
-    assert all(isinstance(action, ReportFailure) for each in per_event[:opened_at] for action in each)
+    assert all(actions._replace(reports=None) == GroupActions() for actions in per_event[:opened_at])
 
     # 5: operations are refused once the group failed or closes.
     assert (state.refusal is None) == (not failures and not any(event == CLOSE for event in events))
-
-
-@pytest.mark.parametrize("action", [FailOperations(LOST), left(1, 2), ReportFailure(LOST), WakeRunning()])
-def test_actions_are_frozen(action: Action) -> None:
-    with pytest.raises((dataclasses.FrozenInstanceError, TypeError, AttributeError)):
-        action.extra = 1  # type: ignore[union-attr]
 
 
 ANSWERS = {0: (5, "is in it"), 1: (5, "is in it"), 2: (4, "finished all_reduce #4 2.0 s ago")}
