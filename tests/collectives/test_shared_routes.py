@@ -109,11 +109,11 @@ def play(kind: Kind, size: int, root: int, longest: int) -> list[dict[tuple[int,
             outputs = lengths(kind, rank, size, root, longest)[1]
             if kind is Kind.REDUCE_SCATTER:  # there is one output, and every peer adds to it
                 outputs = [lengths(kind, rank, size, root, longest)[0][rank]] * size
-            for take in path.takes:
-                start, stop = span(step, path.slice_bytes, outputs[take.target])
+            for peer, offset, target in path.takes:
+                start, stop = span(step, path.slice_bytes, outputs[target])
                 for position in range(start, stop):
-                    byte = buffers[take.peer][take.offset + position - start]
-                    got[rank].setdefault((take.target, position), []).append(byte)
+                    byte = buffers[peer][offset + position - start]
+                    got[rank].setdefault((target, position), []).append(byte)
     for rank, path in enumerate(routes):
         if path.own is not None:
             source, target = path.own
@@ -125,12 +125,12 @@ def play(kind: Kind, size: int, root: int, longest: int) -> list[dict[tuple[int,
 def publish(path: Route, rank: int, step: int, kind: Kind, size: int, root: int, longest: int) -> dict[int, Byte]:
     buffer: dict[int, Byte] = {}
     inputs = lengths(kind, rank, size, root, longest)[0]
-    for item in path.publishes:
-        start, stop = span(step, path.slice_bytes, inputs[item.source])
+    for source, offset in path.publishes:
+        start, stop = span(step, path.slice_bytes, inputs[source])
         for position in range(start, stop):
-            place = item.offset + position - start
+            place = offset + position - start
             assert place < BUFFER and place not in buffer, "written twice"
-            buffer[place] = (rank, item.source, position)
+            buffer[place] = (rank, source, position)
     return buffer
 
 
@@ -191,6 +191,6 @@ def test_counter_of_takes_is_symmetric() -> None:
     """Each rank that publishes for a peer is read by that peer, and no rank reads data that was not written."""
     for kind, size in product((Kind.ALL_TO_ALL, Kind.REDUCE_SCATTER), SIZES):
         routes = [route(kind, rank, size, -1, BUFFER) for rank in range(size)]
-        published = Counter((rank, item.offset) for rank in range(size) for item in routes[rank].publishes)
-        taken = Counter((take.peer, take.offset) for path in routes for take in path.takes)
+        published = Counter((rank, offset) for rank in range(size) for _, offset in routes[rank].publishes)
+        taken = Counter((peer, offset) for path in routes for peer, offset, _ in path.takes)
         assert published == taken

@@ -153,36 +153,21 @@ def one_thread() -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Publish:
-    """Slices of `inputs[source]` go to `offset` in this rank's buffer."""
-
-    source: int
-    offset: int
-
-
-@dataclass(frozen=True, slots=True)
-class Take:
-    """Slices at `offset` in the buffer of `peer` go to `outputs[target]`."""
-
-    peer: int
-    offset: int
-    target: int
-
-
-@dataclass(frozen=True, slots=True)
 class Route:
     """One rank's part of an operation.
 
     Attributes:
         slice_bytes: the size of a slice; the last one of a tensor may be shorter.
-        publishes: the copies that the rank makes before the ranks synchronise in a step.
-        takes: the copies that it makes afterwards.
+        publishes: the copies that the rank makes before the ranks synchronise in a step: slices of `inputs[source]` go
+            to `offset` in its own buffer, as (source, offset).
+        takes: the copies that it makes afterwards: slices at `offset` in the buffer of `peer` go to `outputs[target]`,
+            as (peer, offset, target).
         own: (index in inputs, index in outputs) of the chunk that the rank copies to itself; or None.
     """
 
     slice_bytes: int
-    publishes: tuple[Publish, ...] = ()
-    takes: tuple[Take, ...] = ()
+    publishes: tuple[tuple[int, int], ...] = ()
+    takes: tuple[tuple[int, int, int], ...] = ()
     own: tuple[int, int] | None = None
 
 
@@ -206,21 +191,21 @@ def route(kind: Kind, rank: int, size: int, root: int, buffer_bytes: int) -> Rou
     slot = _slot_bytes(size, buffer_bytes)
     if kind is Kind.BROADCAST:
         if rank == root:
-            return Route(buffer_bytes, publishes=(Publish(0, 0),))
-        return Route(buffer_bytes, takes=(Take(root, 0, 0),))
+            return Route(buffer_bytes, publishes=((0, 0),))
+        return Route(buffer_bytes, takes=((root, 0, 0),))
     if kind is Kind.ALL_GATHER:
-        return Route(buffer_bytes, (Publish(0, 0),), tuple(Take(peer, 0, peer) for peer in others), (0, rank))
+        return Route(buffer_bytes, ((0, 0),), tuple((peer, 0, peer) for peer in others), (0, rank))
     if kind is Kind.GATHER:
         if rank == root:
-            return Route(buffer_bytes, takes=tuple(Take(peer, 0, peer) for peer in others), own=(0, rank))
-        return Route(buffer_bytes, (Publish(0, 0),))
+            return Route(buffer_bytes, takes=tuple((peer, 0, peer) for peer in others), own=(0, rank))
+        return Route(buffer_bytes, ((0, 0),))
     if kind is Kind.SCATTER:
         if rank == root:
-            return Route(slot, tuple(Publish(peer, peer * slot) for peer in others), own=(rank, 0))
-        return Route(slot, takes=(Take(root, rank * slot, 0),))
+            return Route(slot, tuple((peer, peer * slot) for peer in others), own=(rank, 0))
+        return Route(slot, takes=((root, rank * slot, 0),))
     if kind in (Kind.ALL_TO_ALL, Kind.REDUCE_SCATTER):
-        publishes = tuple(Publish(peer, peer * slot) for peer in others)
-        return Route(slot, publishes, tuple(Take(peer, rank * slot, peer) for peer in others), (rank, rank))
+        publishes = tuple((peer, peer * slot) for peer in others)
+        return Route(slot, publishes, tuple((peer, rank * slot, peer) for peer in others), (rank, rank))
     raise ValueError(f"{kind.title} has no route")
 
 

@@ -21,7 +21,6 @@ precision has many numbers next to its smallest, so its sums are divided afterwa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -32,7 +31,6 @@ from rpcdist.collectives._operations.reduce_kernels import ReduceKernel, premult
 from rpcdist.collectives._transports.shm.routes import (
     ALIGNMENT,
     Layout,
-    Publish,
     RankBuffers,
     Route,
     cut,
@@ -64,14 +62,9 @@ _HALVED: Final = frozenset({torch.float32, torch.float64, torch.bfloat16})
 """See [Note: halves]."""
 
 
-@dataclass(frozen=True, slots=True)
-class _PreparedReduction:
-    """The kernel and views that reduce tensors of one dtype and length in one slice, looked up once."""
-
-    kernel: ReduceKernel
-    plain: bool  # the tensors are reduced in their own dtype
-    num_bytes: int
-    views: list[list[torch.Tensor]]
+_PreparedReduction = tuple[ReduceKernel, bool, int, list[list[torch.Tensor]]]
+"""The parts of a reduction of tensors of one dtype and length in one slice, found once: the kernel, whether the tensors
+are reduced in their own dtype, their bytes, and the views."""
 
 
 class ShmTransport(Transport):
@@ -116,7 +109,7 @@ class ShmTransport(Transport):
             self._signals.synchronise(control)
         elif kind is _REDUCE_SCATTER:
             with torch.inference_mode(), one_thread():
-                self._reduce_scatter(operation, control, self._route(operation))
+                self._move(operation, control, self._route(operation))
         else:
             self._move(operation, control, self._route(operation))
 
@@ -138,38 +131,61 @@ class ShmTransport(Transport):
         return found
 
     def _move(self, operation: Operation, control: Control, path: Route) -> None:
-        uneven = operation.kind is _ALL_TO_ALL
+        """Runs an operation whose ranks publish and take chunks; for REDUCE_SCATTER a rank takes a sum of chunks."""
+        reduces = operation.kind is _REDUCE_SCATTER
+        uneven = reduces or operation.kind is _ALL_TO_ALL
+        publishes = path.publishes
+        if reduces and self._stages_own(operation):
+            publishes = (*publishes, (self.rank, self._own_offset(path)))
         sources = [(tensor.data_ptr(), tensor.nbytes) for tensor in operation.inputs]
         targets = [(tensor.data_ptr(), tensor.nbytes) for tensor in operation.outputs]
         step, steps = 0, num_steps((sources or targets)[0][1], path.slice_bytes)
         while step < steps:
             half = self._signals.begin_step()
-            self._publish(path, step, sources, self._buffers.address[half][self.rank])
+            self._publish(operation, publishes, step, path.slice_bytes, sources, half)
             if uneven and step == 0:
                 self._signals.publish_sizes(half, operation)
             self._signals.synchronise(control)
             if uneven and step == 0:
                 steps = num_steps(self._signals.compare_sizes(half, operation), path.slice_bytes)
-            self._take(path, step, targets, self._buffers.address[half])
+            if reduces:
+                self._reduce_own(operation, path, step, half)
+            else:
+                self._take(path, step, targets, self._buffers.address[half])
             step += 1
-        if path.own is not None:
+        if path.own is not None and not reduces:
             (source, num_bytes), (target, _) = sources[path.own[0]], targets[path.own[1]]
             if source != target:
                 copy_bytes(target, source, num_bytes)
 
-    def _publish(self, path: Route, step: int, sources: list[tuple[int, int]], buffer: int) -> None:
-        for publish in path.publishes:
-            address, num_bytes = sources[publish.source]
-            start, stop = span(step, path.slice_bytes, num_bytes)
-            if start != stop:
-                copy_bytes(buffer + publish.offset, address + start, stop - start)
+    def _publish(
+        self,
+        operation: Operation,
+        publishes: tuple[tuple[int, int], ...],
+        step: int,
+        slice_bytes: int,
+        sources: list[tuple[int, int]],
+        half: int,
+    ) -> None:
+        buffer = self._buffers.address[half][self.rank]
+        for source, offset in publishes:
+            address, num_bytes = sources[source]
+            start, stop = span(step, slice_bytes, num_bytes)
+            if start == stop:
+                continue
+            if operation.reduce_op is _PREMUL_SUM:
+                tensor = operation.inputs[source]
+                own = tensor.view(-1)[start // tensor.itemsize : stop // tensor.itemsize]
+                self._publish_product(operation, own, half, offset)
+            else:
+                copy_bytes(buffer + offset, address + start, stop - start)
 
     def _take(self, path: Route, step: int, targets: list[tuple[int, int]], buffers: list[int]) -> None:
-        for take in path.takes:
-            address, num_bytes = targets[take.target]
+        for peer, offset, target in path.takes:
+            address, num_bytes = targets[target]
             start, stop = span(step, path.slice_bytes, num_bytes)
             if start != stop:
-                copy_bytes(address + start, buffers[take.peer] + take.offset, stop - start)
+                copy_bytes(address + start, buffers[peer] + offset, stop - start)
 
     # ------------------------------------------------------------ ALL_REDUCE and REDUCE
 
@@ -208,23 +224,21 @@ class ShmTransport(Transport):
     def _make_prepared(self, operation: Operation, tensor: torch.Tensor) -> _PreparedReduction:
         kernel = _kernel(operation, tensor)
         count = tensor.nbytes // kernel.dtype.itemsize
-        return _PreparedReduction(
-            kernel, kernel.dtype is tensor.dtype, tensor.nbytes, self._buffers.views(kernel.dtype, 0, count)
-        )
+        return kernel, kernel.dtype is tensor.dtype, tensor.nbytes, self._buffers.views(kernel.dtype, 0, count)
 
     def _in_one_slice(self, operation: Operation, control: Control, root: int | None) -> None:
         """Reduces a small tensor; the path on which microseconds count."""
         tensor = operation.outputs[0]
-        prepared = self._prepare(operation, tensor)
+        kernel, plain, num_bytes, views = self._prepare(operation, tensor)
         rank = self.rank
         half = self._signals.begin_step()
         if operation.reduce_op is _PREMUL_SUM:
             self._publish_product(operation, tensor.view(-1), half, 0)
         else:
-            copy_bytes(self._buffers.address[half][rank], tensor.data_ptr(), prepared.num_bytes)
+            copy_bytes(self._buffers.address[half][rank], tensor.data_ptr(), num_bytes)
         self._signals.synchronise(control)
-        if (root is None or root == rank) and prepared.num_bytes:
-            self._reduce(prepared.kernel, prepared.views[half], _flat(tensor, prepared.kernel, prepared.plain))
+        if (root is None or root == rank) and num_bytes:
+            self._reduce(kernel, views[half], _flat(tensor, kernel, plain))
 
     def _in_slices(self, operation: Operation, control: Control, root: int | None) -> None:
         """Reduces any number of tensors as if they were one."""
@@ -312,24 +326,7 @@ class ShmTransport(Transport):
         for address, (start, stop) in zip(self._buffers.address[half], self._portions(own), strict=True):
             copy_bytes(target + start * width, address + slice_bytes, (stop - start) * width)
 
-    # ------------------------------------------------------------ REDUCE_SCATTER
-
-    def _reduce_scatter(self, operation: Operation, control: Control, path: Route) -> None:
-        """Reduces directly, since every rank reduces only its own chunk."""
-        publishes = path.publishes
-        if self._stages_own(operation):
-            publishes = (*publishes, Publish(self.rank, self._own_offset(path)))
-        step, steps = 0, 1
-        while step < steps:
-            half = self._signals.begin_step()
-            self._publish_slices(operation, publishes, step, path.slice_bytes, half)
-            if step == 0:
-                self._signals.publish_sizes(half, operation)
-            self._signals.synchronise(control)
-            if step == 0:
-                steps = num_steps(self._signals.compare_sizes(half, operation), path.slice_bytes)
-            self._reduce_own(operation, path, step, half)
-            step += 1
+    # ------------------------------------------------------------ REDUCE_SCATTER: a rank reduces only its own chunk
 
     def _own_offset(self, path: Route) -> int:
         return self.rank * path.slice_bytes
@@ -338,21 +335,6 @@ class ShmTransport(Transport):
         """Whether this rank's input goes through its buffer, as it is multiplied or the output would overwrite it."""
         in_place = operation.outputs[0].data_ptr() == operation.inputs[self.rank].data_ptr()
         return operation.reduce_op is _PREMUL_SUM or (in_place and self.rank > 1)
-
-    def _publish_slices(
-        self, operation: Operation, publishes: tuple[Publish, ...], step: int, slice_bytes: int, half: int
-    ) -> None:
-        buffer = self._buffers.address[half][self.rank]
-        for publish in publishes:
-            tensor = operation.inputs[publish.source]
-            start, stop = span(step, slice_bytes, tensor.nbytes)
-            if start == stop:
-                continue
-            if operation.reduce_op is _PREMUL_SUM:
-                own = tensor.view(-1)[start // tensor.itemsize : stop // tensor.itemsize]
-                self._publish_product(operation, own, half, publish.offset)
-            else:
-                copy_bytes(buffer + publish.offset, tensor.data_ptr() + start, stop - start)
 
     def _reduce_own(self, operation: Operation, path: Route, step: int, half: int) -> None:
         output = operation.outputs[0]
