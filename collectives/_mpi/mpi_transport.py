@@ -154,14 +154,7 @@ class MpiTransport(Transport):
         self._splits = struct.Struct(f"<{2 * self.size}q")
         self._view_bytes = FINGERPRINT_BYTES + self._splits.size
         self._starts: dict[Kind, Callable[[Operation], None]] = {
-            Kind.ALL_REDUCE: self._all_reduce,
-            Kind.REDUCE: self._reduce,
-            Kind.BROADCAST: self._broadcast,
-            Kind.ALL_GATHER: self._all_gather,
-            Kind.GATHER: self._gather,
-            Kind.SCATTER: self._scatter,
-            Kind.REDUCE_SCATTER: self._reduce_scatter,
-            Kind.ALL_TO_ALL: self._all_to_all,
+            kind: getattr(self, f"_{kind.title}") for kind in Kind if kind is not Kind.BARRIER
         }
         self._control: Control | None = None
 
@@ -267,10 +260,8 @@ class MpiTransport(Transport):
 
     def _reduce_scatter(self, operation: Operation) -> None:
         op = self._op(operation)
-        chunks = [self._prepare(operation, chunk) for chunk in operation.inputs]
-        wire = joined(chunks)
-        if wire is None:
-            wire = torch.cat(chunks)
+        chunks = tuple([self._prepare(operation, chunk) for chunk in operation.inputs])
+        wire = _in_one_piece(chunks)
         result = torch.empty_like(chunks[self.rank])
         counts = [chunk.numel() for chunk in chunks]
         own_chunk = as_elements(self._mpi, result)

@@ -224,15 +224,7 @@ class NcclCalls:
         self._rank = rank
         self._size = size
         self._calls: dict[Kind, Callable[[Operation, int], list[torch.Tensor]]] = {
-            Kind.ALL_REDUCE: self._all_reduce,
-            Kind.REDUCE: self._reduce,
-            Kind.BROADCAST: self._broadcast,
-            Kind.ALL_GATHER: self._all_gather,
-            Kind.GATHER: self._gather,
-            Kind.SCATTER: self._scatter,
-            Kind.REDUCE_SCATTER: self._reduce_scatter,
-            Kind.ALL_TO_ALL: self._all_to_all,
-            Kind.BARRIER: self._barrier,
+            kind: getattr(self, f"_{kind.title}") for kind in Kind
         }
 
     def enqueue(self, operation: Operation, stream: torch.cuda.Stream) -> list[torch.Tensor]:

@@ -96,15 +96,7 @@ class HierarchicalTransport(Transport):
         self._between = None if between is None else _Part(between, hosts.leaders)
         self._everyone = _Part(everyone, tuple(range(self.size)))
         self._runners: dict[Kind, Callable[[Operation, Control], None]] = {
-            Kind.ALL_REDUCE: self._all_reduce,
-            Kind.REDUCE: self._reduce,
-            Kind.BROADCAST: self._broadcast,
-            Kind.ALL_GATHER: self._all_gather,
-            Kind.GATHER: self._gather,
-            Kind.SCATTER: self._scatter,
-            Kind.REDUCE_SCATTER: self._reduce_scatter,
-            Kind.ALL_TO_ALL: lambda operation, control: self._everyone.run(control, operation),
-            Kind.BARRIER: self._barrier,
+            kind: getattr(self, f"_{kind.title}") for kind in Kind
         }
 
     def run(self, operation: Operation, control: Control) -> None:
@@ -226,6 +218,9 @@ class HierarchicalTransport(Transport):
         self._leaders(control, Operation(Kind.REDUCE_SCATTER, tuple(blocks), (block,), part))
         self._scatter_on_host(block, sizes[self._host], output, control)
         self._finish(operation, output)
+
+    def _all_to_all(self, operation: Operation, control: Control) -> None:
+        self._everyone.run(control, operation)
 
     def _barrier(self, operation: Operation, control: Control) -> None:
         barrier = Operation(Kind.BARRIER)

@@ -92,15 +92,7 @@ class SocketTransport(Transport):
         self._peer = 1 - rank if size == 2 else -1
         self._messages: dict[tuple[int, torch.dtype, int], _MessageBuffers] = {}
         self._buffers: dict[Kind, Callable[[Operation], list[torch.Tensor]]] = {
-            Kind.ALL_REDUCE: self._for_all_reduce,
-            Kind.REDUCE: self._for_reduce,
-            Kind.BROADCAST: lambda operation: [operation.outputs[0]],
-            Kind.ALL_GATHER: self._for_all_gather,
-            Kind.GATHER: self._for_gather,
-            Kind.SCATTER: self._for_scatter,
-            Kind.REDUCE_SCATTER: self._for_reduce_scatter,
-            Kind.ALL_TO_ALL: self._for_all_to_all,
-            Kind.BARRIER: lambda operation: [],
+            kind: getattr(self, f"_for_{kind.title}") for kind in Kind
         }
 
     def run(self, operation: Operation, control: Control) -> None:
@@ -279,6 +271,9 @@ class SocketTransport(Transport):
         reduce_kernels.premultiply_to(operation, tensor, product)
         return product
 
+    def _for_broadcast(self, operation: Operation) -> list[torch.Tensor]:
+        return [operation.outputs[0]]
+
     def _for_all_gather(self, operation: Operation) -> list[torch.Tensor]:
         _copy(operation.inputs[0], operation.outputs[self.rank])
         return list(operation.outputs)
@@ -306,6 +301,9 @@ class SocketTransport(Transport):
     def _for_all_to_all(self, operation: Operation) -> list[torch.Tensor]:
         _copy(operation.inputs[self.rank], operation.outputs[self.rank])
         return [*operation.inputs, *operation.outputs]
+
+    def _for_barrier(self, operation: Operation) -> list[torch.Tensor]:
+        return []
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
