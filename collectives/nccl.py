@@ -47,15 +47,10 @@ class NcclOptions:
     check: bool = False
 
 
-@dataclass(slots=True)
-class _BatchedMessage:
-    """A send or receive of an unfinished batch."""
-
-    call: Callable[[torch.Tensor, int, torch.cuda.Stream], None]
-    tensor: torch.Tensor
-    peer: int
-    work: NcclWork
-    finish: Callable[[], None] | None
+_Message = tuple[
+    Callable[[torch.Tensor, int, torch.cuda.Stream], None], torch.Tensor, int, NcclWork, Callable[[], None] | None
+]
+"""A send or receive: what starts it, its tensor, the peer, its work, and what to call once it is enqueued."""
 
 
 class NcclBackend(GroupBackend):
@@ -285,8 +280,8 @@ class NcclBackend(GroupBackend):
         deadline, blocking = self._deadline(timeout_s), self._blocking_wait
         work = NcclWork(str(record), 0, self._runtime, deadline, [tensor], record, blocking=blocking, result=[tensor])
         self._watchdog.register(lambda _: work, collective=False)
-        message = _BatchedMessage(call, tensor, peer, work, finish)
-        batch: list[_BatchedMessage] | None = getattr(self._batch, "messages", None)
+        message: _Message = (call, tensor, peer, work, finish)
+        batch: list[_Message] | None = getattr(self._batch, "messages", None)
         if batch is not None:
             batch.append(message)
             return work
@@ -299,28 +294,28 @@ class NcclBackend(GroupBackend):
         self._batch.messages = []
 
     def end_batch(self) -> None:
-        messages: list[_BatchedMessage] = self._batch.messages
+        messages: list[_Message] = self._batch.messages
         self._batch.messages = None
         if messages:
             self._start(messages, asynchronous=True)
 
-    def _start(self, messages: list[_BatchedMessage], asynchronous: bool) -> None:
+    def _start(self, messages: list[_Message], asynchronous: bool) -> None:
         with self._order:
             stream = self._stream(asynchronous)
             try:
                 with self._runtime.on(stream), ExitStack() as group:
                     if len(messages) > 1:
                         group.enter_context(self._runtime.grouped())
-                    for message in messages:
-                        message.call(message.tensor, message.peer, stream)
+                    for call, tensor, peer, _, _ in messages:
+                        call(tensor, peer, stream)
                     group.close()
-                    for message in messages:
-                        if message.finish is not None:
-                            message.finish()
-                for message in messages:
-                    message.work.enqueued(stream, [], message.peer)
+                    for *_, finish in messages:
+                        if finish is not None:
+                            finish()
+                for _, _, peer, work, _ in messages:
+                    work.enqueued(stream, [], peer)
             except self._runtime.errors as exc:
-                raise self._broken(exc).error(messages[0].work.title) from exc
+                raise self._broken(exc).error(messages[0][3].title) from exc
 
     # ------------------------------------------------------------ common parts
 

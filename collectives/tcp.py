@@ -21,7 +21,13 @@ from rpcdist.collectives._group.backend_contract import GroupContext
 from rpcdist.collectives._group.engine_backend import EngineBackend
 from rpcdist.collectives._group.group_watch import GroupWatch
 from rpcdist.collectives._group.state import GroupFailure
-from rpcdist.collectives._transports.hierarchical import HierarchicalTransport, Hosts
+from rpcdist.collectives._transports.hierarchical import (
+    HierarchicalTransport,
+    Hosts,
+    hosts_of,
+    index_of_host,
+    leaders_of,
+)
 from rpcdist.collectives._transports.p2p.messenger import open_messenger
 from rpcdist.collectives._transports.shm.futex import unsupported_here
 from rpcdist.collectives._transports.shm.routes import segment_size
@@ -51,7 +57,7 @@ def find_hosts(rank: int, watch: GroupWatch, allowed: bool, deadline: Deadline) 
     entries = [json.loads(text) for text in texts]
     # Others can reach a rank that is not allowed to share memory, but must not take it as their leader.
     leaders = [leader if entries[leader][1] else rank for rank, (leader, _) in enumerate(entries)]
-    return Hosts.from_leaders(leaders)
+    return hosts_of(leaders)
 
 
 def _lowest_reachable(rank: int, watch: GroupWatch) -> int:
@@ -76,7 +82,7 @@ def share_memory(
     """
     segment: Segment | None = None
     reason = ""
-    members = hosts.members[hosts.index_of(context.rank)]
+    members = hosts[index_of_host(hosts, context.rank)]
     limit = deadline.earlier(Deadline.after(SLOW_ANSWER_LIMIT_S))
     try:
         if len(members) > 1:
@@ -84,15 +90,18 @@ def share_memory(
     except (RpcdistError, OSError) as exc:
         reason = f"{type(exc).__name__}: {exc}"
     outcomes = watch.exchange(reason, deadline)
-    works = [all(not outcomes[rank] for rank in ranks) for ranks in hosts.members]
-    if not works[hosts.index_of(context.rank)]:
+    if any(outcomes[rank] for rank in members):
         failed = "; ".join(f"rank {context.ranks[rank]}: {outcomes[rank]}" for rank in members if outcomes[rank])
         logger.warning("group %r uses sockets on this host, because shared memory failed: %s", context.name, failed)
         if segment is not None:
             segment.close()
             segment = None
-    leaders = {rank: ranks[0] if works[index] else rank for index, ranks in enumerate(hosts.members) for rank in ranks}
-    return segment, Hosts.from_leaders([leaders[rank] for rank in range(context.size)])
+    leaders = list(range(context.size))
+    for ranks in hosts:
+        if not any(outcomes[rank] for rank in ranks):
+            for rank in ranks:
+                leaders[rank] = ranks[0]
+    return segment, hosts_of(leaders)
 
 
 def _share_on_host(
@@ -188,26 +197,26 @@ def _make_transport(context: GroupContext, watch: GroupWatch, options: TcpOption
     if refused is not None and allowed:
         logger.warning("collectives use TCP within this host: %s", refused)
     hosts = find_hosts(context.rank, watch, allowed and refused is None, deadline)
-    largest = max(map(len, hosts.members))
-    size_bytes = segment_size(len(hosts.members[hosts.index_of(context.rank)])) if largest > 1 else 0
+    largest = max(map(len, hosts))
+    size_bytes = segment_size(len(hosts[index_of_host(hosts, context.rank)])) if largest > 1 else 0
     segment = None
     if largest > 1:
         segment, hosts = share_memory(context, watch, hosts, size_bytes, deadline)
-    if len(hosts.members) == context.size:
+    if len(hosts) == context.size:
         return SocketTransport(context.rank, context.size, watch.hub, f"{watch.uid}/all", list(watch.addresses))
-    on_host = hosts.members[hosts.index_of(context.rank)]
+    on_host = hosts[index_of_host(hosts, context.rank)]
     local: Transport
     if segment is None:
         local = SingleRankTransport()
     else:
         local = ShmTransport(on_host.index(context.rank), len(on_host), segment)
-    if len(hosts.members) == 1:
+    if len(hosts) == 1:
         return local
     return _make_hierarchical(context, watch, hosts, local)
 
 
 def _make_hierarchical(context: GroupContext, watch: GroupWatch, hosts: Hosts, local: Transport) -> Transport:
-    leaders = hosts.leaders
+    leaders = leaders_of(hosts)
     between = None
     if context.rank in leaders:
         addresses = [watch.addresses[rank] for rank in leaders]

@@ -7,7 +7,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -22,29 +22,11 @@ from rpcdist.collectives._transports.transport_base import Transport
 from rpcdist.collectives.work import Work
 from rpcdist.deadline import Deadline
 
+if TYPE_CHECKING:
+    from rpcdist.collectives._mpi.mpi_messages import MpiMessages
+    from rpcdist.collectives._transports.p2p.messenger import Messenger
+
 logger = logging.getLogger(__name__)
-
-
-class Messages(Protocol):
-    """The messages of a group; see `GroupBackend.send` and `GroupBackend.recv`. `title` names the call in errors."""
-
-    def send(
-        self, title: object, tensor: torch.Tensor, peer: int, tag: int, *, asynchronous: bool, timeout_s: float
-    ) -> Work: ...
-
-    def recv(
-        self,
-        title: object,
-        tensor: torch.Tensor,
-        peer: int | None,
-        tag: int,
-        *,
-        asynchronous: bool,
-        timeout_s: float,
-        finish: Callable[[], None] | None,
-    ) -> Work: ...
-
-    def peer_lost(self, rank: int, reason: str) -> None: ...
 
 
 class EngineBackend(GroupBackend):
@@ -53,7 +35,7 @@ class EngineBackend(GroupBackend):
     runs_parts = True
 
     def __init__(
-        self, context: GroupContext, watch: GroupWatch | None, transport: Transport, messages: Messages
+        self, context: GroupContext, watch: GroupWatch | None, transport: Transport, messages: Messenger | MpiMessages
     ) -> None:
         self.context = context
         self.reduces_many = transport.reduces_many

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -24,31 +24,24 @@ from rpcdist.collectives._transports.transport_base import (
     TransportTimeout,
 )
 
+Hosts = tuple[tuple[int, ...], ...]
+"""The ranks of each host in ascending order; hosts are ordered by their first rank, which leads."""
 
-@dataclass(frozen=True, slots=True)
-class Hosts:
-    """Which ranks of a group share a host.
 
-    Attributes:
-        members: the ranks of each host in ascending order; hosts are ordered by their first rank.
-    """
+def hosts_of(leaders: Sequence[int]) -> Hosts:
+    """Groups the ranks by their leader; a leader's entry is the leader itself."""
+    members: dict[int, list[int]] = {}
+    for rank, leader in enumerate(leaders):
+        members.setdefault(leader, []).append(rank)
+    return tuple(tuple(members[leader]) for leader in sorted(members))
 
-    members: tuple[tuple[int, ...], ...]
 
-    @classmethod
-    def from_leaders(cls, leaders: Sequence[int]) -> Hosts:
-        """Groups the ranks by their leader; a leader's entry is the leader itself."""
-        members: dict[int, list[int]] = {}
-        for rank, leader in enumerate(leaders):
-            members.setdefault(leader, []).append(rank)
-        return cls(tuple(tuple(members[leader]) for leader in sorted(members)))
+def index_of_host(hosts: Hosts, rank: int) -> int:
+    return next(index for index, ranks in enumerate(hosts) if rank in ranks)
 
-    def index_of(self, rank: int) -> int:
-        return next(index for index, ranks in enumerate(self.members) if rank in ranks)
 
-    @property
-    def leaders(self) -> tuple[int, ...]:
-        return tuple(ranks[0] for ranks in self.members)
+def leaders_of(hosts: Hosts) -> tuple[int, ...]:
+    return tuple(ranks[0] for ranks in hosts)
 
 
 class _Part:
@@ -89,11 +82,11 @@ class HierarchicalTransport(Transport):
         self, rank: int, hosts: Hosts, local: Transport, between: Transport | None, everyone: Transport
     ) -> None:
         self.rank = rank
-        self.size = sum(map(len, hosts.members))
+        self.size = sum(map(len, hosts))
         self._hosts = hosts
-        self._host = hosts.index_of(rank)
-        self._local = _Part(local, hosts.members[self._host])
-        self._between = None if between is None else _Part(between, hosts.leaders)
+        self._host = index_of_host(hosts, rank)
+        self._local = _Part(local, hosts[self._host])
+        self._between = None if between is None else _Part(between, leaders_of(hosts))
         self._everyone = _Part(everyone, tuple(range(self.size)))
         self._runners: dict[Kind, Callable[[Operation, Control], None]] = {
             kind: getattr(self, f"_{kind.title}") for kind in Kind
@@ -144,7 +137,7 @@ class HierarchicalTransport(Transport):
         self._finish(operation, buffer)
 
     def _reduce(self, operation: Operation, control: Control) -> None:
-        root_host = self._hosts.index_of(operation.root)
+        root_host = index_of_host(self._hosts, operation.root)
         buffer = operation.outputs[0].clone()  # only the root's tensor may change
         part = self._reduced(operation, buffer)
         self._reduce_to_leader(control, buffer, part)
@@ -158,7 +151,7 @@ class HierarchicalTransport(Transport):
 
     def _broadcast(self, operation: Operation, control: Control) -> None:
         buffer = operation.outputs[0]
-        root_host = self._hosts.index_of(operation.root)
+        root_host = index_of_host(self._hosts, operation.root)
         if self._host == root_host:
             self._broadcast_on_host(control, buffer, root=self._mine.index(operation.root))
         self._leaders(control, replace(operation, root=root_host))
@@ -174,7 +167,7 @@ class HierarchicalTransport(Transport):
         self._copy_chunks(whole, operation.outputs)
 
     def _gather(self, operation: Operation, control: Control) -> None:
-        root_host = self._hosts.index_of(operation.root)
+        root_host = index_of_host(self._hosts, operation.root)
         blocks, whole = self._gather_on_leader(operation.inputs[0], control)
         nothing = whole[:0]
         if self._host == root_host:
@@ -191,7 +184,7 @@ class HierarchicalTransport(Transport):
 
     def _scatter(self, operation: Operation, control: Control) -> None:
         output = operation.outputs[0]
-        root_host = self._hosts.index_of(operation.root)
+        root_host = index_of_host(self._hosts, operation.root)
         whole = output.new_empty(output.numel() * self.size)
         if self.rank == operation.root:
             torch.cat([operation.inputs[rank].view(-1) for rank in self._order], out=whole)
@@ -212,7 +205,7 @@ class HierarchicalTransport(Transport):
         whole = torch.cat([inputs[rank].view(-1) for rank in self._order])
         part = self._reduced(operation, whole)
         self._reduce_to_leader(control, whole, part)
-        sizes = [[inputs[rank].numel() for rank in ranks] for ranks in self._hosts.members]
+        sizes = [[inputs[rank].numel() for rank in ranks] for ranks in self._hosts]
         blocks = whole.split([sum(numbers) for numbers in sizes])
         block = blocks[self._host]
         self._leaders(control, Operation(Kind.REDUCE_SCATTER, tuple(blocks), (block,), part))
@@ -232,12 +225,12 @@ class HierarchicalTransport(Transport):
 
     @property
     def _order(self) -> list[int]:
-        return [rank for ranks in self._hosts.members for rank in ranks]
+        return [rank for ranks in self._hosts for rank in ranks]
 
     def _blocks(self, whole: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The block of each host in a buffer with a chunk of equal size for every rank."""
         count = whole.numel() // self.size
-        return tuple(whole.split([count * len(ranks) for ranks in self._hosts.members]))
+        return tuple(whole.split([count * len(ranks) for ranks in self._hosts]))
 
     def _gather_on_leader(self, chunk: torch.Tensor, control: Control) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
         """Returns a buffer for all ranks, as blocks and as a whole; on the leader, the block of its host is filled."""

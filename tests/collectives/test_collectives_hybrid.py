@@ -9,7 +9,12 @@ import torch
 from transport_in_memory import MemoryControl, memory_transports, reference, run_ranks
 
 from rpcdist.collectives._operations.operation import Kind, Operation, ReduceOp
-from rpcdist.collectives._transports.hierarchical import HierarchicalTransport, Hosts
+from rpcdist.collectives._transports.hierarchical import (
+    HierarchicalTransport,
+    hosts_of,
+    index_of_host,
+    leaders_of,
+)
 from rpcdist.collectives._transports.transport_base import (
     Control,
     SingleRankTransport,
@@ -27,11 +32,11 @@ LEADERS = [
 
 
 def transports_of(leaders: list[int]) -> list[HierarchicalTransport]:
-    hosts = Hosts.from_leaders(leaders)
+    hosts = hosts_of(leaders)
     everyone = memory_transports(len(leaders))
-    between = dict(zip(hosts.leaders, memory_transports(len(hosts.members)), strict=True))
+    between = dict(zip(leaders_of(hosts), memory_transports(len(hosts)), strict=True))
     local: dict[int, Transport] = {}
-    for members in hosts.members:
+    for members in hosts:
         local.update(zip(members, memory_transports(len(members)), strict=True))
     return [
         HierarchicalTransport(rank, hosts, local[rank], between.get(rank), everyone[rank])
@@ -108,10 +113,10 @@ def test_empty_tensors_pass() -> None:
 
 
 def test_hosts_are_ordered_by_their_first_rank() -> None:
-    hosts = Hosts.from_leaders([0, 1, 0, 1, 4])
-    assert hosts.members == ((0, 2), (1, 3), (4,))
-    assert hosts.leaders == (0, 1, 4)
-    assert [hosts.index_of(rank) for rank in range(5)] == [0, 1, 0, 1, 2]
+    hosts = hosts_of([0, 1, 0, 1, 4])
+    assert hosts == ((0, 2), (1, 3), (4,))
+    assert leaders_of(hosts) == (0, 1, 4)
+    assert [index_of_host(hosts, rank) for rank in range(5)] == [0, 1, 0, 1, 2]
 
 
 class _Broken(SingleRankTransport):
@@ -123,7 +128,7 @@ class _Broken(SingleRankTransport):
 
 
 def test_what_a_part_reports_is_told_by_the_ranks_of_the_group() -> None:
-    hosts = Hosts.from_leaders([0, 1, 0, 1])
+    hosts = hosts_of([0, 1, 0, 1])
     buffer = torch.zeros(2)
     operation = Operation(Kind.ALL_REDUCE, (buffer,), (buffer,), ReduceOp.SUM)
     transport = HierarchicalTransport(
