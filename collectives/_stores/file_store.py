@@ -29,7 +29,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
-from rpcdist.collectives._stores.store_base import DEFAULT_TIMEOUT, DROPPED_STORES, Store, Timeout
+from rpcdist.collectives._stores.store_base import DEFAULT_TIMEOUT, Store, Timeout, close_dropped, close_later
 from rpcdist.collectives._stores.store_operations import Change, Code, Contents, Missing, StoreOperation
 from rpcdist.deadline import Deadline, backoff
 from rpcdist.errors import DistStoreError
@@ -278,7 +278,7 @@ class FileStore(Store):
         self, file_name: str | os.PathLike[str], world_size: int = -1, timeout: Timeout = DEFAULT_TIMEOUT
     ) -> None:
         super().__init__(timeout)
-        DROPPED_STORES.close_all()
+        close_dropped()
         self._table = FileTable(os.path.abspath(os.fspath(file_name)), world_size)
         self._closer = weakref.finalize(self, _drop, os.getpid(), self._table)
 
@@ -315,4 +315,4 @@ def _drop(pid: int, table: FileTable) -> None:
     try:
         table.close(limit_s=0.0)
     except DistStoreError:
-        DROPPED_STORES.add(pid, table.close)
+        close_later(pid, table.close)

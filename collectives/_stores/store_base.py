@@ -295,41 +295,39 @@ def _data(value: Value) -> bytes:
 logger = logging.getLogger(__name__)
 
 
-class DroppedStores:
-    """Stores that finalizers could not close. Any thread may use it."""
+_dropped: Final[deque[tuple[int, Callable[[], None]]]] = deque()
+"""How to close the stores that finalizers could not close, and in which process."""
+_exiting = False
 
-    def __init__(self) -> None:
-        self._closers: deque[tuple[int, Callable[[], None]]] = deque()
-        self._exiting = False
 
-    def add(self, pid: int, close: Callable[[], None]) -> None:
-        """Schedules `close` for later, in process `pid` only (not in a forked child); safe in a finalizer."""
-        self._closers.append((pid, close))
-        if self._exiting:  # a finalizer may run after `at_exit`, when it cannot interrupt an operation
-            self.close_all()
+def close_later(pid: int, close: Callable[[], None]) -> None:
+    """Schedules `close` for later, in process `pid` only (not in a forked child); safe in a finalizer."""
+    _dropped.append((pid, close))
+    if _exiting:  # a finalizer may run after `_close_at_exit`, when it cannot interrupt an operation
+        close_dropped()
 
-    def close_all(self) -> None:
-        """Closes dropped stores. Logs errors, because no caller can handle them."""
-        while self._closers:
+
+def close_dropped() -> None:
+    """Closes dropped stores. Logs errors, because no caller can handle them. Any thread may call it."""
+    while _dropped:
+        try:
+            pid, close = _dropped.popleft()
+        except IndexError:  # another thread was faster
+            return
+        if pid == os.getpid():
             try:
-                pid, close = self._closers.popleft()
-            except IndexError:  # another thread was faster
-                return
-            if pid == os.getpid():
-                try:
-                    close()
-                except Exception:
-                    logger.warning("a store that was dropped without close() could not be closed", exc_info=True)
-
-    def at_exit(self) -> None:
-        self._exiting = True
-        self.close_all()
+                close()
+            except Exception:
+                logger.warning("a store that was dropped without close() could not be closed", exc_info=True)
 
 
-DROPPED_STORES: Final = DroppedStores()
-"""The dropped stores of this process."""
+def _close_at_exit() -> None:
+    global _exiting
+    _exiting = True
+    close_dropped()
 
-register_at_exit(DROPPED_STORES.at_exit)
+
+register_at_exit(_close_at_exit)
 
 
 class SignedRecords:

@@ -149,11 +149,10 @@ class ServedTable:
     Its calls of the service `Store` run on the I/O loop; any thread may call the other methods.
     """
 
-    def __init__(self, server: TableServer, node: Node, address: str) -> None:
+    def __init__(self, node: Node, address: str) -> None:
         self.address = address
         self.table = SharedTable()
         self.num_shares = 0
-        self._server = server
         self._node = node
         self._replied_at = float("-inf")
 
@@ -165,11 +164,16 @@ class ServedTable:
 
     def share(self) -> ServedTable:
         host, port = split_address(self.address)
-        return self._server.share(host, port, may_share=True, timeout_s=STORE_GRACE_S)
+        return share_table(host, port, may_share=True, timeout_s=STORE_GRACE_S)
 
     def close(self) -> None:
         """Releases a share. Blocks for a limited time."""
-        self._server.give_up(self)
+        with _lock:
+            self.num_shares -= 1
+            if self.num_shares or in_forked_child():
+                return
+            del _serving[split_address(self.address)[1]]
+            self.end()
 
     def start_serving(self, timeout_s: float) -> None:
         self._node.add_service(DESCRIPTOR, self.methods(), timeout_s, self.address)
@@ -253,65 +257,48 @@ class ServedTable:
         await asyncio.sleep(max(0.0, self._replied_at + STORE_LINGER_S - loop.time()))
 
 
-class TableServer:
-    """Serves one table for each requested port, all on one node."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._serving: dict[int, ServedTable] = {}  # by port
-
-    @property
-    def tables(self) -> list[SharedTable]:
-        return [serving.table for serving in self._serving.values()]
-
-    def share(self, host: str, port: int, may_share: bool, timeout_s: float) -> ServedTable:
-        """Starts to serve a table, or returns a share of the table that this process already serves at that port.
-
-        Args:
-            port: 0 for any free port.
-            may_share: whether to share the table of an earlier caller.
-
-        Raises:
-            DistNetworkError: the port is in use, even if by a store of this process when `may_share` is not set.
-        """
-        with self._lock:
-            serving = self._serving.get(port)
-            if serving is None:
-                try:
-                    serving = self._start(host, port, timeout_s)
-                except (TransportError, DeadlineExceeded) as exc:
-                    raise DistNetworkError(f"the store cannot be served at {host} port {port}: {exc}") from exc
-            elif not may_share:
-                raise DistNetworkError(
-                    f"this process already serves a store at {serving.address} (address already in use). Pass "
-                    "multi_tenant=True to share its table, close() that store first, or choose another port."
-                )
-            serving.num_shares += 1
-            return serving
-
-    def _start(self, host: str, port: int, timeout_s: float) -> ServedTable:
-        node = acquire_node()
-        try:
-            serving = ServedTable(self, node, node.serve(host, port, timeout_s, is_apart=True))
-        except BaseException:
-            node.release()
-            raise
-        try:
-            serving.start_serving(timeout_s)
-        except BaseException:
-            serving.end()
-            raise
-        self._serving[split_address(serving.address)[1]] = serving
-        return serving
-
-    def give_up(self, serving: ServedTable) -> None:
-        with self._lock:
-            serving.num_shares -= 1
-            if serving.num_shares or in_forked_child():
-                return
-            del self._serving[split_address(serving.address)[1]]
-            serving.end()
+_serving: Final[dict[int, ServedTable]] = {}
+"""The tables that this process serves, by port, all on its one node."""
+_lock: Final = threading.Lock()  # held while one starts or ends
 
 
-TABLE_SERVER: Final = TableServer()
-"""The server of this process, on its one node."""
+def share_table(host: str, port: int, may_share: bool, timeout_s: float) -> ServedTable:
+    """Starts to serve a table, or returns a share of the table that this process already serves at that port.
+
+    Args:
+        port: 0 for any free port.
+        may_share: whether to share the table of an earlier caller.
+
+    Raises:
+        DistNetworkError: the port is in use, even if by a store of this process when `may_share` is not set.
+    """
+    with _lock:
+        served = _serving.get(port)
+        if served is None:
+            try:
+                served = _serve(host, port, timeout_s)
+            except (TransportError, DeadlineExceeded) as exc:
+                raise DistNetworkError(f"the store cannot be served at {host} port {port}: {exc}") from exc
+        elif not may_share:
+            raise DistNetworkError(
+                f"this process already serves a store at {served.address} (address already in use). Pass "
+                "multi_tenant=True to share its table, close() that store first, or choose another port."
+            )
+        served.num_shares += 1
+        return served
+
+
+def _serve(host: str, port: int, timeout_s: float) -> ServedTable:
+    node = acquire_node()
+    try:
+        served = ServedTable(node, node.serve(host, port, timeout_s, is_apart=True))
+    except BaseException:
+        node.release()
+        raise
+    try:
+        served.start_serving(timeout_s)
+    except BaseException:
+        served.end()
+        raise
+    _serving[split_address(served.address)[1]] = served
+    return served

@@ -12,9 +12,9 @@ import weakref
 from typing import Final
 
 from rpcdist._proto import store_pb2
-from rpcdist.collectives._stores.store_base import DEFAULT_TIMEOUT, DROPPED_STORES, Store, Timeout, seconds
+from rpcdist.collectives._stores.store_base import DEFAULT_TIMEOUT, Store, Timeout, close_dropped, close_later, seconds
 from rpcdist.collectives._stores.store_operations import Missing, NumKeys, QueuePop, StoreOperation
-from rpcdist.collectives._stores.store_service import CLOSED, TABLE_SERVER, ServedTable, request_for, result_of
+from rpcdist.collectives._stores.store_service import CLOSED, ServedTable, request_for, result_of, share_table
 from rpcdist.deadline import Deadline, backoff
 from rpcdist.errors import (
     AuthenticationFailed,
@@ -220,7 +220,7 @@ class TCPStore(Store):
         use_libuv: bool = True,
     ) -> None:
         super().__init__(timeout)
-        DROPPED_STORES.close_all()
+        close_dropped()
         self._host = host_name
         self._world_size = world_size
         if master_listen_fd is not None:
@@ -243,7 +243,7 @@ class TCPStore(Store):
 
     def _attach(self, access: ServedTable | _RemoteTable) -> None:
         self._access = access
-        self._closer = weakref.finalize(self, DROPPED_STORES.add, os.getpid(), access.close)
+        self._closer = weakref.finalize(self, close_later, os.getpid(), access.close)
         self._closer.atexit = False  # at exit the transport stops by itself
 
     def _join(self, world_size: int, is_master: bool) -> None:
@@ -324,7 +324,7 @@ async def _ask(link: Link, operation: StoreOperation[object], wait_s: float) -> 
 
 def _open(host: str, port: int, is_master: bool, share: bool, timeout_s: float) -> ServedTable | _RemoteTable:
     if is_master:
-        return TABLE_SERVER.share(host, port, share, max(timeout_s, STORE_GRACE_S))
+        return share_table(host, port, share, max(timeout_s, STORE_GRACE_S))
     if port == 0:
         raise ConfigError(f"the port of the store at {host} is unknown; pass the master's (its `port` attribute).")
     return _RemoteTable(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", timeout_s)

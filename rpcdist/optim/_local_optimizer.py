@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from traceback import clear_frames
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 from weakref import WeakValueDictionary
 
 import torch
@@ -234,20 +234,6 @@ own_table = agent_local(OptimizerTable)
 # ---------------------------------------------------------------- called by RPC
 
 
-class NewOptimizer(NamedTuple):
-    """A new local optimizer, as a `DistributedOptimizer` sees it.
-
-    Attributes:
-        rref: keeps the local optimizer alive.
-        defaults: the default options of its class.
-    """
-
-    rref: RRef[LocalOptimizer]
-    number: int
-    options: list[Group]
-    defaults: dict[str, Any]
-
-
 def new_local_optimizer(
     optimizer_class: Callable[..., torch.optim.Optimizer],
     groups: list[Group],
@@ -255,7 +241,7 @@ def new_local_optimizer(
     numbers: list[list[int]],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> NewOptimizer:
+) -> tuple[RRef[LocalOptimizer], int, list[Group], dict[str, Any]]:
     """Makes a local optimizer.
 
     Args:
@@ -263,11 +249,15 @@ def new_local_optimizer(
         is_flat: whether the user gave a plain list of parameters instead of groups.
         numbers: for each group, the numbers of its parameters in the distributed optimizer.
         args, kwargs: for `optimizer_class`.
+
+    Returns:
+        A reference that keeps the local optimizer alive, its number, the options of its groups, and the default
+        options of its class.
     """
     table = own_table()
     local = LocalOptimizer(table.lock, optimizer_class, groups, is_flat, numbers, args, kwargs)
     options = [options_of(group) for group in local.optim.param_groups]
-    return NewOptimizer(RRef(local), table.add(local), options, _copied(local.optim.defaults))
+    return RRef(local), table.add(local), options, _copied(local.optim.defaults)
 
 
 def call_local_optimizer(number: int, method: str, *args: Any) -> Any:

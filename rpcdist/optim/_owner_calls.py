@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -169,9 +168,7 @@ def ask_owners_async(what: str, calls: Sequence[OwnerCall], then: Callable[[list
     return combined
 
 
-@dataclass(frozen=True, slots=True)
-class _CallFailed:
-    error: Exception
+# The result of a call that failed is its error.
 
 
 def _begin(agent: Agent, call: OwnerCall) -> Callable[[], Any]:
@@ -179,33 +176,39 @@ def _begin(agent: Agent, call: OwnerCall) -> Callable[[], Any]:
     try:
         return agent.caller.begin(call.owner.id, call.function, call.args)
     except Exception as exc:
-        return partial(_CallFailed, exc)
+        error = exc
+        return lambda: error
 
 
-def _start(call: OwnerCall) -> Future[Any] | _CallFailed:
+def _start(call: OwnerCall) -> Future[Any] | Exception:
     try:
         return rpc.rpc_async(call.owner, call.function, args=call.args)
     except Exception as exc:
-        return _CallFailed(exc)
+        return exc
 
 
 def _outcome_of(wait: Callable[[], Any]) -> Any:
     try:
         return wait()
     except Exception as exc:
-        return _CallFailed(exc)
+        return exc
 
 
 def _error_in(what: str, calls: Sequence[OwnerCall], results: Sequence[Any]) -> Exception | None:
-    if _CallFailed not in map(type, results):
+    failed: list[tuple[str, Exception]] = [
+        (call.owner.name, result)
+        for call, result in zip(calls, results, strict=True)
+        if issubclass(type(result), Exception)  # a user's exception may break `isinstance`
+    ]
+    if not failed:
         return None
-    failed = [(call.owner.name, r.error) for call, r in zip(calls, results, strict=True) if isinstance(r, _CallFailed)]
     owner, error = failed[0]
-    if type(error) is WorkerLost:  # a user's exception may break `isinstance`
+    if type(error) is WorkerLost:
         lost = OwnerLost(error.worker, what, error.last_seen_s, error.reason)
         lost.__cause__ = error
         error = lost
-    finished = [call.owner.name for call, r in zip(calls, results, strict=True) if not isinstance(r, _CallFailed)]
+    failing = {name for name, _ in failed}
+    finished = [call.owner.name for call in calls if call.owner.name not in failing]
     add_note(error, f"{what} failed on worker {owner!r}; it succeeded on: {', '.join(finished) or 'no worker'}")
     for other, other_error in failed[1:]:
         add_note(error, f"it also failed on worker {other!r}: {type(other_error).__name__}: {text_of(other_error)}")

@@ -85,14 +85,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 for shard in self._shards
             ],
         )
-        self.remote_optimizers: list[RRef[LocalOptimizer]] = [new.rref for new in made]
-        self._numbers: list[int] = [new.number for new in made]
-        self._sent: list[list[Group]] = [new.options for new in made]  # by shard: the options of its groups
+        self.remote_optimizers: list[RRef[LocalOptimizer]] = [rref for rref, *_ in made]
+        self._numbers: list[int] = [number for _, number, *_ in made]
+        self._sent: list[list[Group]] = [options for *_, options, _ in made]  # by shard: the options of its groups
         for shard, options in zip(self._shards, self._sent, strict=True):
             for index, group_options in zip(shard.groups, options, strict=True):
                 groups[index] |= options_of(group_options)
         self._is_made = False
-        super().__init__(groups, made[0].defaults)
+        super().__init__(groups, made[0][-1])
         self._is_made = True
 
     # ------------------------------------------------------------ steps

@@ -27,7 +27,6 @@ from rpcdist.collectives._stores.store_operations import (
     Wait,
 )
 from rpcdist.collectives._stores.store_service import (
-    TABLE_SERVER,
     ServedTable,
     operation_of,
     reply_with,
@@ -64,7 +63,7 @@ OPERATIONS: list[tuple[StoreOperation[object], object]] = [
 def served() -> ServedTable:
     """A table whose calls come from this test instead of a node."""
     node: Any = None
-    return ServedTable(TABLE_SERVER, node, "")
+    return ServedTable(node, "")
 
 
 async def execute(service: ServedTable, operation: StoreOperation[object], timeout_s: float = LONG_S) -> object:

@@ -20,9 +20,9 @@ from full_sets import FULL_ONLY
 
 from rpcdist._proto import store_pb2
 from rpcdist.collectives import DistNetworkError, DistStoreError, PrefixStore, StoreTimeout, TCPStore
-from rpcdist.collectives._stores import tcp_store
+from rpcdist.collectives._stores import store_service, tcp_store
 from rpcdist.collectives._stores.store_operations import QueuePop
-from rpcdist.collectives._stores.store_service import TABLE_SERVER, ServedTable, request_for
+from rpcdist.collectives._stores.store_service import ServedTable, request_for
 from rpcdist.errors import AuthenticationFailed, BlockingInLoop, ConfigError, ConnectFailed
 from rpcdist.ids import Identity
 from rpcdist.testing import Program, WorkerPool, eventually, free_port, wait_until_asleep
@@ -35,7 +35,7 @@ LIMIT_S = 20.0
 
 
 def num_waiters() -> int:
-    return sum(table.num_waiting for table in TABLE_SERVER.tables)
+    return sum(served.table.num_waiting for served in store_service._serving.values())
 
 
 def all_asleep(pool: ThreadPoolExecutor) -> None:
@@ -176,7 +176,7 @@ def test_each_port_has_a_table_of_its_own(multi_tenant: bool) -> None:
         for stores in (masters, clients, twins):
             assert [store.get("k") for store in stores] == [b"0", b"1", b"2"]
         assert len({store.port for store in masters}) == 3
-    assert not TABLE_SERVER.tables
+    assert not store_service._serving
 
 
 @pytest.mark.parametrize("closed", [0, 1])
@@ -229,7 +229,7 @@ def test_threads_that_open_and_close_stores_at_once() -> None:
 
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(use, range(4), timeout=LIMIT_S * 3)) == [0, 1, 2, 3]
-    assert not TABLE_SERVER.tables
+    assert not store_service._serving
 
 
 def test_a_store_that_was_dropped_frees_its_port_when_the_next_is_made() -> None:
