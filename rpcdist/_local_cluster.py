@@ -190,7 +190,7 @@ class LocalCluster(ClusterBlock):
             )
         role = Role("worker", join_cluster, len(self.names), env=env, resources=resources)
         check_can_start("the cluster")
-        self._plan = plan_job([role], {}, os.environ, this_machine(os.environ), named=False)
+        self._plans, _ = plan_job([role], {}, os.environ, this_machine(os.environ), named=False)
         self._options = options
         self._output = JobOutput(prefix, log_dir)
         self._wants_dashboard = dashboard
@@ -313,7 +313,7 @@ class LocalCluster(ClusterBlock):
         print(f"dashboard: {self.dashboard_url}", file=sys.stderr, flush=True)
 
     def _make_engine(self, call: RankCall, common: Mapping[str, str], wake: int) -> LocalRanks:
-        plans = {rank: replace(one, name=self.names[rank]) for rank, one in enumerate(self._plan.ranks)}
+        plans = {rank: replace(one, name=self.names[rank]) for rank, one in enumerate(self._plans)}
         self._engine = LocalRanks(plans, {one.role.name: call for one in plans.values()}, common, wake, self._output)
         return self._engine
 

@@ -45,12 +45,8 @@ class Role:
     daemon: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """The resources of one machine: cores that this process may use, and GPUs by their `CUDA_VISIBLE_DEVICES` names."""
-
-    num_cores: int
-    gpus: tuple[str, ...] = ()
+Machine = tuple[int, tuple[str, ...]]
+"""The resources of a machine for this process: how many cores, and the GPUs by `CUDA_VISIBLE_DEVICES` names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,35 +58,19 @@ class RankPlan:
     variables: dict[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class JobPlan:
-    """The ranks of a job, in order, and a text for each choice that was made without the user."""
-
-    ranks: tuple[RankPlan, ...]
-    notice: str = ""
-
-    @property
-    def max_restarts(self) -> dict[int, int]:
-        return {rank: plan.role.max_restarts for rank, plan in enumerate(self.ranks)}
-
-    @property
-    def daemons(self) -> set[int]:
-        return {rank for rank, plan in enumerate(self.ranks) if plan.role.daemon}
-
-
 def this_machine(environment: Variables) -> Machine:
     """Returns the cores and GPUs that this process may use."""
     cores = len(os.sched_getaffinity(0))
     visible = environment.get(DEVICES_VARIABLE)
     if visible is not None:
-        return Machine(cores, tuple(name.strip() for name in visible.split(",") if name.strip() not in ("", "-1")))
+        return cores, tuple(name.strip() for name in visible.split(",") if name.strip() not in ("", "-1"))
     found = [name for name in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", name)] if os.path.isdir("/dev") else []
-    return Machine(cores, tuple(str(number) for number in range(len(found))))
+    return cores, tuple(str(number) for number in range(len(found)))
 
 
 def plan_job(
     roles: Sequence[Role], common: Variables, environment: Variables, machine: Machine | None, *, named: bool = True
-) -> JobPlan:
+) -> tuple[list[RankPlan], str]:
     """Numbers the ranks in the order of the roles, and makes the environment of each.
 
     LOCAL_RANK counts the ranks of a role, so that it is the number of the rank's GPU among those that the role sees.
@@ -101,6 +81,9 @@ def plan_job(
         machine: the machine of all ranks; None if an engine places them and gives them devices.
         named: whether the ranks learn their roles.
 
+    Returns:
+        The plans, and a text for the choices that were made without the user.
+
     Raises:
         ConfigError: a role is invalid, or requests more than the machine has.
     """
@@ -108,7 +91,7 @@ def plan_job(
     if machine is not None:
         _check_resources(roles, machine)
     size = sum(role.count for role in roles)
-    free = list(machine.gpus) if machine is not None else []
+    num_cores, free = (0, ()) if machine is None else machine
     plans: list[RankPlan] = []
     threads: set[int] = set()
     for role in roles:
@@ -122,16 +105,15 @@ def plan_job(
             if gpus:
                 own[DEVICES_VARIABLE] = ",".join(_visible(gpus, _num_gpus(role), index))
             if machine is not None and not {**environment, **given}.get(THREADS_VARIABLE):
-                cores = int((role.resources or {}).get("CPU", machine.num_cores // size))
+                cores = int((role.resources or {}).get("CPU", num_cores // size))
                 threads.add(max(1, cores))
                 own[THREADS_VARIABLE] = str(max(1, cores))
             plans.append(RankPlan(f"{role.name}{index}", role, given | own))
     _check_names(plans)
     if machine is None or not threads:
-        return JobPlan(tuple(plans))
+        return plans, ""
     each = " or ".join(map(str, sorted(threads)))
-    notice = f"{size} processes on {machine.num_cores} cores: {THREADS_VARIABLE}={each} in each"
-    return JobPlan(tuple(plans), notice)
+    return plans, f"{size} processes on {num_cores} cores: {THREADS_VARIABLE}={each} in each"
 
 
 def _visible(gpus: Sequence[str], per_rank: int, index: int) -> Sequence[str]:
@@ -193,10 +175,11 @@ def _check_resources(roles: Sequence[Role], machine: Machine) -> None:
                 raise ConfigError(
                     f"role {role.name!r} requests {amount} {name}: on one machine it must be a whole number"
                 )
+    gpus = machine[1]
     wanted = sum(_num_gpus(role) * role.count for role in roles)
-    if wanted > len(machine.gpus):
+    if wanted > len(gpus):
         asked = ", ".join(f"{role.name}: {role.count} x {_num_gpus(role)}" for role in roles if _num_gpus(role))
-        has = f"{len(machine.gpus)} ({', '.join(machine.gpus)})" if machine.gpus else "none"
+        has = f"{len(gpus)} ({', '.join(gpus)})" if gpus else "none"
         raise ConfigError(f"the roles request {wanted} GPUs ({asked}), but this machine has {has}")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import count
@@ -18,7 +18,7 @@ from rpcdist.errors import ConfigError
 from rpcdist.private_files import runtime_folder
 
 if TYPE_CHECKING:
-    from rpcdist._launch.job_plan import JobPlan
+    from rpcdist._launch.job_plan import RankPlan
     from rpcdist._launch.progress import Progress
 
 
@@ -45,7 +45,9 @@ class LaunchedJob:
 
 
 @contextmanager
-def job_record(name: str | None, address: str, log_dir: str | None) -> Iterator[Callable[[JobPlan, Progress], None]]:
+def job_record(
+    name: str | None, address: str, log_dir: str | None
+) -> Iterator[Callable[[Sequence[RankPlan], Progress], None]]:
     """Keeps the file of a job of this process within the context; yields a function that writes the ranks' states.
 
     If no folder is available, the job runs without the file, and the log says so.
@@ -71,8 +73,8 @@ def job_record(name: str | None, address: str, log_dir: str | None) -> Iterator[
             logger.info("`python -m rpcdist status` will not know this job: %s", exc)
             path = None
 
-    def write(plan: JobPlan, progress: Progress) -> None:
-        job.states.update({one.name: progress.state(rank) for rank, one in enumerate(plan.ranks)})
+    def write(plans: Sequence[RankPlan], progress: Progress) -> None:
+        job.states.update({one.name: progress.state(rank) for rank, one in enumerate(plans)})
         save()
 
     try:

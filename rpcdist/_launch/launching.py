@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar, TypeVarTuple, overload
 
-from rpcdist._launch.job_plan import HOST, JobPlan, Role, held_port, plan_job, this_machine
+from rpcdist._launch.job_plan import HOST, RankPlan, Role, held_port, plan_job, this_machine
 from rpcdist._launch.job_records import job_record
 from rpcdist._launch.local_ranks import LocalRanks
 from rpcdist._launch.output import ERROR_LINES, JobOutput
 from rpcdist._launch.placement import ROLE_VARIABLE, Placement, placement_from_environment
-from rpcdist._launch.progress import Outcome, Progress, Succeeded, error_of, interrupted, restart_pause_s
+from rpcdist._launch.progress import Outcome, Progress, error_of, interrupted, restart_pause_s
 from rpcdist._launch.rank_main import check_not_importing_main
 from rpcdist._launch.reports import load_result, pickle_call
 from rpcdist._launch.supervisor import StopSignals, run_job
@@ -133,20 +133,20 @@ def launch(
     if placement is None:
         check_can_start("launch")
     machine = None if placement is not None else this_machine({**os.environ, **common})
-    plan = plan_job(all_roles, common, os.environ, machine, named=roles is not None)
+    plans, notice = plan_job(all_roles, common, os.environ, machine, named=roles is not None)
     if placement is not None:
-        return run_here(placement, plan, by_role=roles is not None)
-    if plan.notice:
-        logger.info(plan.notice)
+        return run_here(placement, plans, by_role=roles is not None)
+    if notice:
+        logger.info(notice)
     output = JobOutput(roles is not None if prefix is None else prefix, log_dir)
     calls = {role.name: pickle_call(role.function, role.args) for role in all_roles}
-    progress = progress_of(plan, join_timeout_s)
+    progress = progress_of(plans, join_timeout_s)
     with names_shortage("launch"), StopSignals() as stop, held_port(master_port) as port:
         variables = {**os.environ, "MASTER_ADDR": HOST, "MASTER_PORT": str(port)}
-        engine = LocalRanks(dict(enumerate(plan.ranks)), calls, variables, stop, output)
+        engine = LocalRanks(dict(enumerate(plans)), calls, variables, stop, output)
         with job_record(name, f"{HOST}:{port}", output.log_dir) as write:
-            outcome = run_job(engine, progress, stop, partial(write, plan, progress))
-    return results_of(outcome, plan, progress, output, join_timeout_s, by_role=roles is not None)
+            outcome = run_job(engine, progress, stop, partial(write, plans, progress))
+    return results_of(outcome, plans, progress, output, join_timeout_s, by_role=roles is not None)
 
 
 def roles_of(
@@ -180,48 +180,48 @@ def check_join_timeout(join_timeout_s: float | None) -> None:
         raise ConfigError(f"join_timeout_s must be above 0, not {join_timeout_s:g}; None means no limit")
 
 
-def run_here(placement: Placement, plan: JobPlan, by_role: bool) -> list[Any] | dict[str, list[Any]]:
+def run_here(placement: Placement, plans: Sequence[RankPlan], by_role: bool) -> list[Any] | dict[str, list[Any]]:
     """Runs this process's rank, under a launcher."""
-    if placement.world_size != len(plan.ranks):
+    if placement.world_size != len(plans):
         raise ConfigError(
-            f"workers={len(plan.ranks)}, but the launcher started WORLD_SIZE={placement.world_size} processes: pass as "
+            f"workers={len(plans)}, but the launcher started WORLD_SIZE={placement.world_size} processes: pass as "
             "many workers, or start one process"
         )
-    role = plan.ranks[placement.rank].role
+    role = plans[placement.rank].role
     if by_role:
-        os.environ[ROLE_VARIABLE] = plan.ranks[placement.rank].variables[ROLE_VARIABLE]
+        os.environ[ROLE_VARIABLE] = plans[placement.rank].variables[ROLE_VARIABLE]
     result = role.function(placement.rank, *role.args)
     return {role.name: [result]} if by_role else [result]
 
 
-def progress_of(plan: JobPlan, join_timeout_s: float | None) -> Progress:
+def progress_of(plans: Sequence[RankPlan], join_timeout_s: float | None) -> Progress:
     """Returns the progress of a job whose ranks have not been started."""
     return Progress(
-        range(len(plan.ranks)),
+        range(len(plans)),
         Deadline.after(join_timeout_s).at,
         QUICK_ANSWER_LIMIT_S,
         SLOW_WORK_LIMIT_S,
-        max_restarts=plan.max_restarts,
-        daemons=plan.daemons,
+        max_restarts={rank: plan.role.max_restarts for rank, plan in enumerate(plans)},
+        daemons={rank for rank, plan in enumerate(plans) if plan.role.daemon},
         pause_s=restart_pause_s,
     )
 
 
 def results_of(
     outcome: Outcome | signal.Signals,
-    plan: JobPlan,
+    plans: Sequence[RankPlan],
     progress: Progress,
     output: JobOutput,
     join_timeout_s: float | None,
     by_role: bool,
 ) -> list[Any] | dict[str, list[Any]]:
     """Returns the results by rank, or lists of them by role; raises if the job did not succeed."""
-    if isinstance(outcome, Succeeded):
-        results = [None if one is None else load_result(rank, one) for rank, one in enumerate(outcome.results)]
+    if isinstance(outcome, tuple):
+        results = [None if one is None else load_result(rank, one) for rank, one in enumerate(outcome)]
         if not by_role:
             return results
         lists: dict[str, list[Any]] = {}
-        for one, result in zip(plan.ranks, results, strict=True):
+        for one, result in zip(plans, results, strict=True):
             lists.setdefault(one.role.name, []).append(result)
         return lists
     if outcome == signal.SIGINT:
@@ -229,15 +229,14 @@ def results_of(
     if isinstance(outcome, signal.Signals):
         print("terminated", file=sys.stderr)
         raise SystemExit(128 + outcome)
-    error = error_of(outcome, len(plan.ranks), join_timeout_s)
+    error = error_of(outcome, len(plans), join_timeout_s)
     if isinstance(error, ProcessFailed):
-        name = plan.ranks[error.rank].name
+        name = plans[error.rank].name
         error.worker = name if by_role else ""
         error.output = output.tail(name, ERROR_LINES)
         error.outcomes = {
-            one.name: progress.state(rank) if progress.is_over(rank) else "stopped"
-            for rank, one in enumerate(plan.ranks)
+            one.name: progress.state(rank) if progress.is_over(rank) else "stopped" for rank, one in enumerate(plans)
         }
         for rank, loss in progress.losses().items():
-            error.add_note(f"{plan.ranks[rank].name} {loss}")
+            error.add_note(f"{plans[rank].name} {loss}")
     raise error

@@ -26,13 +26,6 @@ from rpcdist.time_limits import FIRST_PAUSE_S, RESTART_LONGEST_PAUSE_S, SLOW_WOR
 
 
 @dataclass(frozen=True, slots=True)
-class Succeeded:
-    """Every rank for which the job waits has returned; pickled results in rank order, None for daemons."""
-
-    results: tuple[bytes | None, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Failed:
     """`rank` failed first."""
 
@@ -54,7 +47,8 @@ class Stuck:
     rank: int
 
 
-Outcome = Succeeded | Failed | Late | Stuck
+Outcome = tuple[bytes | None, ...] | Failed | Late | Stuck
+"""A tuple if every rank for which the job waits has returned: pickled results in rank order, None for daemons."""
 
 
 class Progress:
@@ -128,7 +122,7 @@ class Progress:
             if not _may_be_consequence(cause) or now >= self._cause_deadline or self._all_have_reported():
                 return Failed(rank, cause)
         elif self._ended.issuperset(self._waits_for):
-            return Succeeded(tuple(self._results.get(rank) for rank in self._ranks))
+            return tuple(self._results.get(rank) for rank in self._ranks)
         late = [rank for rank, limit in self._exit_deadlines.items() if now >= limit]
         if late:
             return Stuck(min(late))

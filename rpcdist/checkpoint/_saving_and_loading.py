@@ -187,17 +187,12 @@ def by_owner(state: Mapping[str, object]) -> tuple[dict[str, object], dict[str, 
     return here, there
 
 
-def entries_at_owner(references: References) -> Entries:
-    """Runs at the owner: the entries of its values."""
+def new_part(folder: str, references: References, algorithm: str) -> CheckpointPart:
+    """Runs at the owner: the part that it will write."""
     entries: Entries = {}
     for key, reference in references.items():
         entries |= entries_of(key, reference.local_value())
-    return entries
-
-
-def new_part(folder: str, references: References, algorithm: str) -> CheckpointPart:
-    """Runs at the owner: the part that it will write."""
-    return CheckpointPart(folder, entries_at_owner(references), algorithm)
+    return CheckpointPart(folder, entries, algorithm)
 
 
 def load_at_owner(folder: str, references: References) -> None:

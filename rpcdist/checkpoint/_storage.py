@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 import xxhash
@@ -184,14 +184,11 @@ class CheckpointPart:
         plan = self._planner.finish_plan(plan)
         with writing(self._folder):
             results = self._writer.write_data(plan, self._planner).wait()
-            return WrittenFiles(results, digests_of(self._folder, _files_of(results), self._algorithm))
+            return results, digests_of(self._folder, _files_of(results), self._algorithm)
 
 
-class WrittenFiles(NamedTuple):
-    """The entries that one process has written, and the digests of its files."""
-
-    results: list[WriteResult]
-    digests: FileDigests
+WrittenFiles = tuple[list[WriteResult], FileDigests]
+"""The entries that one process has written, and the digests of its files."""
 
 
 def _files_of(results: Iterable[WriteResult]) -> list[str]:
@@ -211,7 +208,7 @@ def end_with_index(folder: str, metadata: Metadata, written: Sequence[WrittenFil
     Raises:
         CheckpointError: a file of another process is not in the folder, or the disk is full.
     """
-    digests = {name: each for part in written for name, each in part.digests.items()}
+    digests = {name: each for _, part in written for name, each in part.items()}
     missing = sorted(name for name in digests if not (Path(folder) / name).exists())
     if missing:
         raise CheckpointError(
@@ -219,7 +216,7 @@ def end_with_index(folder: str, metadata: Metadata, written: Sequence[WrittenFil
             "folder on a file system that all workers share"
         )
     with writing(Path(folder)):
-        FileSystemWriter(folder).finish(metadata, [part.results for part in written])
+        FileSystemWriter(folder).finish(metadata, [results for results, _ in written])
         write_digests(Path(folder), digests | digests_of(Path(folder), [INDEX_NAME], algorithm), algorithm)
 
 

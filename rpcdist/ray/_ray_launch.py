@@ -16,7 +16,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-from rpcdist._launch.job_plan import JobPlan, RankPlan, Role, plan_job
+from rpcdist._launch.job_plan import RankPlan, Role, plan_job
 from rpcdist._launch.job_records import job_record
 from rpcdist._launch.launching import check_join_timeout, progress_of, results_of, roles_of, run_here
 from rpcdist._launch.output import JobOutput
@@ -103,26 +103,26 @@ def launch(
     check_not_importing_main("rpcdist.ray.launch")
     check_join_timeout(join_timeout_s)
     all_roles, common = roles_of(function, args, workers, roles, env, max_restarts, resources)
-    plan = plan_job(all_roles, common, {}, None, named=roles is not None)
+    plans, _ = plan_job(all_roles, common, {}, None, named=roles is not None)
     placement = placement_from_environment()
     if placement is not None:
-        return run_here(placement, plan, by_role=roles is not None)
+        return run_here(placement, plans, by_role=roles is not None)
     calls = {role.name: pickle_call(role.function, role.args) for role in all_roles}
     if not ray.is_initialized():
         ray.init(log_to_driver=True)
     deadline = Deadline.after(join_timeout_s)
-    progress = progress_of(plan, join_timeout_s)
+    progress = progress_of(plans, join_timeout_s)
     with StopSignals() as stop:
-        group = reserve(plan.ranks, strategy, deadline, stop)
+        group = reserve(plans, strategy, deadline, stop)
         if group is None:
-            outcome: Any = stop.received or Late(tuple(range(len(plan.ranks))))
+            outcome: Any = stop.received or Late(tuple(range(len(plans))))
         else:
-            outcome = _run(plan, calls, group, runtime_env, progress, stop, name)
-    return results_of(outcome, plan, progress, JobOutput(), join_timeout_s, by_role=roles is not None)
+            outcome = _run(plans, calls, group, runtime_env, progress, stop, name)
+    return results_of(outcome, plans, progress, JobOutput(), join_timeout_s, by_role=roles is not None)
 
 
 def _run(
-    plan: JobPlan,
+    plans: Sequence[RankPlan],
     calls: Mapping[str, RankCall],
     group: PlacementGroup,
     runtime_env: dict[str, Any] | None,
@@ -144,12 +144,12 @@ def _run(
             "RPCDIST_ATTEMPT": secrets.token_hex(8),
         }
         token = job_token().decode("utf-8", "surrogateescape")
-        plans = dict(enumerate(plan.ranks))
+        by_rank = dict(enumerate(plans))
         engine = RayRanks(
-            plans, calls, common, token, main_module(), group, runtime_env, stop, placed=partial(say_where, plans)
+            by_rank, calls, common, token, main_module(), group, runtime_env, stop, placed=partial(say_where, by_rank)
         )
         with job_record(name, address, None) as write:
-            return run_job(engine, progress, stop, partial(write, plan, progress))
+            return run_job(engine, progress, stop, partial(write, plans, progress))
     finally:
         store.close()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rpcdist import Placement, placement_from_environment
-from rpcdist._launch.progress import Failed, Late, Outcome, Progress, Stuck, Succeeded
+from rpcdist._launch.progress import Failed, Late, Outcome, Progress, Stuck
 from rpcdist._launch.reports import (
     Exited,
     ProcessEnded,
@@ -49,7 +49,7 @@ LOST = raised(1.0, may_be_consequence=True)
         # success
         ([], 0.0, None),
         ([(1.0, 0, Returned(b"a")), (1.0, 1, Returned(b"b")), (2.0, 0, 0)], 2.0, None),
-        ([(1.0, 1, Returned(b"b")), (1.0, 0, Returned(b"a")), (2.0, 0, 0), (2.0, 1, 0)], 2.0, Succeeded((b"a", b"b"))),
+        ([(1.0, 1, Returned(b"b")), (1.0, 0, Returned(b"a")), (2.0, 0, 0), (2.0, 1, 0)], 2.0, (b"a", b"b")),
         # the moment of the failure counts, not that of its arrival
         ([(1.0, 0, raised(1.0))], 1.0, Failed(0, raised(1.0))),
         ([(3.0, 0, raised(2.0)), (3.0, 1, raised(1.0))], 3.0, Failed(1, raised(1.0))),
