@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TypeVar, cast, overload
 
 from rpcdist.collectives._api import objects
@@ -19,26 +18,9 @@ __all__ = ["all_gather", "broadcast"]
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class _StageOutcome:
-    """The message of a rank to all others: its value, or its error.
-
-    Attributes:
-        stage: name of the step that the rank is in.
-        data: the pickled value; a value that cannot be pickled is an error of this rank.
-        error: why the rank has no value.
-        failed: whether the rank failed.
-    """
-
-    stage: str | None
-    data: bytes = b""
-    error: Exception | None = None
-    failed: bool = False
-
-    def describe(self, rank: int) -> str:
-        stage = "" if self.stage is None else f" in stage {self.stage!r}"
-        reason = "" if self.error is None else f": {type(self.error).__name__}: {self.error}"
-        return f"rank {rank} failed{stage}{reason}"
+_Outcome = tuple[str | None, bytes | None, Exception | None]
+"""The message of a rank to all others: the name of the step that it is in; its pickled value, which is None if it
+failed (a value that cannot be pickled is an error of its rank); and why it failed."""
 
 
 @overload
@@ -80,15 +62,14 @@ def broadcast(
     """
     if not success and data_or_fn is not None:
         raise ConfigError("data_or_fn must be None when success is False: a rank that failed has no value")
-    outcomes = [_StageOutcome(stage_name)]
-    if pg is None or pg.rank() == rank:
-        outcomes = [_outcome(data_or_fn, stage_name) if success else _StageOutcome(stage_name, failed=True)]
+    has_value = success and (pg is None or pg.rank() == rank)
+    outcome = _outcome(data_or_fn, stage_name) if has_value else (stage_name, None, None)
     if pg is not None:
-        received: list[object] = list(outcomes)
+        received: list[object] = [outcome]
         objects.broadcast_object_list(received, group=pg, group_src=rank)
-        outcomes = [cast(_StageOutcome, received[0])]
-    _raise_failures({rank: outcomes[0]})
-    return cast(T, pickle.loads(outcomes[0].data))
+        outcome = cast(_Outcome, received[0])
+    [value] = _values({rank: outcome})
+    return cast(T, value)
 
 
 @overload
@@ -119,22 +100,16 @@ def all_gather(
     if pg is not None:
         outcomes = [None] * pg.size()
         objects.all_gather_object(outcomes, own, pg)
-    gathered = [cast(_StageOutcome, each) for each in outcomes]
-    _raise_failures(dict(enumerate(gathered)))
-    stages = {outcome.stage for outcome in gathered}
-    if len(stages) > 1:
-        said = ", ".join(f"rank {rank} is in {outcome.stage!r}" for rank, outcome in enumerate(gathered))
-        raise DistBackendError(f"the ranks are in different stages: {said}")
-    return [cast(T, pickle.loads(outcome.data)) for outcome in gathered]
+    return cast(list[T], _values(dict(enumerate(cast(list[_Outcome], outcomes)))))
 
 
-def _outcome(data_or_fn: object, stage: str | None) -> _StageOutcome:
+def _outcome(data_or_fn: object, stage: str | None) -> _Outcome:
     """Calls the function of this rank; an error becomes a part of the outcome, for all ranks."""
     try:
         value = data_or_fn() if callable(data_or_fn) else data_or_fn
-        return _StageOutcome(stage, pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
+        return stage, pickle.dumps(value, pickle.HIGHEST_PROTOCOL), None
     except Exception as exc:
-        return _StageOutcome(stage, error=_portable(exc), failed=True)
+        return stage, None, _portable(exc)
 
 
 def _portable(exc: Exception) -> Exception:
@@ -146,8 +121,18 @@ def _portable(exc: Exception) -> Exception:
     return exc
 
 
-def _raise_failures(outcomes: dict[int, _StageOutcome]) -> None:
-    failed = {rank: outcome for rank, outcome in outcomes.items() if outcome.failed}
+def _values(outcomes: dict[int, _Outcome]) -> list[object]:
+    """Returns the values by rank. Raises `DistBackendError` if a rank failed, or if they are in different stages."""
+    failed = [(rank, stage, error) for rank, (stage, data, error) in outcomes.items() if data is None]
     if failed:
-        text = "; ".join(outcome.describe(rank) for rank, outcome in failed.items())
-        raise DistBackendError(text) from next(iter(failed.values())).error
+        raise DistBackendError("; ".join(_failure(*each) for each in failed)) from failed[0][-1]
+    if len({stage for stage, *_ in outcomes.values()}) > 1:
+        said = ", ".join(f"rank {rank} is in {stage!r}" for rank, (stage, *_) in outcomes.items())
+        raise DistBackendError(f"the ranks are in different stages: {said}")
+    return [pickle.loads(data) for _, data, _ in outcomes.values() if data is not None]
+
+
+def _failure(rank: int, stage: str | None, error: Exception | None) -> str:
+    where = "" if stage is None else f" in stage {stage!r}"
+    reason = "" if error is None else f": {type(error).__name__}: {error}"
+    return f"rank {rank} failed{where}{reason}"

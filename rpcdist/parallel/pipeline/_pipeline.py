@@ -199,7 +199,7 @@ class Pipeline:
 
     def _run(self, inputs: object, targets: object, *, with_backward: bool, with_outputs: bool) -> StepResult:
         batch = make_batch(inputs, targets, self.num_microbatches, self.loss_reduction)
-        actions = restrict(self.schedule, len(batch.inputs), with_backward=with_backward)
+        actions = restrict(self.schedule, len(batch[0]), with_backward=with_backward)
         if not self._busy.acquire(blocking=False):
             raise RpcdistError(f"{self!r} is busy: another thread is in the middle of a step")
         try:
@@ -212,7 +212,7 @@ class Pipeline:
         self.timeline = self._timeline(actions, reports)
         for counts in training:
             counts.bubble = self.timeline.bubble
-        return _result(reports[self._config.worker_index(self.num_stages - 1)], batch.weights)
+        return _result(reports[self._config.worker_index(self.num_stages - 1)], batch[2])
 
     def _timeout_s(self) -> float:
         timeout_s = rpc.get_rpc_timeout() if self._timeout == rpc.constants.UNSET_RPC_TIMEOUT else self._timeout

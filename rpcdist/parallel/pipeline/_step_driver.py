@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import rpcdist.rpc as rpc
@@ -63,13 +62,8 @@ def restrict(actions: Schedule, num_microbatches: int, *, with_backward: bool) -
     return [[action for action in row if action.microbatch < num_microbatches] for row in kept]
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """For each micro-batch, the arguments of the first stage and of the loss function, and the weight of its loss."""
-
-    inputs: list[tuple[object, ...]]
-    targets: list[tuple[object, ...]]
-    weights: list[float]
+Batch = tuple[list[tuple[object, ...]], list[tuple[object, ...]], list[float]]
+"""For each micro-batch, the arguments of the first stage and of the loss function, and the weight of its loss."""
 
 
 def make_batch(inputs: object, targets: object, num_microbatches: int, reduction: Reduction) -> Batch:
@@ -79,21 +73,22 @@ def make_batch(inputs: object, targets: object, num_microbatches: int, reduction
     size = batch_size((*input_values, *target_values))
     sizes = split_sizes(size, num_microbatches)
     weights = [part / size if reduction == "mean" else 1.0 for part in sizes]
-    return Batch(split(input_values, sizes), split(target_values, sizes) if target_values else [], weights)
+    return split(input_values, sizes), split(target_values, sizes) if target_values else [], weights
 
 
 def make_orders(
     step: int, actions: Schedule, config: PipelineConfig, batch: Batch, *, with_outputs: bool, timeout_s: float
 ) -> list[StepOrder]:
     """Makes the order of each worker; the first stage's has the inputs, the last stage's the targets."""
+    inputs, targets, weights = batch
     last = config.worker_index(config.num_stages - 1)
     return [
         StepOrder(
             step,
             row,
-            batch.inputs if worker == 0 else [],
-            batch.targets if worker == last else [],
-            batch.weights if worker == last else [],
+            inputs if worker == 0 else [],
+            targets if worker == last else [],
+            weights if worker == last else [],
             with_outputs,
             timeout_s,
         )
