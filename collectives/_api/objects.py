@@ -16,8 +16,8 @@ import builtins
 import io
 import pickle
 import traceback
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 
 import torch
 
@@ -46,11 +46,7 @@ def all_gather_object(object_list: list[object], obj: object, group: Group = Non
     if pg is None:
         return
     _check_length(object_list, pg, "object_list")
-    data = _pickled(obj, pg.object_device, weights_only)
-    sizes = _gather_sizes(data, pg)
-    parts = list(data.new_empty(len(sizes) * max(sizes)).chunk(len(sizes)))
-    operations.all_gather(parts, _padded(data, max(sizes)), group=pg)
-    object_list[: len(sizes)] = [_unpickled(part[:size], weights_only) for part, size in zip(parts, sizes, strict=True)]
+    object_list[: pg.size()] = _gathered(pg, obj, None, weights_only)
 
 
 @begins_traceback
@@ -72,16 +68,25 @@ def gather_object(
         raise ConfigError("Argument ``gather_list`` must be specified on destination rank.")
     if object_gather_list and not is_root:
         raise ConfigError("Argument ``gather_list`` must NOT be specified on non-destination ranks.")
-    data = _pickled(obj, pg.object_device, weights_only)
-    if is_root and object_gather_list:
+    if object_gather_list:
         _check_length(object_gather_list, pg, "object_gather_list")
-    sizes = _gather_sizes(data, pg)
-    parts = list(data.new_empty(len(sizes) * max(sizes)).chunk(len(sizes))) if is_root else None
-    operations.gather(_padded(data, max(sizes)), parts, group=pg, group_dst=root)
-    if parts is not None and object_gather_list is not None:
-        object_gather_list[: len(sizes)] = [
-            _unpickled(part[:size], weights_only) for part, size in zip(parts, sizes, strict=True)
-        ]
+    found = _gathered(pg, obj, root, weights_only)
+    if object_gather_list:
+        object_gather_list[: pg.size()] = found
+
+
+def _gathered(pg: ProcessGroup, obj: object, root: int | None, weights_only: bool) -> list[object]:
+    """Returns the objects of all ranks, by rank, on the root, or on all ranks if it is None; elsewhere nothing."""
+    data = _pickled(obj, pg.object_device, weights_only)
+    sizes = torch.empty(pg.size(), dtype=torch.int64, device=data.device)
+    operations.all_gather_single(sizes, sizes.new_tensor([data.numel()]), group=pg)
+    largest = int(sizes.max())
+    parts = list(data.new_empty(pg.size() * largest).chunk(pg.size())) if root in (None, pg.rank()) else []
+    if root is None:
+        operations.all_gather(parts, _padded(data, largest), group=pg)
+    else:
+        operations.gather(_padded(data, largest), parts or None, group=pg, group_dst=root)
+    return [_unpickled(part[:size], weights_only) for part, size in zip(parts, sizes.tolist(), strict=False)]
 
 
 @begins_traceback
@@ -110,16 +115,12 @@ def broadcast_object_list(
     if not object_list:
         raise ConfigError("object_list is empty; it needs at least one place, and the same number on all ranks")
     where = pg.object_device if device is None else device
+    broadcast = partial(operations.broadcast, group=pg, group_src=root)
     if pg.rank() == root:
-        sizes, data = _join(object_list, where, weights_only)
-        operations.broadcast(sizes, group=pg, group_src=root)
-        operations.broadcast(data, group=pg, group_src=root)
-        return
-    sizes = torch.empty(len(object_list), dtype=torch.int64, device=where)
-    operations.broadcast(sizes, group=pg, group_src=root)
-    data = torch.empty(int(sizes.sum()), dtype=torch.uint8, device=where)
-    operations.broadcast(data, group=pg, group_src=root)
-    object_list[:] = _split_objects(sizes, data, weights_only)
+        for tensor in _join(object_list, where, weights_only):
+            broadcast(tensor)
+    else:
+        _receive_objects(object_list, where, weights_only, broadcast)
 
 
 @begins_traceback
@@ -227,20 +228,17 @@ def recv_object_list(
     peer = None if src is None and group_src is None else resolve_group_rank(pg, src, group_src)
     if use_batch and peer is None:
         raise ConfigError("use_batch requires a sender: pass src or group_src")
-    sizes = torch.empty(len(object_list), dtype=torch.int64, device=where)
-    sender = _receive(sizes, pg, peer, use_batch)
-    data = torch.empty(int(sizes.sum()), dtype=torch.uint8, device=where)
-    _receive(data, pg, sender, use_batch)
-    object_list[:] = _split_objects(sizes, data, weights_only)
-    return pg.world_rank(sender)
 
+    def receive(tensor: torch.Tensor) -> None:
+        nonlocal peer  # after the first receive, the sender
+        if use_batch:
+            batch_isend_irecv([P2POp(irecv, tensor, group=pg, group_peer=peer)])[0].wait()
+        else:
+            peer = pg.group_rank(recv(tensor, group=pg, group_src=peer))
 
-def _receive(tensor: torch.Tensor, pg: ProcessGroup, peer: int | None, use_batch: bool) -> int:
-    if use_batch:
-        batch_isend_irecv([P2POp(irecv, tensor, group=pg, group_peer=peer)])[0].wait()
-        assert peer is not None
-        return peer
-    return pg.group_rank(recv(tensor, group=pg, group_src=peer))
+    _receive_objects(object_list, where, weights_only, receive)
+    assert peer is not None
+    return pg.world_rank(peer)
 
 
 # ---------------------------------------------------------------- bytes
@@ -295,14 +293,15 @@ def _join(values: Sequence[object], device: Device, weights_only: bool) -> tuple
     return sizes, parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _split_objects(sizes: torch.Tensor, data: torch.Tensor, weights_only: bool) -> list[object]:
-    return [_unpickled(part, weights_only) for part in data.split(sizes.tolist())]
-
-
-def _gather_sizes(data: torch.Tensor, pg: ProcessGroup) -> list[int]:
-    sizes = torch.empty(pg.size(), dtype=torch.int64, device=data.device)
-    operations.all_gather_single(sizes, sizes.new_tensor([data.numel()]), group=pg)
-    return [int(size) for size in sizes.tolist()]
+def _receive_objects(
+    objects: list[object], device: Device, weights_only: bool, receive: Callable[[torch.Tensor], object]
+) -> None:
+    """Replaces the objects by those that another rank joins with `_join`, and sends one tensor after the other."""
+    sizes = torch.empty(len(objects), dtype=torch.int64, device=device)
+    receive(sizes)
+    data = torch.empty(int(sizes.sum()), dtype=torch.uint8, device=device)
+    receive(data)
+    objects[:] = [_unpickled(part, weights_only) for part in data.split(sizes.tolist())]
 
 
 def _check_length(objects: list[object], pg: ProcessGroup, name: str) -> None:
