@@ -275,17 +275,24 @@ def needed_boxes(layout: VersionLayout, earlier: Sequence[VersionLayout], wanted
         offsets, _ = wanted.parts.get(number, ((0,) * target.dim(), ()))
         left = [Box(offsets, tuple(target.shape))] if target.numel() else []
         for is_here, index, box in of_name.get(name, ()):
-            rest: list[Box] = []
-            for each_left in left:
-                shared = common(each_left, box) if len(box.sizes) == target.dim() else None
-                if shared is None:
-                    rest.append(each_left)
-                    continue
-                rest.extend(without(each_left, shared))
-                if is_here:
-                    found.append((index, shared))
-            left = rest
+            if len(box.sizes) == target.dim():
+                taken, left = _shared_and_left(left, box)
+                found += [(index, shared) for shared in taken if is_here]
     return found
+
+
+def _shared_and_left(boxes: Sequence[Box], other: Box) -> tuple[list[Box], list[Box]]:
+    """Returns the indices of the boxes that are in another box, and those that are not."""
+    taken: list[Box] = []
+    left: list[Box] = []
+    for box in boxes:
+        shared = common(box, other)
+        if shared is None:
+            left.append(box)
+        else:
+            taken.append(shared)
+            left.extend(without(box, shared))
+    return taken, left
 
 
 class ShardCopies(NamedTuple):
@@ -365,16 +372,10 @@ def copies_for(
                     f"converted to {target.dtype} at {me!r}"
                 )
             box = layout.box(index)
-            rest: list[Box] = []
-            for each in left:
-                shared = common(each, box)
-                if shared is None:
-                    rest.append(each)
-                    continue
-                rest.extend(without(each, shared))
+            taken, left = _shared_and_left(left, box)
+            for shared in taken:
                 copies[shard].sources.append((index, None if shared == box else shared.slices_in(box)))
                 copies[shard].targets.append(target if shared == wanted_box else target[shared.slices_in(wanted_box)])
-            left = rest
         if left:
             raise ConfigError(
                 f"no worker has {', '.join(map(shown, left))} of tensor {tensor_name!r} of {name!r}, which {me!r} "
