@@ -103,7 +103,7 @@ def _call(task: Task) -> bytes:
     finally:
         del process._inheriting  # type: ignore[attr-defined]
     function, args = task.call.load()
-    _write(task.report_fd, frame(Ready(f"process {os.getpid()}")))
+    _write(task.report_fd, frame(Ready()))
     return task.call.dump_result(function(task.rank, *args))
 
 

@@ -106,9 +106,7 @@ _CONSEQUENCES: Final = (ConnectionError, TimeoutError, GroupAborted)
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The main module and the function are imported, and the call begins, at `where` (host and process id)."""
-
-    where: str = ""
+    """The main module and the function are imported, and the call begins."""
 
 
 @dataclass(frozen=True, slots=True)

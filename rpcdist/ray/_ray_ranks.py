@@ -35,11 +35,10 @@ from rpcdist.time_limits import SIGNAL_CHECK_INTERVAL_S
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """Where an actor runs: the address and name of its node, its process, and the GPUs that Ray gave it."""
+    """Where an actor runs: the address and name of its node, and the GPUs that Ray gave it."""
 
     address: str
     node: str
-    pid: int
     gpus: tuple[str, ...]
 
 
@@ -68,7 +67,7 @@ class RankActor:
 
     def where(self) -> Where:
         gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
-        return Where(ray.util.get_node_ip_address(), os.uname().nodename, os.getpid(), tuple(map(str, gpus)))
+        return Where(ray.util.get_node_ip_address(), os.uname().nodename, tuple(map(str, gpus)))
 
     def prepare(self, variables: Mapping[str, str], token: str, main: MainModule | None, call: RankCall) -> None:
         """Sets the environment and the token, and imports what the function needs."""
@@ -205,8 +204,7 @@ class RayRanks:
             return []
         if method == "prepare":
             self._ask(rank, "run", rank)
-            where = self._where[rank]
-            return [(rank, Ready(f"process {where.pid} of {where.node} ({where.address})"))]
+            return [(rank, Ready())]
         report: Report = answer
         if isinstance(report, Raised | Exited):
             report = replace(report, moment=now)  # the clock of another machine is not comparable
