@@ -21,9 +21,8 @@ from google.protobuf.message import DecodeError, Message
 
 from rpcdist._proto import store_pb2
 from rpcdist.at_exit import register_at_exit, unregister_at_exit
-from rpcdist.collectives._stores import store_operations as ops
 from rpcdist.collectives._stores.shared_table import SharedTable
-from rpcdist.collectives._stores.store_operations import LARGEST_BYTES, Missing, StoreOperation
+from rpcdist.collectives._stores.store_operations import LARGEST_BYTES, ListKeys, Missing, StoreOperation
 from rpcdist.deadline import Deadline
 from rpcdist.errors import (
     BlockingInLoop,
@@ -40,24 +39,12 @@ from rpcdist.transport._framing.message_parts import missing_weight, parsed
 from rpcdist.transport.addresses import split_address
 from rpcdist.transport.fork import in_forked_child
 
-# The field of the reply that carries the result of each operation; empty for an operation without a result.
-_RESULT_FIELDS: Final[dict[type[StoreOperation[object]], str]] = {
-    ops.Set: "",
-    ops.Get: "values",
-    ops.Wait: "",
-    ops.Check: "flag",
-    ops.Add: "number",
-    ops.Append: "",
-    ops.CompareSet: "value",
-    ops.DeleteKey: "flag",
-    ops.NumKeys: "number",
-    ops.ListKeys: "keys",
-    ops.QueuePush: "",
-    ops.QueuePop: "value",
-    ops.QueueLen: "number",
+_RESULT_FIELDS: Final = {bytes: "value", bool: "flag", int: "number"}
+"""The field of the reply that carries a result of one of these types."""
+# A dataclass with slots is a second class of its name, and comes later.
+_OPERATIONS: Final[dict[str | None, type[StoreOperation[object]]]] = {
+    each.method: each for each in StoreOperation.__subclasses__()
 }
-_OPERATIONS: Final[dict[str | None, type[StoreOperation[object]]]] = {each.method: each for each in _RESULT_FIELDS}
-
 
 _UNWEIGHED_ITEMS: Final = 4 << 10
 """The receiver allows a message this many keys and values, whatever their size."""
@@ -90,12 +77,12 @@ def reply_with(operation: StoreOperation[object], result: object) -> store_pb2.S
     reply = store_pb2.StoreReply()
     if isinstance(result, Missing):
         reply.missing.keys.extend(result.keys)
-    elif field := _RESULT_FIELDS[type(operation)]:
-        if isinstance(result, tuple):
-            getattr(reply, field).SetInParent()
-            _put(getattr(reply, field), field, result)
-        else:
-            _put(reply, field, result)
+    elif isinstance(result, tuple):
+        field = "keys" if isinstance(operation, ListKeys) else "values"
+        getattr(reply, field).SetInParent()  # otherwise the reply would lack an empty result
+        _put(getattr(reply, field), field, result)
+    elif result is not None:
+        _put(reply, _RESULT_FIELDS[type(result)], result)
     return _weighed(reply, [result.keys if isinstance(result, Missing) else result])
 
 
