@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch.distributed
+from full_sets import FULL_ONLY
 
 from rpcdist.collectives import (
     DistStoreError,
@@ -124,7 +125,10 @@ STORES: dict[str, Opener] = {
 }
 
 
-@pytest.fixture(params=STORES)
+ALWAYS = {"hash", "file", "tcp-client", "prefix-file", "torch-tcp"}
+
+
+@pytest.fixture(params=[pytest.param(name, marks=() if name in ALWAYS else FULL_ONLY) for name in STORES])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     with ExitStack() as stack:
         opened = STORES[request.param](tmp_path, stack)
