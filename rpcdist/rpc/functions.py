@@ -9,11 +9,9 @@ from typing import Final, ParamSpec, TypeVar
 __all__ = [
     "ASYNC_MARK",
     "IDEMPOTENT_MARK",
-    "READER_MARK",
     "async_execution",
     "idempotent",
     "is_async_execution",
-    "runs_on_reader",
 ]
 
 P = ParamSpec("P")
@@ -25,7 +23,6 @@ ASYNC_MARK: Final = "_wrapped_async_rpc_function"
 IDEMPOTENT_MARK: Final = "_rpcdist_idempotent"
 """The attribute of functions that may run twice without harm."""
 
-READER_MARK: Final = "_rpcdist_runs_on_reader"
 """The attribute of functions that need no thread of the pool."""
 
 
@@ -67,14 +64,4 @@ def idempotent(fn: Callable[P, R]) -> Callable[P, R]:
     grow. For static and class methods, this is the inner decorator.
     """
     setattr(fn, IDEMPOTENT_MARK, True)
-    return fn
-
-
-def runs_on_reader(fn: Callable[P, None]) -> Callable[P, None]:
-    """Mark a function of this package that stores its arguments and returns: it never waits, and runs no user code.
-
-    From its second call on, it runs on the thread that reads the call, perhaps the I/O loop's, if its arguments are a
-    few plain values and tensors. So a message to a busy worker needs neither a thread of the pool nor its monitor.
-    """
-    setattr(fn, READER_MARK, True)
     return fn

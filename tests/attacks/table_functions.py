@@ -10,7 +10,6 @@ from rpcdist.rpc._current import current_agent
 BOUNDED = (
     ".dispatcher._answers._logged",  # one entry for each account
     ".dispatcher._coroutine_functions",  # names that led to a function
-    ".dispatcher._reader_functions",
     ".flight_log._events",  # the last events
     ".contexts._released",  # the last of other workers
     "._silent._known",  # the last connections

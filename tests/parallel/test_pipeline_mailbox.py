@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import cast
 
 import pytest
 import torch
@@ -20,77 +19,32 @@ from rpcdist.parallel.pipeline import _pipeline, _step_execution, _step_messages
 from rpcdist.parallel.pipeline._schedules import Action
 from rpcdist.parallel.pipeline._step_execution import Stage, StepExecution
 from rpcdist.parallel.pipeline._step_messages import Mailbox, PipelineConfig, StepOrder, push, receivers
-from rpcdist.rpc._peers.network import AnySession
 from rpcdist.testing import InProcessCluster
 
 LIMIT_S = 30.0
 FORWARD = Action(1, "F", 0)
 
 
-class Channel:
-    """Stands for a session: a thread that leads reads by `on_read`, and then sleeps until it is rung.
-
-    Attributes:
-        asleep: set when a thread sleeps.
-    """
-
-    def __init__(self, on_read: Callable[[], object], may_lead: bool = True) -> None:
-        self.asleep = threading.Event()
-        self._on_read = on_read
-        self._may_lead = may_lead
-        self._bell = threading.Semaphore(0)
-
-    def read_while_waiting(self, is_waiting: Callable[[], bool], timeout_s: float | None) -> bool:
-        self._on_read()
-        while self._may_lead and is_waiting():
-            self.asleep.set()
-            if not self._bell.acquire(timeout=timeout_s):
-                return False
-        return self._may_lead
-
-    def interrupt(self) -> None:
-        self._bell.release()
-
-
-def mailbox_of(channel: Channel) -> Mailbox:
-    return Mailbox({(1, "F"): cast(AnySession, channel)})
-
-
-def test_what_the_waiting_thread_reads_it_takes() -> None:
-    def read() -> None:
-        mailbox.put(FORWARD, ["tensor"])
-
-    mailbox = mailbox_of(Channel(read))
-    assert mailbox.take(FORWARD, Deadline.after(LIMIT_S)) == ["tensor"]
-
-
-@pytest.mark.parametrize("may_lead", [True, False])
-def test_what_another_thread_puts_wakes_the_one_that_reads(may_lead: bool) -> None:
-    channel = Channel(lambda: None, may_lead)
-    mailbox = mailbox_of(channel)
+def test_what_another_thread_puts_wakes_the_one_that_waits() -> None:
+    mailbox = Mailbox()
     with ThreadPoolExecutor(1) as threads:
         taken = threads.submit(mailbox.take, FORWARD, Deadline.after(LIMIT_S))
-        if may_lead:
-            assert channel.asleep.wait(LIMIT_S)
         mailbox.put(FORWARD, ["tensor"])
         assert taken.result(LIMIT_S) == ["tensor"]
 
 
-def test_a_failure_wakes_the_one_that_reads() -> None:
-    channel = Channel(lambda: None)
-    mailbox = mailbox_of(channel)
+def test_a_failure_wakes_the_one_that_waits() -> None:
+    mailbox = Mailbox()
     with ThreadPoolExecutor(1) as threads:
         taken = threads.submit(mailbox.take, FORWARD, Deadline.after(LIMIT_S))
-        assert channel.asleep.wait(LIMIT_S)
         mailbox.fail(RpcdistError("the step has ended"))
         with pytest.raises(RpcdistError, match="the step has ended"):
             taken.result(LIMIT_S)
 
 
 def test_nothing_comes() -> None:
-    mailbox = mailbox_of(Channel(lambda: None))
     with pytest.raises(DeadlineExceeded):
-        mailbox.take(FORWARD, Deadline.after(0.01))
+        Mailbox().take(FORWARD, Deadline.after(0.01))
 
 
 @pytest.mark.parametrize(("stage", "kind"), [(0, "F"), (2, "B"), (1, "X")])
@@ -104,7 +58,7 @@ def test_tensors_for_an_action_that_a_worker_does_not_have_are_refused(no_agent:
 
 
 def test_tensors_on_gpus_are_waited_for_by_the_thread_that_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not by the one that puts them, which reads on."""
+    """Not by the one that puts them."""
     events: list[tuple[str, object]] = []
     noted = ["tensor of a GPU"]
 
@@ -118,14 +72,14 @@ def test_tensors_on_gpus_are_waited_for_by_the_thread_that_takes_them(monkeypatc
             events.append(("joined", threading.get_ident()))
 
     monkeypatch.setattr(_step_messages, "ArrivedTensors", Arrived)
-    mailbox = Mailbox({}, on_gpu=True)
+    mailbox = Mailbox(on_gpu=True)
     mailbox.put(FORWARD, noted)
     assert events == [("noted", noted)]
     with ThreadPoolExecutor(1) as threads:
         taker = threads.submit(threading.get_ident).result(LIMIT_S)
         assert threads.submit(mailbox.take, FORWARD, Deadline.after(LIMIT_S)).result(LIMIT_S) == noted
     assert events[1:] == [("joined", taker)]
-    cpu = Mailbox({})
+    cpu = Mailbox()
     cpu.put(FORWARD, noted)
     assert cpu.take(FORWARD, Deadline.after(LIMIT_S)) == noted and len(events) == 2
 
@@ -160,7 +114,7 @@ def test_tensors_stay_on_their_device_when_they_are_pushed(
     config = PipelineConfig("key", ("ada", "bob"), 2, None, (META, torch.device(there)))
     module = Splitting().to(META)
     order = StepOrder(1, [Action(0, "F", 0), Action(0, "B", 0)], [(torch.ones(2, 3),)], [], [], False, 0.0)
-    mailbox = Mailbox({})
+    mailbox = Mailbox()
     mailbox.put(Action(0, "B", 0), [(torch.ones(2, 3, device=META)), None])
     stages = {0: Stage(0, module, META)}
     StepExecution(config, "ada", stages, order, mailbox, Deadline.after(LIMIT_S)).run()
@@ -180,7 +134,7 @@ def test_tensors_on_the_cpu_are_pushed_without_a_map(monkeypatch: pytest.MonkeyP
     cpu = torch.device("cpu")
     config = PipelineConfig("key", ("ada", "bob"), 2, None, (cpu, torch.device("cuda:0")))
     order = StepOrder(1, [Action(0, "F", 0)], [(torch.ones(2, 3),)], [], [], False, 0.0)
-    StepExecution(config, "ada", {0: Stage(0, Splitting(), cpu)}, order, Mailbox({}), Deadline.after(LIMIT_S)).run()
+    StepExecution(config, "ada", {0: Stage(0, Splitting(), cpu)}, order, Mailbox(), Deadline.after(LIMIT_S)).run()
     ((_, _, device_map),) = caller.calls
     assert device_map is None
 

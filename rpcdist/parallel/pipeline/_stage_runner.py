@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import rpcdist.rpc as rpc
 from rpcdist.deadline import Deadline, current_deadline
 from rpcdist.errors import ConfigError, RpcdistError
-from rpcdist.parallel.pipeline._schedules import KINDS, Action, Kind
+from rpcdist.parallel.pipeline._schedules import KINDS, Action
 from rpcdist.parallel.pipeline._step_execution import Stage, StepExecution
 from rpcdist.parallel.pipeline._step_messages import (
     Mailbox,
@@ -34,7 +34,6 @@ from rpcdist.parallel.pipeline._step_messages import (
     split_sizes,
 )
 from rpcdist.rpc._devices.handler_streams import HandlerStreams
-from rpcdist.rpc._peers.network import AnySession
 from rpcdist.torch_optimizers import take_step
 
 
@@ -53,7 +52,6 @@ class StageRunner:
         # Guards the attributes below against `arrived`, `run` and `abort`, on several threads.
         self._lock = threading.Lock()
         self._mailboxes: dict[int, Mailbox] = {}
-        self._sources: dict[tuple[int, Kind], AnySession] = {}
         self._ended_step = 0
         receivers()[config.key, worker] = self
 
@@ -75,18 +73,16 @@ class StageRunner:
 
     # ------------------------------------------------------------ messages
 
-    def arrived(self, step: int, action: Action, values: Sequence[object], source: AnySession | None) -> None:
+    def arrived(self, step: int, action: Action, values: Sequence[object]) -> None:
         """Takes the tensors that a neighbour sent for an action of this or a later step; on any thread."""
         if action.stage not in self.stages or action.kind not in KINDS:
             raise RpcdistError(f"tensors for {action} came to worker {self._name!r}, which has no such action")
         with self._lock:
-            if source is not None:
-                self._sources[action.stage, action.kind] = source
             if step > self._ended_step:
                 self._mailbox(step).put(action, values)
 
     def _mailbox(self, step: int) -> Mailbox:
-        return self._mailboxes.setdefault(step, Mailbox(self._sources, self._device.type == "cuda"))
+        return self._mailboxes.setdefault(step, Mailbox(self._device.type == "cuda"))
 
     def abort(self, step: int, reason: str) -> None:
         """Ends a step and drops its gradients, even if it has run or has not begun."""

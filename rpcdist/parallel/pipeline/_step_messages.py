@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import threading
 import time
-from _thread import get_ident
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, cast
 from weakref import WeakValueDictionary
@@ -31,8 +30,6 @@ from rpcdist.parallel.pipeline._schedules import Action, Kind
 from rpcdist.rpc._current import agent_local
 from rpcdist.rpc._devices.handler_streams import ArrivedTensors
 from rpcdist.rpc._executors.blocking import blocking
-from rpcdist.rpc._peers.network import AnySession, calling_session
-from rpcdist.rpc.functions import runs_on_reader
 
 
 class PipelineError(RpcdistError):
@@ -199,21 +196,17 @@ def merge(parts: Sequence[object]) -> object:
 class Mailbox:
     """The tensors of one worker and one step. Any thread may call `put`; one thread calls `take`.
 
-    `sources` has the session of the last tensors for each stage and kind of action.
-
     Args:
         on_gpu: whether tensors may be on a GPU and not computed yet; then the current streams of the taking thread
             wait for them.
     """
 
-    def __init__(self, sources: Mapping[tuple[int, Kind], AnySession], on_gpu: bool = False) -> None:
-        self._sources = sources
+    def __init__(self, on_gpu: bool = False) -> None:
         self._on_gpu = on_gpu
         self._streams: dict[Action, ArrivedTensors] = {}
         self._condition = threading.Condition()
         self._arrived: dict[Action, Sequence[object]] = {}
         self._failure: BaseException | None = None
-        self._reading: tuple[int, AnySession] | None = None  # the taking thread, and the session that it reads
 
     def put(self, action: Action, values: Sequence[object]) -> None:
         """Stores the tensors that `action` needs; those on GPUs are in the current streams of this thread."""
@@ -223,7 +216,6 @@ class Mailbox:
                 self._streams[action] = streams
             self._arrived[action] = values
             self._condition.notify()
-        self._ring()
 
     def fail(self, failure: BaseException) -> None:
         """Ends the step: `take` and `check` raise the first `failure`."""
@@ -231,12 +223,6 @@ class Mailbox:
             if self._failure is None:
                 self._failure = failure
             self._condition.notify()
-        self._ring()
-
-    def _ring(self) -> None:
-        """Wakes the taking thread, after its tensors were stored; it checks for them after it has set `_reading`."""
-        if (reading := self._reading) is not None and reading[0] != get_ident():
-            reading[1].interrupt()
 
     def check(self) -> None:
         """Raises if the step has ended."""
@@ -246,17 +232,13 @@ class Mailbox:
     def take(self, action: Action, deadline: Deadline) -> Sequence[object]:
         """Waits for the tensors that `action` needs, removes and returns them.
 
-        The waiting thread reads the session on which they will arrive, so that no thread has to wake it.
-
         Raises:
             DeadlineExceeded: the tensors did not come in time.
             BaseException: the failure that was passed to `fail`.
         """
         if not self._is_over(action):
-            with blocking():  # an arriving message may need a thread of the pool
-                if not self._read(action, deadline):
-                    with self._condition:
-                        self._condition.wait_for(lambda: self._is_over(action), deadline.wait_s())
+            with blocking(), self._condition:  # an arriving message needs a thread of the pool
+                self._condition.wait_for(lambda: self._is_over(action), deadline.wait_s())
         self.check()
         with self._condition:
             if action not in self._arrived:
@@ -269,33 +251,21 @@ class Mailbox:
     def _is_over(self, action: Action) -> bool:
         return action in self._arrived or self._failure is not None
 
-    def _read(self, action: Action, deadline: Deadline) -> bool:
-        """Reads until the tensors for an action are here; returns False if it may not read, or at the deadline."""
-        source = self._sources.get((action.stage, action.kind))
-        if source is None:
-            return False
-        self._reading = get_ident(), source
-        try:
-            return source.read_while_waiting(lambda: not self._is_over(action), deadline.wait_s())
-        finally:
-            self._reading = None
-
 
 class Receiver(Protocol):
     """Takes the tensors that a neighbour pushes: a `StageRunner`."""
 
-    def arrived(self, step: int, action: Action, values: Sequence[object], source: AnySession | None) -> None:
-        """Takes the tensors for an action of this or a later step, and their session, on any thread."""
+    def arrived(self, step: int, action: Action, values: Sequence[object]) -> None:
+        """Takes the tensors for an action of this or a later step, on any thread."""
 
 
 receivers: Callable[[], WeakValueDictionary[tuple[str, int], Receiver]] = agent_local(WeakValueDictionary)
 """The receivers by the key of the pipeline and the index of the worker."""
 
 
-@runs_on_reader
 def push(key: str, worker: int, step: int, stage: int, kind: Kind, microbatch: int, values: list[object]) -> None:
     """Delivers tensors for an action. A neighbour calls it by RPC."""
     receiver = receivers().get((key, worker))
     if receiver is None:
         raise RpcdistError(f"the pipeline {key} has ended on this worker")
-    receiver.arrived(step, Action(stage, kind, microbatch), values, calling_session.get())
+    receiver.arrived(step, Action(stage, kind, microbatch), values)

@@ -293,9 +293,6 @@ calling_worker: ContextVar[Identity | None] = ContextVar("rpcdist_calling_worker
 functions_that_ask: Final[set[str]] = set()
 """Names of further functions of this package that need `calling_worker`."""
 
-calling_session: ContextVar[AnySession | None] = ContextVar("rpcdist_calling_session", default=None)
-"""Set in functions that run on the reading thread: the session of the call, and probably of the next one."""
-
 
 def check_speaks_for(name: str) -> None:
     """Raises `CallRefused` unless the worker of this name made the call that runs."""

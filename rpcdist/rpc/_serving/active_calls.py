@@ -133,11 +133,6 @@ class ActiveCall:
         return self.value is not None and not self.function and not self.is_by_value
 
     @property
-    def is_plain(self) -> bool:
-        """Whether it neither makes nor uses a remote reference."""
-        return self.result is None and self.value is None
-
-    @property
     def is_abandoned(self) -> bool:
         """Whether it waits for a future, which may never complete, while its caller no longer waits."""
         return self.is_chained and (self.cancelled or self.deadline.expired())

@@ -1,7 +1,7 @@
 """Runs the calls that arrive.
 
     reading thread     the I/O loop, or a waiting thread: admits a call, and submits it to the pool (or a known
-                       coroutine function to the user loop); runs functions marked by `runs_on_reader`
+                       coroutine function to the user loop)
     pool thread        finds the function, decodes the arguments, runs it, encodes the result
     user loop          runs coroutines; their arguments were decoded in the pool unless they are plain
 
@@ -49,7 +49,6 @@ from rpcdist.rpc._peers.network import (
     AnySession,
     Lifetime,
     PoolJob,
-    calling_session,
     calling_worker,
     functions_that_ask,
     line_of,
@@ -64,7 +63,7 @@ from rpcdist.rpc._values import ReceiveBuffer
 from rpcdist.rpc._values.buffers import keep_for_current_streams
 from rpcdist.rpc._values.exceptions import described
 from rpcdist.rpc._values.function_names import function_name
-from rpcdist.rpc.functions import ASYNC_MARK, READER_MARK
+from rpcdist.rpc.functions import ASYNC_MARK
 from rpcdist.rpc.future import Future
 from rpcdist.transport._framing.incoming import MissingBuffer
 from rpcdist.transport.io_loop import unblock_signals
@@ -103,8 +102,6 @@ class Dispatcher:
     # Names that led to coroutine functions, which need no pool thread the next time. A name may lead to another
     # object later: the object that is found then decides.
     _coroutine_functions: set[str] = field(default_factory=set)
-    # Likewise, names of functions that run on the reading thread.
-    _reader_functions: set[str] = field(default_factory=set)
     accepting: bool = True
     gil_waits: Histogram | None = None
 
@@ -182,8 +179,6 @@ class Dispatcher:
                 self._answers.fail(active, exc)
         elif active.function in self._coroutine_functions and (arguments is None or arguments.is_simple):
             self._start_coroutine(active, None)
-        elif active.function in self._reader_functions and active.is_plain and (not arguments or arguments.is_short):
-            self.new_context().run(self._run_on_reader, active)
         elif active.is_nested:
             self._submit(active, self.run, active)
         else:
@@ -284,19 +279,6 @@ class Dispatcher:
             if spans is not None and attached is not None:
                 spans.detach(attached)
 
-    def _run_on_reader(self, active: ActiveCall) -> None:
-        """Runs a call on the reading thread, which sends the answer and reads on."""
-        try:
-            function = self.callables.find(active.function)
-        except BaseException as exc:
-            self._answers.fail(active, exc)
-            return
-        if getattr(function, READER_MARK, None) is True:
-            calling_session.set(active.session)  # the context is that of this call
-            self.run(active, is_last=False)
-        else:  # the name leads to another function now
-            self._submit(active, self.run, active)
-
     def _submit(self, active: ActiveCall, function: Callable[..., object], *arguments: object) -> None:
         self.pool.submit_many(((function, arguments),), line_of(active.session, active.is_nested))
 
@@ -375,8 +357,6 @@ class Dispatcher:
             return None
         if hasattr(function, ASYNC_MARK):
             return self._chain(active, result)
-        if result is None and getattr(function, READER_MARK, None) is True:
-            self._remember(self._reader_functions, name)
         return self._answers.finish(active, result, is_last)
 
     def _chain(self, active: ActiveCall, future: object) -> DeferredReply | None:
