@@ -52,7 +52,7 @@ from rpcdist.rpc._membership.barrier import Gatherings
 from rpcdist.rpc._membership.coordinator import Coordinator, CoordinatorSearch
 from rpcdist.rpc._membership.roster_news import MembershipNews, MembershipWatch
 from rpcdist.rpc._membership.shutdown import STOP, ShutdownRounds, StopRequests
-from rpcdist.rpc._peers.connections import PROBE_ROLE, Connections, LeaseWatch, ProbeTaker
+from rpcdist.rpc._peers.connections import PROBE_ROLE, Connections, LeaseWatch
 from rpcdist.rpc._peers.control import ControlReceiver
 from rpcdist.rpc._peers.device_maps import DeviceMaps
 from rpcdist.rpc._peers.directory import Directory, Event, PeerEvents, Roster
@@ -66,6 +66,7 @@ from rpcdist.rpc.options import RpcOptions
 from rpcdist.rpc.worker_info import WorkerInfo
 from rpcdist.time_limits import CLOSE_LIMIT_S, SLOW_ANSWER_LIMIT_S, TICK_S
 from rpcdist.transport.io_loop import Timer
+from rpcdist.transport.session import NullHandler
 from rpcdist.transport.wire_messages import CallMessage, CompactPass, ReplyMessage
 
 logger = logging.getLogger(__name__)
@@ -407,7 +408,7 @@ class Agent:
         network.add_service(self.inspector.service, self.inspector.methods)
         allow_inspection()
         network.handle_role(ROLE, self.connections, self.connections.refusal)
-        network.handle_role(PROBE_ROLE, ProbeTaker(self._search.on_probe))
+        network.handle_role(PROBE_ROLE, NullHandler(), self._search.on_probe)
         network.run(self._news.begin(), SLOW_ANSWER_LIMIT_S)
         network.io.call_soon(self._search.begin_watching)
         network.io.call_soon(self._tick)

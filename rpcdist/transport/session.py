@@ -114,15 +114,19 @@ class NullHandler:
 
     Args:
         refusal: the reason for closing a session that receives anything else.
+
+    Attributes:
+        limit_bytes: limit on the bytes that a peer may announce; None for the memory of the machine.
     """
 
     shares_payloads = False
+    limit_bytes: int | None = 0
 
     def __init__(self, refusal: str = "") -> None:
         self._refusal = refusal
 
     def announced_by(self, peer: Identity) -> AnnouncedBytes:
-        return AnnouncedBytes()
+        return AnnouncedBytes(self.limit_bytes)
 
     def allocate(self, size_bytes: int) -> IncomingBuffer:
         return heap_buffer(size_bytes)

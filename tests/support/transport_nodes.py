@@ -33,6 +33,8 @@ class Memory(LargeBuffer):
 class Recorder(NullHandler):
     """Takes what a session brings; answers calls by their id if it is an echo."""
 
+    limit_bytes = None
+
     def __init__(self, echo: bool = False) -> None:
         self.messages: list[Any] = []
         self.buffers: list[list[bytes]] = []

@@ -99,11 +99,11 @@ def refuse_one_way(cluster: InProcessCluster) -> None:
     assert cluster.run("a", rpc.rpc_sync, "b", my_name) == "b"
 
 
-def test_a_shutdown_that_a_worker_out_of_reach_leads_fails_by_name() -> None:
+def test_a_shutdown_that_a_worker_out_of_reach_hosts_fails_by_name() -> None:
     """It did not return: two led, and each waited for those of the other one. The others end when this one does."""
     with InProcessCluster("a", "b", "c", peer_timeout=HEARD_S) as cluster:
         refuse_one_way(cluster)
-        with pytest.raises(WorkerLost, match=r"during the shutdown of 'b', which 'a' leads: .*although it lives"):
+        with pytest.raises(WorkerLost, match=r"during the shutdown of 'b', which 'a' hosts: .*although it lives"):
             cluster.run("b", rpc.shutdown)
         cluster.kill("b")
 
@@ -119,7 +119,7 @@ def test_somebody_else_at_the_address_of_a_worker_that_lives(monkeypatch: pytest
         )
         with pytest.raises(WorkerLost, match="is c now, not a as it was, although it lives"):
             cluster.run("b", rpc.rpc_sync, "a", my_name)
-        with pytest.raises(WorkerLost, match=r"the shutdown of 'b', which 'a' leads"):
+        with pytest.raises(WorkerLost, match=r"the shutdown of 'b', which 'a' hosts"):
             cluster.run("b", rpc.shutdown)
         cluster.kill("b")
 

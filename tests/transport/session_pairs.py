@@ -99,6 +99,8 @@ class Borrowed:
 class Handler(NullHandler):
     """Remembers what a session tells its owner."""
 
+    limit_bytes = None
+
     def __init__(self, shares_payloads: bool) -> None:
         self.shares_payloads = shares_payloads
         self._loop = asyncio.get_running_loop()

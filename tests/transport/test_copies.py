@@ -116,6 +116,8 @@ def receive(incoming: Incoming, envelope: bytes) -> Delivery | None:
 class Echo(NullHandler):
     """Both ends of a session of a process with itself: the serving end sends each value back."""
 
+    limit_bytes = None
+
     def __init__(self) -> None:
         self.done = threading.Event()
         self.result: object = None

@@ -21,6 +21,8 @@ LIMIT_S = 20.0
 class Scene(NullHandler):
     """A session that a leader reads, and its loop, which runs when it is told to; cancellations are for the loop."""
 
+    limit_bytes = None
+
     def __init__(self) -> None:
         self.queued: deque[Callable[[], object]] = deque()
         self.handled: list[int] = []

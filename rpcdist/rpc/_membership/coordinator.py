@@ -326,7 +326,7 @@ class CoordinatorSearch:
         return False
 
     def on_probe(self, identity: Identity) -> None:
-        """Called when a process, perhaps the next coordinator, has asked whether this worker lives."""
+        """Called when a process, perhaps the next coordinator, asks whether this worker lives; refuses no process."""
         is_another = identity.id == self.directory.coordinator and identity != self._joined
         if is_another and not self.directory.was_replaced(identity):
             self._hurry()

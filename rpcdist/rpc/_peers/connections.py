@@ -19,8 +19,7 @@ from rpcdist.rpc._peers.directory import Directory, PeerEvents
 from rpcdist.rpc._peers.network import Demultiplexer
 from rpcdist.rpc._peers.router import REPLACED, Router
 from rpcdist.time_limits import HEARTBEATS_PER_PEER_TIMEOUT, LEASE_IN_PEER_TIMEOUTS
-from rpcdist.transport.announced_bytes import AnnouncedBytes
-from rpcdist.transport.session import NullHandler, Session
+from rpcdist.transport.session import Session
 
 logger = logging.getLogger(__name__)
 
@@ -98,25 +97,7 @@ class Connections:
 
 
 PROBE_ROLE = "probe"
-
-
-class ProbeTaker(NullHandler):
-    """Handles sessions of processes that only ask whether this worker lives (`SessionHandler`); one per agent.
-
-    Args:
-        on_probe: called with the identity of the process that asks.
-    """
-
-    def __init__(self, on_probe: Callable[[Identity], object]) -> None:
-        super().__init__()
-        self._on_probe = on_probe
-
-    def on_opened(self, session: Session) -> None:
-        self._on_probe(session.peer)
-
-    def announced_by(self, peer: Identity) -> AnnouncedBytes:
-        """A limit of 0, since a probe announces no buffers."""
-        return AnnouncedBytes(limit_bytes=0)
+"""The role of processes that only ask whether this worker lives."""
 
 
 class LeaseWatch:
