@@ -1,9 +1,7 @@
 """Executes the actions of one worker in one step, in order, and pushes their tensors to the neighbours.
 
-thread of the call `StageRunner.run`    executes the actions, and sends their results; if the next action must wait
-                                        for its tensors, it reads the neighbour's channel itself
-I/O loop                                reads while that thread computes, and puts messages into the mailbox, also
-                                        before `run` was called
+thread of the call `StageRunner.run`    executes the actions, and sends their results
+threads of the pool                     put arriving tensors into the mailbox, also before `run` was called
 
 The worker that made a tensor pushes it to the next one, so the transfer overlaps with computation on both. A tensor on
 a GPU is lent to the other worker, like those of all calls, and copied from there to the GPU of the next stage. No
