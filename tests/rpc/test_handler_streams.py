@@ -123,6 +123,21 @@ def test_a_handler_is_ordered_between_what_was_before_and_what_comes_after(gpu: 
     assert gpu.current.name == "of the pool 1"  # used again, as the last one that was left
 
 
+def test_a_device_without_memory_leaves_the_streams_of_the_thread_as_they_were(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(device: int) -> Stream:
+        if device == 1:
+            raise torch.OutOfMemoryError("no memory for streams")
+        return Stream(gpu.log, "of the pool")
+
+    monkeypatch.setattr(torch.cuda, "Stream", make)
+    with pytest.raises(torch.OutOfMemoryError):
+        HandlerStreams([0, 1])
+    assert gpu.current is gpu.default
+    assert gpu.log[-1] == ("default", "waits for", "of the pool")
+
+
 def test_state_that_calls_change_in_turn_is_used_on_default_streams(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handler_streams, "gpu_tensors", lambda value: value)
     streams = HandlerStreams([0])

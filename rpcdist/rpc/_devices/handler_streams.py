@@ -47,15 +47,22 @@ class HandlerStreams:
 
     def __init__(self, devices: Sequence[int]) -> None:
         self._entered: list[tuple[torch.cuda.Stream, _PoolStream]] = []
-        for device in devices:
-            outer = torch.cuda.current_stream(device)
-            try:
-                inner = _idle.setdefault(device, []).pop()
-            except IndexError:
-                inner = _PoolStream(device)
-            inner.begin_behind(outer)
-            self._entered.append((outer, inner))
-            _make_current(inner.stream)
+        try:
+            for device in devices:
+                self._enter(device)
+        except BaseException:  # a device has no memory left, for example
+            self.leave()
+            raise
+
+    def _enter(self, device: int) -> None:
+        outer = torch.cuda.current_stream(device)
+        try:
+            inner = _idle.setdefault(device, []).pop()
+        except IndexError:
+            inner = _PoolStream(device)
+        inner.begin_behind(outer)
+        self._entered.append((outer, inner))
+        _make_current(inner.stream)
 
     def leave(self) -> None:
         while self._entered:
