@@ -26,14 +26,14 @@ LONG_CYCLES = 3_000_000_000
 
 
 def sharing() -> Any:
-    return rpc.api._get_current_rpc_agent()._gpus
+    return rpc.api._get_current_rpc_agent().gpus
 
 
 def reader_of(name: str, device: int = 0) -> str | None:
     """Whether a worker reads memory of a GPU of this one: empty, why not, or None while nobody asked."""
     agent = rpc.api._get_current_rpc_agent()
     identity = agent.directory.member(agent.directory.resolve(name)).identity
-    answer: str | None = agent._gpus._readers.get((identity, device))
+    answer: str | None = agent.gpus._readers.get((identity, device))
     return answer
 
 

@@ -376,7 +376,7 @@ def set_refused_grace(seconds: float) -> None:
 
 def has_news_of_loans() -> bool:
     """Whether a lender of memory of GPUs has to hear something yet."""
-    return bool(rpc.api._get_current_rpc_agent()._gpus.borrowed.news)
+    return bool(rpc.api._get_current_rpc_agent().gpus.borrowed.news)
 
 
 def num_calls() -> int:
