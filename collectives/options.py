@@ -73,10 +73,20 @@ class AllreduceOptions(OperationOptions):
 
 
 @dataclass
+class AllreduceCoalescedOptions(OperationOptions):
+    reduceOp: object = ReduceOp.SUM
+
+
+@dataclass
 class ReduceOptions(OperationOptions):
     reduceOp: object = ReduceOp.SUM
     rootRank: int = 0
     rootTensor: int = 0
+
+
+@dataclass
+class AllgatherOptions(OperationOptions):
+    pass
 
 
 @dataclass
@@ -85,16 +95,24 @@ class GatherOptions(OperationOptions):
 
 
 @dataclass
+class ScatterOptions(OperationOptions):
+    rootRank: int = 0
+
+
+@dataclass
+class ReduceScatterOptions(OperationOptions):
+    reduceOp: object = ReduceOp.SUM
+
+
+@dataclass
+class AllToAllOptions(OperationOptions):
+    pass
+
+
+@dataclass
 class BarrierOptions(OperationOptions):
     device_ids: list[int] = field(default_factory=list)
     device: torch.device | None = None
-
-
-AllgatherOptions = OperationOptions
-AllToAllOptions = OperationOptions
-AllreduceCoalescedOptions = AllreduceOptions
-ReduceScatterOptions = AllreduceOptions
-ScatterOptions = GatherOptions
 
 
 class DebugLevel(IntEnum):

@@ -17,12 +17,17 @@ from rpcdist.collectives._group.backend_binding import BackendBinding
 from rpcdist.collectives._operations import lowering
 from rpcdist.collectives._operations.operation import ReduceOp, check_tensor, check_timeout, whole_number
 from rpcdist.collectives.options import (
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
     AllreduceOptions,
+    AllToAllOptions,
     BarrierOptions,
     BroadcastOptions,
     GatherOptions,
     OperationOptions,
     ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
 )
 from rpcdist.collectives.work import Work
 from rpcdist.errors import ConfigError
@@ -63,7 +68,7 @@ class LowerCaseOperations:
 
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: object = None) -> Work:
         """Reduces tensors of one dtype in one operation."""
-        given = _options(AllreduceOptions, opts, "reduceOp")
+        given = _options(AllreduceCoalescedOptions, opts, "reduceOp")
         binding = self._binding_of(tensors[0])
         return _submit(binding, lowering.all_reduce_coalesced(binding.place, list(tensors), given.reduceOp), given)
 
@@ -96,13 +101,13 @@ class LowerCaseOperations:
     def allgather(self, output_tensors: TensorLists, input_tensors: Tensors, opts: object = None) -> Work:
         """Takes one list of outputs and one input, each of which may be in a further list."""
         tensor, outputs = _one(input_tensors), _list(output_tensors)
-        given = _options(OperationOptions, opts)
+        given = _options(AllgatherOptions, opts)
         binding = self._binding_of(tensor)
         return _submit(binding, lowering.all_gather(binding.place, outputs, tensor), given)
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: object = None) -> Work:
         """Gathers the inputs of all ranks in one tensor."""
-        given = _options(OperationOptions, opts)
+        given = _options(AllgatherOptions, opts)
         binding = self._binding_of(input)
         return _submit(binding, lowering.all_gather_single(binding.place, output, input), given)
 
@@ -142,7 +147,7 @@ class LowerCaseOperations:
     ) -> Work:
         """`opts`: ScatterOptions, or the root's rank, also as `root`; `input_tensors` is empty on other ranks."""
         tensor, inputs = _one(output_tensors), _list(input_tensors)
-        given = _options(GatherOptions, _either(opts, root), "rootRank", timeout)
+        given = _options(ScatterOptions, _either(opts, root), "rootRank", timeout)
         binding = self._binding_of(tensor)
         return _submit(binding, lowering.scatter(binding.place, tensor, inputs, given.rootRank), given)
 
@@ -151,13 +156,13 @@ class LowerCaseOperations:
     ) -> Work:
         """`opts`: ReduceScatterOptions, or a ReduceOp, which may be given as `op`."""
         tensor, inputs = _one(output_tensors), _list(input_tensors)
-        given = _options(AllreduceOptions, _either(opts, op), "reduceOp")
+        given = _options(ReduceScatterOptions, _either(opts, op), "reduceOp")
         binding = self._binding_of(tensor)
         return _submit(binding, lowering.reduce_scatter(binding.place, tensor, inputs, given.reduceOp), given)
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: object = None) -> Work:
         """The input has one chunk for each rank."""
-        given = _options(AllreduceOptions, opts, "reduceOp")
+        given = _options(ReduceScatterOptions, opts, "reduceOp")
         binding = self._binding_of(output)
         return _submit(binding, lowering.reduce_scatter_single(binding.place, output, input, given.reduceOp), given)
 
@@ -196,7 +201,7 @@ class LowerCaseOperations:
         self, output_tensors: Sequence[torch.Tensor], input_tensors: Sequence[torch.Tensor], opts: object = None
     ) -> Work:
         """Takes one output from and one input for each rank."""
-        given = _options(OperationOptions, opts)
+        given = _options(AllToAllOptions, opts)
         binding = self._binding_of(input_tensors[0])
         return _submit(binding, lowering.all_to_all(binding.place, list(output_tensors), list(input_tensors)), given)
 
@@ -209,7 +214,7 @@ class LowerCaseOperations:
         opts: object = None,
     ) -> Work:
         """Exchanges parts of one tensor, cut along its first dimension."""
-        given = _options(OperationOptions, opts)
+        given = _options(AllToAllOptions, opts)
         binding = self._binding_of(input)
         lowered = lowering.all_to_all_single(binding.place, output, input, output_split_sizes, input_split_sizes)
         return _submit(binding, lowered, given)

@@ -148,9 +148,12 @@ class ProcessGroupNCCL(metaclass=_NcclNames):
     """torch's class, for `isinstance`: groups of the backend `nccl` are instances. It cannot be instantiated."""
 
 
-_NO_GROUP: Final = {"__module__": __name__, "__doc__": "torch's class (2.14), for `isinstance`: no group is one."}
-ProcessGroupNCCL2: Final = _NcclNames("ProcessGroupNCCL2", (), _NO_GROUP)
-ProcessGroupNCCLLazy: Final = _NcclNames("ProcessGroupNCCLLazy", (), _NO_GROUP)
+class ProcessGroupNCCL2(metaclass=_NcclNames):
+    """torch's class (2.14), for `isinstance`: no group is an instance of it."""
+
+
+class ProcessGroupNCCLLazy(metaclass=_NcclNames):
+    """torch's class (2.14), for `isinstance`: no group is an instance of it."""
 
 
 def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = DEBUGGER_LIMIT_S) -> None:

@@ -109,6 +109,15 @@ def test_options_have_the_fields_of_torch(name: str) -> None:
         assert getattr(mine, each) == getattr(other, each), each
 
 
+@pytest.mark.parametrize("name", [each for each in NAMES if each.endswith("Options")])
+def test_options_have_a_class_of_their_own(name: str) -> None:
+    """As in torch: errors and `repr` have the name that the program wrote, and `isinstance` tells them apart."""
+    others = [getattr(ours, each) for each in NAMES if each.endswith("Options") and each != name]
+    options = getattr(ours, name)()
+    assert repr(options).startswith(f"{name}(")
+    assert not isinstance(options, tuple(others)) and options not in [other() for other in others]
+
+
 def test_process_group_has_the_methods_of_torch() -> None:
     wanted = """
         rank size name group_name group_desc abort shutdown set_timeout split_group get_group_store bound_device_id
