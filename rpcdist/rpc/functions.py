@@ -23,8 +23,6 @@ ASYNC_MARK: Final = "_wrapped_async_rpc_function"
 IDEMPOTENT_MARK: Final = "_rpcdist_idempotent"
 """The attribute of functions that may run twice without harm."""
 
-"""The attribute of functions that need no thread of the pool."""
-
 
 def async_execution(fn: Callable[P, R]) -> Callable[P, R]:
     """Mark a function that returns a `torch.futures.Future` and whose caller waits for that future's value.

@@ -61,7 +61,7 @@ def test_the_pieces_of_a_tensor_are_all_of_it(length: int, piece: int) -> None:
 
 
 @given(length=st.integers(0, 3000), size=st.integers(1, 9), multiple=st.sampled_from([1, 4, 16, 64]))
-def test_shares_are_all_of_a_chunk(length: int, size: int, multiple: int) -> None:
+def test_portions_are_all_of_a_slice(length: int, size: int, multiple: int) -> None:
     parts = portions(length, size, multiple)
     assert len(parts) == size
     assert [element for start, stop in parts for element in range(start, stop)] == list(range(length))
@@ -70,7 +70,7 @@ def test_shares_are_all_of_a_chunk(length: int, size: int, multiple: int) -> Non
 
 @pytest.mark.parametrize("buffer_bytes", [512, 4096, 512 << 10, 1 << 20])
 @pytest.mark.parametrize("size", SIZES)
-def test_a_chunk_and_a_share_of_it_fit_in_a_buffer(size: int, buffer_bytes: int) -> None:
+def test_a_slice_and_a_portion_of_it_fit_in_a_buffer(size: int, buffer_bytes: int) -> None:
     chunk = two_phase_slice_bytes(size, buffer_bytes)
     assert chunk > 0 and chunk % ALIGNMENT == 0
     for width in (1, 2, 4, 8, 16):

@@ -125,7 +125,9 @@ STORES: dict[str, Opener] = {
 }
 
 
-ALWAYS = {"hash", "file", "tcp-client", "prefix-file", "torch-tcp"}
+# One of each kind: in memory, a file, the process that serves and another one, a prefix, torch's stores around ours and
+# ours around torch's, and subclasses that users write.
+ALWAYS = set("hash file tcp-master tcp-client prefix-file torch-tcp prefix-torch prefix-own torch-own".split())
 
 
 @pytest.fixture(params=[pytest.param(name, marks=() if name in ALWAYS else FULL_ONLY) for name in STORES])

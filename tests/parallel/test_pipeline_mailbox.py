@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -19,16 +19,24 @@ from rpcdist.parallel.pipeline import _pipeline, _step_execution, _step_messages
 from rpcdist.parallel.pipeline._schedules import Action
 from rpcdist.parallel.pipeline._step_execution import Stage, StepExecution
 from rpcdist.parallel.pipeline._step_messages import Mailbox, PipelineConfig, StepOrder, push, receivers
-from rpcdist.testing import InProcessCluster
+from rpcdist.testing import InProcessCluster, wait_until_asleep
 
 LIMIT_S = 30.0
 FORWARD = Action(1, "F", 0)
 
 
+def wait_in(mailbox: Mailbox, threads: ThreadPoolExecutor) -> Future[Sequence[object]]:
+    """Lets a thread wait for the tensors of `FORWARD`; returns when it sleeps."""
+    thread = threads.submit(threading.current_thread).result(LIMIT_S)
+    taken = threads.submit(mailbox.take, FORWARD, Deadline.after(LIMIT_S))
+    wait_until_asleep(thread)
+    return taken
+
+
 def test_what_another_thread_puts_wakes_the_one_that_waits() -> None:
     mailbox = Mailbox()
     with ThreadPoolExecutor(1) as threads:
-        taken = threads.submit(mailbox.take, FORWARD, Deadline.after(LIMIT_S))
+        taken = wait_in(mailbox, threads)
         mailbox.put(FORWARD, ["tensor"])
         assert taken.result(LIMIT_S) == ["tensor"]
 
@@ -36,7 +44,7 @@ def test_what_another_thread_puts_wakes_the_one_that_waits() -> None:
 def test_a_failure_wakes_the_one_that_waits() -> None:
     mailbox = Mailbox()
     with ThreadPoolExecutor(1) as threads:
-        taken = threads.submit(mailbox.take, FORWARD, Deadline.after(LIMIT_S))
+        taken = wait_in(mailbox, threads)
         mailbox.fail(RpcdistError("the step has ended"))
         with pytest.raises(RpcdistError, match="the step has ended"):
             taken.result(LIMIT_S)
