@@ -36,7 +36,14 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from rpcdist.autograd._backward_pass import BackwardPass, PassPart
 from rpcdist.autograd._direct_part import MAX_HELD_BYTES
 from rpcdist.autograd._graph_analysis import MAX_NODES_BEFORE_SENDING, Analysis
-from rpcdist.autograd._message_nodes import EngineRun, GateOrder, Gradients, RecordedRecv, RecordedSend
+from rpcdist.autograd._message_nodes import (
+    DUMMY_DEVICE,
+    EngineRun,
+    GateOrder,
+    Gradients,
+    RecordedRecv,
+    RecordedSend,
+)
 from rpcdist.autograd._pass_message import PassMessage
 from rpcdist.autograd._verdicts import Actions, PassState, Run
 from rpcdist.errors import DeadlineExceeded
@@ -242,12 +249,12 @@ class GroupRun(EngineRun):
                     gradients.append(gradient)
         if self._run.pending:
             edges.append(self._gates())
-            gradients.append(torch.zeros(()))
+            gradients.append(torch.zeros((), device=DUMMY_DEVICE))
         return edges, gradients
 
     def _gates(self) -> GradientEdge:
         """The chain of order nodes; see [Note: gates]."""
-        chain = torch.zeros((), requires_grad=True)
+        chain = torch.zeros((), device=DUMMY_DEVICE, requires_grad=True)
         orders: list[Any] = []  # torch's stubs lack `_set_sequence_nr`
         others: list[Any] = [node for node, mask in self._analysis.masks.items() if mask & self._run.used]
         with torch.enable_grad():

@@ -130,5 +130,10 @@ def _copied(gradient: torch.Tensor) -> torch.Tensor:
     indices = gradient._indices().clone(memory_format=torch.contiguous_format)
     values = gradient._values().clone(memory_format=torch.contiguous_format)
     return torch.sparse_coo_tensor(
-        indices, values, gradient.shape, check_invariants=False, is_coalesced=gradient.is_coalesced()
+        indices,
+        values,
+        gradient.shape,
+        device=values.device,
+        check_invariants=False,
+        is_coalesced=gradient.is_coalesced(),
     )

@@ -29,7 +29,7 @@ from rpcdist.errors import AutogradError
 MAX_NODES_BEFORE_SENDING: Final = 64
 """A worker that runs more nodes at once sends its decisions to the other workers first."""
 
-AccumulateGrad = type(torch.ones((), requires_grad=True).expand(1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
+AccumulateGrad = type(torch.ones((), device="cpu", requires_grad=True).expand(1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
 
 
 class Analysis(NamedTuple):

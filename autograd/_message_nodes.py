@@ -28,6 +28,9 @@ Gradients = Sequence[torch.Tensor | None]
 Captured = dict[torch.Tensor, torch.Tensor]
 """Gradients by leaf, as `queue_callback` shows them."""
 
+DUMMY_DEVICE: Final = torch.device("cpu")
+"""The tensors of these nodes that hold no data are here, whatever default device the program has set."""
+
 _engine = cast(Any, torch.autograd.Variable._execution_engine)
 
 # The constructor of a named tuple is a Python function, and these are made for each leaf and tensor of each pass.
@@ -140,7 +143,7 @@ class SendRpc(Function):
     @staticmethod
     def forward(ctx: Any, message: int, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.message = message  # and not the `RecordedSend`: a cycle would keep the graph until a garbage collection
-        return torch.empty(())
+        return torch.empty((), device=DUMMY_DEVICE)
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> Any:
@@ -176,15 +179,16 @@ class GateOrder(Function):
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> Any:
         active_run().wait_for(ctx.send)
-        return None, torch.zeros(()), torch.zeros(())
+        return None, torch.zeros((), device=DUMMY_DEVICE), torch.zeros((), device=DUMMY_DEVICE)
 
 
 # `apply` without the layer in Python that looks for transforms of `torch.func`, in which there are no RPCs.
 _apply_send = cast(Any, super(Function, SendRpc)).apply
 _apply_recv = cast(Any, super(Function, RecvRpc)).apply
 
+_TOKEN: Final = torch.ones((), device=DUMMY_DEVICE, requires_grad=True)
 RecvNode = type(
-    cast(tuple[torch.Tensor], RecvRpc.apply(torch.ones((), requires_grad=True), None, [torch.ones(())]))[0].grad_fn  # type: ignore[no-untyped-call]
+    cast(tuple[torch.Tensor], RecvRpc.apply(_TOKEN, None, [torch.ones((), device=DUMMY_DEVICE)]))[0].grad_fn  # type: ignore[no-untyped-call]
 )
 
 
@@ -205,7 +209,6 @@ for _name, _mark in {
 }.items():  # fmt: skip
     setattr(RecvNode, _name, _marking(getattr(RecvNode, _name), _mark))
 
-_TOKEN: Final = torch.ones((), requires_grad=True)
 _TOKEN_EDGE: Final = get_gradient_edge(_TOKEN)
 """Every recv depends on this leaf, so asking for its gradient makes the engine execute recvs."""
 

@@ -132,7 +132,8 @@ class DeviceMesh:
         groups = (group,) if isinstance(group, ProcessGroup) else tuple(group)
         if mesh is None and len(groups) != 1:
             raise ConfigError("Must pass mesh if passing several ProcessGroups, or none")
-        ranks = torch.tensor(groups[0].ranks) if mesh is None else torch.as_tensor(mesh, dtype=torch.int64).clone()
+        found = groups[0].ranks if mesh is None else mesh
+        ranks = torch.as_tensor(found, dtype=torch.int64, device="cpu").clone()
         if ranks.dim() != len(groups):
             raise ConfigError(f"the mesh has {ranks.dim()} dimensions, but {len(groups)} groups; pass one for each")
         made = DeviceMesh._part(device_type, ranks[None], checked_names(mesh_dim_names, ranks.dim()), groups, {})
@@ -340,11 +341,12 @@ class DeviceMesh:
         first, *others = device_mesh_list
         slices = first._slices
         for other in others:
-            slice_of = {rank: part for part in other._slices.tolist() for rank in torch.tensor(part).flatten().tolist()}
+            slice_of = {rank: part.tolist() for part in other._slices for rank in part.flatten().tolist()}
             ranks = slices.flatten().tolist()
             if other._flattened is not first._flattened or not all(rank in slice_of for rank in ranks):
                 raise ConfigError("Cannot concatenate DeviceMeshes derived from different device meshs")
-            slices = torch.tensor([slice_of[rank] for rank in ranks]).reshape(*slices.shape, *other.shape)
+            parts = torch.tensor([slice_of[rank] for rank in ranks], device="cpu")
+            slices = parts.reshape(*slices.shape, *other.shape)
         if any(len(set(part)) != len(part) for part in slices.flatten(1).tolist()):
             raise ConfigError(f"Cannot concatenate overlapping meshes: {device_mesh_list}")
         unique = {tuple(sorted(part.flatten().tolist())): part for part in reversed(slices)}
@@ -382,7 +384,7 @@ def init_device_mesh(
             "mesh_shape and mesh_dim_names should have same length! Found "
             f"len(mesh_dim_names): {len(mesh_dim_names)} and len(mesh_shape): {len(shape)}."
         )
-    ranks = torch.arange(torch.Size(shape).numel()).view(shape)
+    ranks = torch.arange(torch.Size(shape).numel(), device="cpu").view(shape)
     return DeviceMesh(device_type, ranks, mesh_dim_names=mesh_dim_names, backend_override=backend_override)
 
 

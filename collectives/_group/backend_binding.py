@@ -195,8 +195,10 @@ def all_reduce_sparse(
         with torch.no_grad():
             indices = gather(mine.indices().t(), counts, run)
             values = gather(mine.values(), counts, run)
-            total = torch.sparse_coo_tensor(indices.t(), values, tensor.shape, check_invariants=False).coalesce()
-            tensor.copy_(total)
+            total = torch.sparse_coo_tensor(
+                indices.t(), values, tensor.shape, device=values.device, check_invariants=False
+            )
+            tensor.copy_(total.coalesce())
 
     if run_part is not None:
         return submit(Lowered(first, lambda: exchange(run_part), [tensor], ()), async_op)

@@ -310,7 +310,7 @@ class StoredEntries:
                 f"the index of the checkpoint at {self._folder} says that {key!r} has {size} bytes, of which "
                 f"{stored} are stored: it is damaged"
             )
-        return torch.empty(found.size, dtype=found.properties.dtype)
+        return torch.empty(found.size, dtype=found.properties.dtype, device="cpu")
 
     def _check(self, key: str, entry: object) -> None:
         found = self._metadata.state_dict_metadata.get(key)

@@ -160,7 +160,7 @@ class LocalOptimizer:
                 if name == "params":
                     raise RpcdistError("a step would set the parameters of its group, which are not an option")
                 if isinstance(group.get(name), Tensor):  # a capturable optimizer keeps this tensor object
-                    group[name].copy_(torch.as_tensor(value))
+                    group[name].copy_(torch.as_tensor(value, device=group[name].device))
                 else:
                     group[name] = value
 

@@ -220,7 +220,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         _is_valid_context(context_id)
         norms = self._ask_all("norm", context_id, float(norm_type))
-        total = torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64), float(norm_type)).item()
+        numbers = torch.tensor(norms, dtype=torch.float64, device="cpu")
+        total = torch.linalg.vector_norm(numbers, float(norm_type)).item()
         if error_if_nonfinite and not math.isfinite(total):
             raise RpcdistError(
                 f"The total norm of order {norm_type} for the gradients in context {context_id} is {total}, so they "
@@ -230,7 +231,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not factor >= 1.0:  # also if it is not a number, as torch has it
             involved = [index for index, norm in enumerate(norms) if norm != 0.0]
             ask_owners(self._doing("clip_grad_norm_"), [self._call(i, "scale", context_id, factor) for i in involved])
-        return torch.tensor(total)
+        return torch.tensor(total, device="cpu")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets the `.grad` of all parameters. Gradients of contexts are separate, and end with their contexts."""

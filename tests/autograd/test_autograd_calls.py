@@ -432,9 +432,10 @@ def test_embeddings(cluster: Cluster, dense: bool) -> None:
     torch.testing.assert_close(found.to_dense(), expected.to_dense())
 
 
-def test_sparse_tensors_as_arguments(cluster: Cluster) -> None:
+@pytest.mark.parametrize("default", ["cpu", "meta"])
+def test_sparse_tensors_as_arguments(cluster: Cluster, default: str) -> None:
     weight = torch.randn(5, 3).to_sparse().requires_grad_()
-    with autograd.context() as context_id:
+    with torch.device(default), autograd.context() as context_id:
         loss = torch.sparse.sum(over_rpc_sync("worker1", functions.double, weight))
         autograd.backward(context_id, [loss])
         found = autograd.get_gradients(context_id)[weight]

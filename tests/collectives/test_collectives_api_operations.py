@@ -425,3 +425,46 @@ def test_tensors_that_are_reduced_together_count_as_one() -> None:
     assert lowered.operation.size_bytes == 28
     with pytest.raises(ConfigError, match="have one dtype"):
         lowering.all_reduce_many(Place(0, 2), [torch.ones(3), torch.ones(3).double()], ReduceOp.SUM)
+
+
+@pytest.mark.parametrize("count", [4, 400_000], ids=["small", "large"])
+@pytest.mark.parametrize("backend", ["local", "tcp"])
+def test_default_device_does_not_matter(backend: str, count: int) -> None:
+    """The memory that a group needs for itself is on the CPU, also if the program makes its tensors elsewhere."""
+
+    def on_rank(rank: int) -> None:
+        with torch.device("meta"):
+            cpu = torch.device("cpu")
+            mine = torch.full((count,), rank + 1.0, device=cpu)
+            total = mine.clone()
+            c.all_reduce(total)
+            least = mine.double()
+            c.all_reduce(least, ReduceOp.MIN)
+            assert total[-1] == 6 and least[-1] == 1
+            gathered = torch.zeros(SIZE * count, device=cpu)
+            c.all_gather_into_tensor(gathered, mine)
+            scattered, exchanged = torch.zeros_like(mine), torch.zeros_like(gathered)
+            c.reduce_scatter_tensor(scattered, gathered)
+            c.all_to_all_single(exchanged, gathered)
+            expected = torch.tensor([1.0, 2, 3], device=cpu).repeat_interleave(count)
+            assert torch.equal(gathered, expected) and torch.equal(scattered, mine * SIZE)
+            assert torch.equal(exchanged, torch.full_like(exchanged, rank + 1.0))
+            sent = c.isend(mine, (rank + 1) % SIZE, tag=1)
+            later = c.isend(mine * 10, (rank + 1) % SIZE, tag=2)
+            assert sent is not None and later is not None
+            c.barrier()  # what has come until now is kept, for a receive that is still to be posted
+            for tag, factor in ((2, 10), (1, 1)):
+                c.recv(scattered, (rank - 1) % SIZE, tag=tag)
+                assert scattered[-1] == factor * ((rank - 1) % SIZE + 1)
+            sent.wait()
+            later.wait()
+            rows = torch.tensor([[rank]], device=cpu)
+            sparse = torch.sparse_coo_tensor(rows, mine[None], (SIZE, count), device=cpu, check_invariants=True)
+            c.all_reduce(sparse)
+            assert torch.equal(sparse.to_dense()[:, 0], torch.tensor([1.0, 2, 3], device=cpu))
+            objects: list[Any] = [None] * SIZE
+            c.all_gather_object(objects, {"first": mine[:2]})
+            assert [each["first"].tolist() for each in objects] == [[1, 1], [2, 2], [3, 3]]
+            assert c.init_device_mesh("cpu", (SIZE,)).mesh.tolist() == [0, 1, 2]
+
+    run_ranks(SIZE, on_rank, backend=backend)

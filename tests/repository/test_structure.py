@@ -1,4 +1,4 @@
-"""The structure of the code: no circles of imports, and names that mean one thing."""
+"""The structure of the code: no circles of imports, names that mean one thing, and tensors that name their device."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import networkx  # type: ignore[import-untyped]
 import pytest
 from docs_programs import ROOT
 from house_size import import_circles, import_graph, sources
+from torch.utils._device import _device_constructors
 
 # How many entries of these folders may be files: what is more belongs into a subfolder.
 MAX_FILES = {ROOT / "collectives": 20, ROOT / "rpcdist" / "rpc": 16}
@@ -58,6 +59,24 @@ def test_a_basename_means_one_thing() -> None:
         if path.name not in SHARED_BASENAMES:
             where[path.name.lstrip("_")].append(str(path.relative_to(ROOT)))
     assert {name: paths for name, paths in where.items() if len(paths) > 1} == {}
+
+
+def test_a_new_tensor_names_its_device() -> None:
+    """Else it is made on the default device that the program has set: a GPU, or "meta", which has no memory."""
+    names = {getattr(function, "__name__", "") for function in _device_constructors()}
+    factories = {f"{module}.{name}" for name in names for module in ("torch", "torch.nested")}
+    calls = [
+        (path, node)
+        for path in sources()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in factories
+    ]
+    assert {"empty", "as_tensor", "sparse_coo_tensor"} <= names and len(calls) > 50
+    assert [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}"
+        for path, node in calls
+        if not any(keyword.arg in ("device", None) for keyword in node.keywords)
+    ] == []
 
 
 # Tests should not pin parts that refactoring may move: tests of the shell use the public interface, and those of pure

@@ -298,9 +298,11 @@ def test_inference_tensors_and_inference_mode() -> None:
 
 def test_default_device_does_not_matter() -> None:
     with torch.device("meta"):
-        _, result = round_trip((torch.ones(2, device="cpu"), torch.ones(4, 9, device="cpu")[:, :2]))
-    assert [t.device.type for t in result] == ["cpu", "cpu"]
+        ones = torch.ones(4, 9, device="cpu")
+        _, result = round_trip((torch.ones(2, device="cpu"), ones[:, :2], ones.to_sparse(), torch.nn.Parameter(ones)))
+    assert [t.device.type for t in result] == ["cpu"] * 4
     assert result[0].tolist() == [1, 1]
+    assert torch.equal(result[2].to_dense(), torch.ones(4, 9))
 
 
 @pytest.mark.parametrize(

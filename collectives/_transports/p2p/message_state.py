@@ -266,7 +266,7 @@ class MessageState:
         if receive is not None:
             return receive if self._accepts(receive, source, header) else None
         try:
-            memory = torch.empty(header.size_bytes, dtype=torch.uint8)
+            memory = torch.empty(header.size_bytes, dtype=torch.uint8, device="cpu")
         except RuntimeError as exc:
             raise MemoryError(f"{header} do not fit into memory, of which {free_memory()}") from exc
         arrived = UnexpectedMessage(source, header, memory)

@@ -99,7 +99,7 @@ class RankBuffers:
 
     def close(self) -> None:
         self._views.clear()
-        self._memory = torch.empty(0)
+        self._memory = torch.empty(0, device="cpu")
 
     def views(self, dtype: torch.dtype, offset: int, count: int) -> list[list[torch.Tensor]]:
         """Returns views of `count` elements at `offset` bytes in each buffer: by half, then by rank."""

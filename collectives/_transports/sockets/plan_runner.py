@@ -57,7 +57,7 @@ class Scratch:
         size_bytes = count * dtype.itemsize
         kept = self._kept.get(slot)
         if kept is None or kept.nbytes < size_bytes:
-            kept = torch.empty(-(-size_bytes // 64) * 64, dtype=torch.uint8)
+            kept = torch.empty(-(-size_bytes // 64) * 64, dtype=torch.uint8, device="cpu")
             if kept.nbytes <= _KEPT_BYTES:
                 self._kept[slot] = kept
         return kept[:size_bytes].view(dtype)

@@ -51,7 +51,7 @@ class _MessageBuffers:
     def __init__(self, op: ReduceOp, tensor: torch.Tensor) -> None:
         self.kernel = reducer(op, tensor.dtype)
         self.num_bytes = tensor.nbytes
-        boxes = [torch.empty(64 + tensor.nbytes, dtype=torch.uint8) for _ in range(2)]
+        boxes = [torch.empty(64 + tensor.nbytes, dtype=torch.uint8, device="cpu") for _ in range(2)]
         self._boxes = boxes  # keeps the memory of the views alive
         self.inbox, self.outbox = (memory_of(box)[_START:] for box in boxes)
         self.received = boxes[0][64:].view(self.kernel.dtype)

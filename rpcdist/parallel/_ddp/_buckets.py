@@ -244,7 +244,7 @@ class SparseBucket:
         self.members = [member]
         self._group = group
         self._gradient: torch.Tensor | None = None
-        self._counts = torch.empty(0)
+        self._counts = torch.empty(0, device="cpu")
 
     @property
     def num_bytes(self) -> int:
@@ -293,9 +293,14 @@ class SparseBucket:
             indices[: gradient._nnz()] = gradient.indices()[0]
             values[: gradient._nnz()] = gradient.values()
         all_indices, all_values = self._gather(indices), self._gather(values)
-        kept = torch.cat([torch.arange(count) + rank * longest for rank, count in enumerate(counts)]).to(indices.device)
+        kept = torch.cat([torch.arange(count, device="cpu") + rank * longest for rank, count in enumerate(counts)])
+        kept = kept.to(indices.device)
         total = torch.sparse_coo_tensor(
-            all_indices[kept].unsqueeze(0), all_values[kept], parameter.shape, check_invariants=False
+            all_indices[kept].unsqueeze(0),
+            all_values[kept],
+            parameter.shape,
+            device=parameter.device,
+            check_invariants=False,
         ).coalesce()
         total.values().div_(divisor)
         return total

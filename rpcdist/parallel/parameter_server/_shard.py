@@ -81,7 +81,9 @@ def mean_gradient(parameter: Tensor, gradients: Sequence[Gradient]) -> Tensor | 
     values = torch.cat([values for _, values in sparse]).to(parameter.device)
     if len(gradients) > 1:
         values = values / len(gradients)
-    return torch.sparse_coo_tensor(rows.unsqueeze(0), values, parameter.shape, check_invariants=False).coalesce()
+    return torch.sparse_coo_tensor(
+        rows.unsqueeze(0), values, parameter.shape, device=values.device, check_invariants=False
+    ).coalesce()
 
 
 T = TypeVar("T")

@@ -158,7 +158,8 @@ class ShardedEmbedding(ShardedParameters):
             devices = {gradient.device for _, gradient in arrived}
             gradients = torch.cat([gradient if len(devices) == 1 else gradient.cpu() for _, gradient in arrived])
         else:
-            needed, gradients = torch.empty(0, dtype=torch.long), torch.empty(0, self.embedding_dim, dtype=self._dtype)
+            needed = torch.empty(0, dtype=torch.long, device="cpu")
+            gradients = torch.empty(0, self.embedding_dim, dtype=self._dtype, device="cpu")
         chosen = [needed % len(self._shards) == index for index in range(len(self._shards))]
         values = self._sendable([gradients[rows] for rows in chosen])
         parts = [[(needed[rows] // len(self._shards), part)] for rows, part in zip(chosen, values, strict=True)]
@@ -183,8 +184,10 @@ def _check_takes_sparse(optimizer_class: Callable[..., torch.optim.Optimizer], d
     Raises:
         ConfigError: the optimizer takes only dense gradients.
     """
-    probe = torch.zeros(2, 1, requires_grad=True)
-    probe.grad = torch.sparse_coo_tensor(torch.tensor([[0]]), torch.ones(1, 1), (2, 1), check_invariants=False)
+    cpu = torch.device("cpu")
+    probe = torch.zeros(2, 1, device=cpu, requires_grad=True)
+    row, value = torch.tensor([[0]], device=cpu), torch.ones(1, 1, device=cpu)
+    probe.grad = torch.sparse_coo_tensor(row, value, (2, 1), device=cpu, check_invariants=False)
     optimizer = optimizer_class([probe], **defaults)
     try:
         take_step(optimizer)

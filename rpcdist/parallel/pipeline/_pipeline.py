@@ -329,9 +329,12 @@ def _check(workers: Sequence[str], loss_reduction: str, devices: Sequence[object
 
 def _result(last: StepReport, weights: Sequence[float]) -> StepResult:
     numbers = range(len(weights))
-    losses = torch.stack([last.losses[number].reshape(()) for number in numbers]) if last.losses else torch.empty(0)
+    cpu = torch.device("cpu")
+    parts = [last.losses[number].reshape(()) for number in numbers] if last.losses else []
+    losses = torch.stack(parts) if parts else torch.empty(0, device=cpu)
     outputs = merge([last.outputs[number] for number in numbers]) if last.outputs else None
-    total = float((losses.double() * torch.tensor(weights, dtype=torch.float64)).sum()) if last.losses else math.nan
+    factors = torch.tensor(weights, dtype=torch.float64, device=cpu)
+    total = float((losses.double() * factors).sum()) if parts else math.nan
     return StepResult(total, losses, outputs)
 
 

@@ -172,7 +172,7 @@ class CudaMemory:
     def read(self, device: int, address: int) -> int:
         with torch.cuda.device(device):
             stream = self._stream_aside(device)
-            number = torch.empty(1, dtype=torch.int32, pin_memory=True)
+            number = torch.empty(1, dtype=torch.int32, device="cpu", pin_memory=True)
             self._runtime.memcpyAsync(number.data_ptr(), address, 4, _COPY_BETWEEN_DEVICES, stream.cuda_stream)
             stream.synchronize()
             return int(number.item()) & 0xFFFFFFFF

@@ -184,7 +184,12 @@ def _sparse(message: value_pb2.Tensor, table: Sequence[torch.Tensor | None]) -> 
     if indices is None or values is None:
         raise SerializationError("a sparse tensor arrived whose parts are sparse themselves")
     tensor = torch.sparse_coo_tensor(
-        indices, values, tuple(message.shape), check_invariants=False, is_coalesced=parts.coalesced
+        indices,
+        values,
+        tuple(message.shape),
+        device=values.device,
+        check_invariants=False,
+        is_coalesced=parts.coalesced,
     )
     return (
         Parameter(tensor, message.requires_grad) if message.parameter else tensor.requires_grad_(message.requires_grad)
