@@ -294,7 +294,9 @@ def _without_shutdown(facts: WorkerFacts) -> WorkerFacts:
         facts,
         calls_made=tuple(call for call in facts.calls_made if call.id not in ids),
         calls_served=tuple(call for call in facts.calls_served if call.function != _SHUTDOWN_CALL),
-        threads=tuple(replace(one, waits_for=tuple(set(one.waits_for) - ids)) for one in facts.threads),
+        threads=tuple(
+            replace(one, waits_for=tuple(id for id in one.waits_for if id not in ids)) for one in facts.threads
+        ),
     )
 
 

@@ -21,9 +21,11 @@ class AnnouncedBytes:
 
     Args:
         limit_bytes: None for the memory of the machine.
+        refusal: the reason for each refusal; by default a text with the numbers.
     """
 
-    def __init__(self, limit_bytes: int | None = None) -> None:
+    def __init__(self, limit_bytes: int | None = None, refusal: str = "") -> None:
+        self._refusal = refusal
         self._limit_bytes = memory_of_machine_bytes() if limit_bytes is None else limit_bytes
         self._num_bytes = 0
         self._num_mapped = 0
@@ -52,7 +54,7 @@ class AnnouncedBytes:
         return self._reason(num_bytes, what)
 
     def _reason(self, num_bytes: int, what: str) -> str:
-        return (
+        return self._refusal or (
             f"{num_bytes} bytes {what} while {self._num_bytes} are in transit, in calls that have not ended or in "
             f"answers that were not read; this worker accepts {self._limit_bytes} from one peer at a time. Send less "
             "at once, or start this worker with a larger RpcOptions(max_incoming_bytes=...)"

@@ -25,7 +25,7 @@ The transcript contains hello and challenge without the proofs, each part preced
 
 A channel drives one side as follows (`send` and `read` are the channel's, within its own time limit):
 
-    await send(client.first_message())                    # only the client
+    await send(client.first_message())            # only the client
     while not side.done:
         reply = side.receive(await read())
         if reply is not None:

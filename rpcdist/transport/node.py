@@ -64,7 +64,7 @@ class NodeOptions:
 
 
 class Node:
-    """Wires the parts of the transport. Nothing runs before `start`.
+    """Wires the parts of the transport. Nothing runs before `start_loop`.
 
     The parts of a process usually share the node of `acquire_node`. Each further node in a process has its own I/O
     loop, port, identity and token, and ends independently.

@@ -113,7 +113,7 @@ class NullHandler:
     that receive all large buffers on the heap.
 
     Args:
-        refusal: the reason for closing a session that receives anything else.
+        refusal: the reason for closing a session that receives anything else, or an announcement of it.
 
     Attributes:
         limit_bytes: limit on the bytes that a peer may announce; None for the memory of the machine.
@@ -126,7 +126,7 @@ class NullHandler:
         self._refusal = refusal
 
     def announced_by(self, peer: Identity) -> AnnouncedBytes:
-        return AnnouncedBytes(self.limit_bytes)
+        return AnnouncedBytes(self.limit_bytes, "" if self.limit_bytes is None else self._reason(peer))
 
     def allocate(self, size_bytes: int) -> IncomingBuffer:
         return heap_buffer(size_bytes)
@@ -138,7 +138,10 @@ class NullHandler:
         logger.debug("%s opened a session for %s", session.peer.name, session.role)
 
     def on_messages(self, session: Session, messages: list[tuple[Any, list[Any]]]) -> None:
-        session.close(self._refusal or f"unexpected message from {session.peer.name}")
+        session.close(self._reason(session.peer))
+
+    def _reason(self, peer: Identity) -> str:
+        return self._refusal or f"unexpected message from {peer.name}"
 
     def on_closed(self, session: Session, reason: str) -> None:
         logger.debug("session with %s closed: %s", session.peer.name, reason)

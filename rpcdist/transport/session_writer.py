@@ -212,12 +212,15 @@ class SessionWriter:
                 # A thread may have queued a message, or released the turn, before the flag was cleared. The current
                 # holder of the turn sees that. If the task did not have the turn, the queue may be empty while half a
                 # frame is in the channel, or `drain` was not notified.
+                later: asyncio.TimerHandle | None = None
                 if (self._outgoing or not had_turn) and not self._turn.locked():
                     if not self._outgoing.waits:
                         self._awake = True
                         continue
-                    self._io.loop.call_later(POLL_S, self.wake)
+                    later = self._io.loop.call_later(POLL_S, self.wake)
                 await self._wake
+                if later is not None:  # otherwise each wake in between would leave one more chain of timers
+                    later.cancel()
         except TransportError as exc:
             self._failed(exc)
         except Exception as exc:

@@ -154,7 +154,7 @@ def _until_led(to: str, by: threading.Thread) -> Iterator[None]:
             yield
             return
         time.sleep(0.001)  # until the other thread sleeps in its read
-    raise AssertionError("nobody leads")
+    raise AssertionError("no thread reads")
 
 
 def call_from_threads(to: str, num_threads: int, num_calls: int) -> list[str]:

@@ -19,7 +19,7 @@ LIMIT_S = 20.0
 
 
 class Scene(NullHandler):
-    """A session that a leader reads, and its loop, which runs when it is told to; cancellations are for the loop."""
+    """A session that a thread reads, and its loop, which runs when it is told to; cancellations are for the loop."""
 
     limit_bytes = None
 

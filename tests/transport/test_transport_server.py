@@ -231,14 +231,16 @@ def test_peers_wait_for_a_role_that_is_announced(nodes: Nodes) -> None:
     assert [message.id for message in answers.wait()] == [1]
 
 
-def test_a_role_that_has_ended_says_so_to_who_comes_late(nodes: Nodes) -> None:
-    """Peers that called a worker after its shutdown were told of an "unexpected message"."""
+@pytest.mark.parametrize("num_bytes", [0, 1 << 20], ids=["a short call", "a call with a large buffer"])
+def test_a_role_that_has_ended_says_so_to_who_comes_late(nodes: Nodes, num_bytes: int) -> None:
+    """Peers that called a worker after its shutdown were told of an "unexpected message", or to raise its limit."""
     server, client = nodes.make("server", serve=True), nodes.make("client")
     call = rpc_pb2.Message(call=rpc_pb2.Call(id=1))
     server.handle_role("echo", Recorder(echo=True))
     server.handle_role("echo", None)
     answers = Recorder()
-    open_link(client, server, handler=answers).session.send(call)
+    late, buffers = rpc_pb2.Message(call=rpc_pb2.Call(id=1)), [Memory(bytes(num_bytes))] if num_bytes else []
+    open_link(client, server, handler=answers).session.send(late, buffers)
     assert "no longer serves 'echo'" in answers.wait_closed()
     server.handle_role("echo", Recorder(echo=True))  # it may begin again
     answers = Recorder()

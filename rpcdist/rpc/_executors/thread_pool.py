@@ -101,8 +101,8 @@ class ThreadPool:
         on_error: called on the job's thread with what the job raised, `SystemExit` included; the thread continues.
         on_exhausted: called on the monitor's thread with jobs that could not run (rule 5); must not block.
         describe: names a job in messages.
-        keeps_one: whether `start` starts one thread that stays: Python 3.12 cannot start threads at interpreter exit,
-            when `shutdown` may be called.
+        keeps_one: whether one thread stays: Python 3.12 cannot start threads at interpreter exit, when `shutdown` may
+            be called.
     """
 
     max_threads: int = 1024

@@ -172,7 +172,8 @@ async def _run(start: Start) -> object:
 
 
 class UserLoop:
-    """An event loop on its own thread for the user's coroutines; the first coroutine, or `start`, starts both."""
+    """An event loop on its own thread for the user's coroutines; the first coroutine starts both, or in Python 3.12
+    `register_at_exit`."""
 
     def __init__(self) -> None:
         self._starting = threading.Lock()
