@@ -42,6 +42,8 @@ def described(heading: str) -> tuple[list[str], list[str]]:
     return begins, other
 
 
+NUM_TRIES = 5  # on a busy machine, the I/O loop may read most messages of one try
+
 CASES: dict[str, tuple[Callable[[str], list[ways.Span]], int, int]] = {
     "A call": (ways.spans_of_calls, 18, 17),
     "A backward pass": (ways.spans_of_direct_passes, 22, 21),
@@ -49,24 +51,43 @@ CASES: dict[str, tuple[Callable[[str], list[ways.Span]], int, int]] = {
 }
 
 
+def tries(world: RpcWorld, measure: Callable[[str], list[ways.Span]]) -> Iterator[tuple[list[str], list[str]]]:
+    """The files of an operation where it begins, and in the other process."""
+    for _ in range(NUM_TRIES):
+        spans = world["a"].run(measure, "b")
+        yield world["a"].run(ways.passed, spans), world["b"].run(ways.passed, spans)
+
+
 @pytest.mark.parametrize("heading", CASES)
 def test_the_page_names_the_files_of_a_way_in_their_order(world: RpcWorld, heading: str) -> None:
-    measure, *most = CASES[heading]
-    spans = world["a"].run(measure, "b")
-    passed = world["a"].run(ways.passed, spans), world["b"].run(ways.passed, spans)
-    for found, named, limit in zip(passed, described(heading), most, strict=True):
-        assert sorted(found) == sorted(named)
-        assert len(found) <= limit
-    assert passed[0] == described(heading)[0]  # the other process may poll, or sleep, when the message comes
-    if heading == "A call":
-        total = len(set(passed[0] + passed[1]))
-        assert total <= 24
-        text = f"passes through {total} files, {most[0]} at the caller and {most[1]} at the callee"
-        assert text in page("docs/architecture.md")
+    measure, most_first, most_other = CASES[heading]
+    named = described(heading)
+    assert len(named[0]) <= most_first and len(named[1]) <= most_other
+    for first, other in tries(world, measure):
+        # The other process may poll, or sleep, when the message comes.
+        if first == named[0] and sorted(other) == sorted(named[1]):
+            break
+    assert first == named[0]
+    assert sorted(other) == sorted(named[1])
+
+
+def test_the_page_has_the_numbers_of_files() -> None:
+    text = " ".join(page("docs/architecture.md").split())
+    caller, callee = described("A call")
+    total = len({*caller, *callee})
+    assert total <= 24
+    assert f"passes through {total} files, {len(caller)} at the caller and {len(callee)} at the callee" in text
+    first, other = described("A backward pass")
+    assert f"passes through {len(first)} files where it begins, and {len(other)} at the other worker" in " ".join(
+        text.split()
+    )
+    user, owner = described("A reference")
+    assert f"pass through {len(user)} files at the user and {len(owner)} at the owner" in text
 
 
 def test_a_general_pass_has_few_files(world: RpcWorld) -> None:
-    spans = world["a"].run(ways.spans_of_general_passes, "b")
-    first, other = world["a"].run(ways.passed, spans), world["b"].run(ways.passed, spans)
-    assert "autograd/_verdicts.py" in first and "autograd/_verdicts.py" in other
+    for first, other in tries(world, ways.spans_of_general_passes):
+        assert "autograd/_verdicts.py" in first and "autograd/_verdicts.py" in other
+        if len(first) <= 25 and len(other) <= 24:
+            break
     assert len(first) <= 25 and len(other) <= 24, (first, other)
