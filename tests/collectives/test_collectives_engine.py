@@ -9,6 +9,8 @@ import select
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -306,6 +308,53 @@ def test_a_failure_told_by_others_frees_whoever_waits(
     assert reports.failures == []  # everybody knows already
     engine.fail(GroupFailure(GroupAborted, "too late"))
     assert engine.state.failure is lost and len(told) == 1
+
+
+@pytest.mark.parametrize("opens_first", [True, False])
+def test_a_departure_is_noted_before_the_failure_that_follows(
+    transport: ScriptedTransport, recorder: FlightRecorder, opens_first: bool
+) -> None:
+    """Messages from a rank that left fail with that reason, also if both came while the group was made."""
+    log: list[str] = []
+    readable: list[bool] = []
+
+    class Noted(NotedReports):
+        def report(self, failure: GroupFailure) -> None:
+            log.append("report")
+
+    def note_departure(rank: int, reason: str) -> None:
+        log.append(f"departure of {rank}")
+        readable.append(bool(select.select([made.wakeup_fd], [], [], 0)[0]))
+
+    made = Engine(
+        transport,
+        GroupState("g", 1, (10, 11, 12)),
+        timeout_s=LIMIT_S,
+        recorder=recorder,
+        reporter=Noted(),
+        on_failure=lambda failure: log.append("failure"),
+        on_departure=note_departure,
+    )
+    made.abort_hooks[0] = lambda: log.append("abort hook")
+    lost = GroupFailure(RankLost, "rank 12 was lost: its process ended", (2,))
+    try:
+        if opens_first:
+            made.opened()
+            running: Any = SimpleNamespace(sequence=1)
+            made.state.current = running
+        made.rank_left(2, 0)
+        made.state.current = None
+        if opens_first:
+            made.fail_everywhere(lost)
+        else:
+            made.fail(lost)
+            assert not log
+            made.opened()
+    finally:
+        made.close(LIMIT_S)
+        made.free()
+    assert log == ["departure of 2", "abort hook", "failure", *(["report"] if opens_first else [])]
+    assert readable == [opens_first]  # an operation ran that needs the rank
 
 
 def test_a_failure_makes_the_descriptor_readable(engine: Engine) -> None:
