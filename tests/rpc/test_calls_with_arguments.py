@@ -12,8 +12,10 @@ from torchscript_functions import compiled, scripted
 from rpcdist import rpc
 from rpcdist.errors import SerializationError
 from rpcdist.rpc import Stream
+from rpcdist.rpc._current import current_agent
 from rpcdist.rpc._values.pickled import script_function
 from rpcdist.testing import InProcessCluster
+from rpcdist.transport import Session
 
 
 class Counter:
@@ -123,3 +125,25 @@ def test_dir_shows_public_names_only() -> None:
     assert set(dir(rpc)) == set(rpc.__all__)
     assert not [name for name in dir(rpc) if name.startswith("_")]
     assert rpc.__doc__ is not None and "rpc.rpc_sync(" in rpc.__doc__
+
+
+def test_the_references_of_a_call_that_was_not_sent_are_returned_once(
+    cluster: InProcessCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    returned: list[object] = []
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def call() -> None:
+        rpc.rpc_sync("b", join)  # from now on, this thread sends its calls itself
+        calls = current_agent().caller.calls
+        monkeypatch.setattr(calls, "_give_back", lambda shares: returned.extend(shares or ()))
+        monkeypatch.setattr(current_agent().marshal, "give_back", calls._give_back)
+        monkeypatch.setattr(Session, "_send_request", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            rpc.rpc_sync("b", id, (rpc.RRef("a value"),))
+        monkeypatch.undo()
+
+    cluster.run("a", call)
+    assert len(returned) == 1

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from rpcdist.time_limits import BATCH_DELAY_S
+from rpcdist.transport import session_writer
 from rpcdist.transport._channels.socket_channel import SocketChannel
 from rpcdist.transport._framing.outgoing import Outgoing
 from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.session_writer import NUM_IDLE_TICKS, SessionWriter
+
+LONG_S = 60.0
 
 
 class Loop:
@@ -96,3 +100,42 @@ def test_no_tick_after_the_end(queue: Queue) -> None:
     queue.put()
     queue.end()
     assert queue.io.tick() and not queue.io.tick() and queue.num_writes == 0
+
+
+class Uncopied(Outgoing):
+    """A queue whose next chunk a device has not copied yet."""
+
+    waits = True
+
+    def __bool__(self) -> bool:
+        return True
+
+
+def test_a_writer_that_waits_for_a_device_has_one_timer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each wake in between left one more chain of timers, until the loop did nothing else."""
+    monkeypatch.setattr(session_writer, "POLL_S", LONG_S)
+
+    async def wake_often() -> int:
+        loop = asyncio.get_running_loop()
+        handles: list[asyncio.TimerHandle] = []
+        later = loop.call_later
+
+        def call_later(delay_s: float, function: Callable[[], object]) -> asyncio.TimerHandle:
+            handles.append(later(delay_s, function))
+            return handles[-1]
+
+        monkeypatch.setattr(loop, "call_later", call_later)
+        channel = cast(SocketChannel, object())
+        writer = SessionWriter(cast(IoLoop, SimpleNamespace(loop=loop)), channel, Uncopied(), print, "peer")
+        task = asyncio.create_task(writer.run())
+        for _ in range(5):
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            writer.wake()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        task.cancel()
+        assert len(handles) > 5
+        return sum(not handle.cancelled() for handle in handles)
+
+    assert asyncio.run(wake_often()) == 1

@@ -321,7 +321,8 @@ class CallTable:
             if call.transfer:
                 session.abort_transfer(call.transfer, "the call was cancelled")
             session.send(rpc_pb2.Message(cancel=rpc_pb2.Cancel(id=call.id)))
-        self._give_back(call.forks)
+        forks, call.forks = call.forks, None  # returned once, even if the caller then withdraws the call
+        self._give_back(forks)
         if exc is not None:
             call.reply_sink.failed(exc)
         return True
