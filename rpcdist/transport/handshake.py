@@ -25,7 +25,7 @@ The transcript contains hello and challenge without the proofs, each part preced
 
 A channel drives one side as follows (`send` and `read` are the channel's, within its own time limit):
 
-    await send(client.first_message())            # only the client
+    await send(client.start())            # only the client
     while not side.done:
         reply = side.receive(await read())
         if reply is not None:
@@ -39,11 +39,12 @@ import hmac
 import re
 import secrets
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from rpcdist._proto import handshake_pb2 as pb
 from rpcdist.errors import ConfigError, ProtocolViolation
 from rpcdist.ids import Identity
+from rpcdist.transport.credentials import Credentials
 from rpcdist.transport.handshake_side import (
     NONCE_BYTES,
     PROTOCOL_VERSION,
@@ -52,9 +53,6 @@ from rpcdist.transport.handshake_side import (
 )
 from rpcdist.transport.identities import identity_from_proto, identity_to_proto, is_name, matches, named, printable
 from rpcdist.transport.keys import PROOF_BYTES, SESSION_ID_BYTES, mac
-
-if TYPE_CHECKING:
-    from rpcdist.transport.credentials import Credentials
 
 MAX_PURPOSE_BYTES: Final = 600
 _MAX_CHANNEL_LENGTH: Final = 300
@@ -76,22 +74,27 @@ class ClientHandshake(HandshakeSide):
     """The side that opened the connection.
 
     Args:
+        token, job, identity: those of this process.
         role: the service that the connection is for ("rpc", "store", "socket" ...).
         purpose: the purpose of the connection within its role; for raw sockets, it begins with the name of the taker.
         channel: the kind of connection, and its two ends as this side sees them.
         expected: the identity that should answer. An empty name, an id of -1 and an incarnation of 0 match any.
+        credentials: token, job and identity, with the source of the token and the certificate of this process, if any.
     """
 
     def __init__(
         self,
-        credentials: Credentials,
+        token: bytes,
+        job: str,
         role: str,
-        expected: Identity | None = None,
+        identity: Identity,
         *,
         purpose: str = "",
         channel: str = "",
+        expected: Identity | None = None,
+        credentials: Credentials | None = None,
     ) -> None:
-        super().__init__(credentials)
+        super().__init__(Credentials(token, job, identity) if credentials is None else credentials)
         if not _ROLE.match(role):
             raise ConfigError(f"a role has 1 to 32 characters of a-z, 0-9, '.', '_' and '-', but it is {role[:64]!r}")
         if not _is_purpose(purpose):
@@ -101,7 +104,7 @@ class ClientHandshake(HandshakeSide):
         self._hello = pb.Hello(
             version=PROTOCOL_VERSION,
             nonce=secrets.token_bytes(NONCE_BYTES),
-            job=credentials.job,
+            job=job,
             role=role,
             identity=identity_to_proto(self._identity),
             purpose=purpose,
@@ -116,7 +119,7 @@ class ClientHandshake(HandshakeSide):
             return None
         return self._peer, self._stream_port
 
-    def first_message(self) -> pb.Handshake:
+    def start(self) -> pb.Handshake:
         """The first message."""
         if self._state != "start":
             raise ProtocolViolation("the handshake was started twice")

@@ -29,7 +29,8 @@ def client(
     certificates: CertificateProver | None = None,
     package: str | None = None,
 ) -> ClientHandshake:
-    side = ClientHandshake(Credentials(token, job, ALICE, "a test"), role, expected, channel=channel)
+    own = Credentials(token, job, ALICE, "a test")
+    side = ClientHandshake(token, job, role, ALICE, channel=channel, expected=expected, credentials=own)
     side._certificates = certificates
     if package is not None:
         side._package = side._hello.package = package
@@ -59,7 +60,7 @@ def wire(message: pb.Handshake | None) -> pb.Handshake:
 def shake(a: ClientHandshake, b: ServerHandshake) -> list[str]:
     """Runs both sides to their end, and returns the steps that crossed the wire."""
     steps: list[str] = []
-    message: pb.Handshake | None = a.first_message()
+    message: pb.Handshake | None = a.start()
     to_server = True
     while message is not None:
         steps.append(message.WhichOneof("step"))

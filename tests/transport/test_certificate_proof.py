@@ -9,7 +9,6 @@ from own_certificates import DAY, OwnAuthority, OwnCertificate, rsa_key
 from rpcdist._proto import handshake_pb2 as pb
 from rpcdist.ids import Identity
 from rpcdist.transport._tls.certificate_proof import CertificateProver
-from rpcdist.transport.credentials import Credentials
 from rpcdist.transport.handshake import ClientHandshake
 from rpcdist.transport.handshake_side import MAX_HANDSHAKE_BYTES
 
@@ -110,7 +109,7 @@ def test_who_is_no_worker_needs_no_name() -> None:
     """A store's client, for one. Its certificate has to be of the authority all the same."""
     b = server(certificates=BOB.prover("digits"))
     tool = AUTHORITY.issue("a tool").prover("digits")
-    a = ClientHandshake(Credentials(b"an excellent token of the job", "digits", Identity("pid-7", -1, 1)), "store")
+    a = ClientHandshake(b"an excellent token of the job", "digits", "store", Identity("pid-7", -1, 1))
     a._certificates = tool
     assert shake(a, b)[-1] == "welcome"
 
@@ -126,7 +125,7 @@ def test_a_relay_with_token_and_certificate_cannot_answer_for_the_server() -> No
     """It can make every proof that the token makes, the welcome included, and not the signature over this channel."""
     a = client(channel="grpc, from certificate alice", certificates=ALICE.prover("digits"))
     b = server(channel="grpc, from certificate carol", certificates=BOB.prover("digits"))
-    challenge = wire(b.receive(wire(a.first_message())))  # the server sees the relay's connection, and signs that
+    challenge = wire(b.receive(wire(a.start())))  # the server sees the relay's connection, and signs that
     refusal = a.receive(challenge)
     assert refusal is not None and refusal.refusal.code == Code.CERTIFICATE
     assert "a process in between relays it" in text_of(a) and not b.done
@@ -135,12 +134,12 @@ def test_a_relay_with_token_and_certificate_cannot_answer_for_the_server() -> No
 def test_a_proof_counts_in_one_direction_and_one_handshake() -> None:
     prover = ALICE.prover("digits")
     a, b = client(certificates=prover), server(certificates=BOB.prover("digits"))
-    proof = wire(a.receive(wire(b.receive(wire(a.first_message())))))
+    proof = wire(a.receive(wire(b.receive(wire(a.start())))))
     again = server(certificates=BOB.prover("digits"))
-    challenge = wire(again.receive(wire(client(certificates=prover).first_message())))
+    challenge = wire(again.receive(wire(client(certificates=prover).start())))
     assert challenge.challenge.certificate.signature != proof.proof.certificate.signature
     honest, reflected = client(certificates=prover), server(certificates=prover)
-    challenge = wire(reflected.receive(wire(honest.first_message())))
+    challenge = wire(reflected.receive(wire(honest.start())))
     refusal = honest.receive(challenge)  # alice's certificate in bob's place
     assert refusal is not None and "not of worker 'bob'" in text_of(honest)
 

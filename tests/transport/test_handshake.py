@@ -41,7 +41,7 @@ def test_two_sessions_share_no_key() -> None:
 
 def test_neither_token_nor_key_crosses_the_wire() -> None:
     a, b = client(), server()
-    hello = a.first_message()
+    hello = a.start()
     challenge = wire(b.receive(hello))
     proof = wire(a.receive(challenge))
     welcome = wire(b.receive(proof))
@@ -62,7 +62,7 @@ def test_a_wrong_token_fails_on_both_sides_and_says_what_to_set() -> None:
 
 def test_the_server_checks_the_client_also_when_the_client_skips_its_own_check() -> None:
     a, b = client(), server()
-    challenge = wire(b.receive(a.first_message()))
+    challenge = wire(b.receive(a.start()))
     refusal = wire(b.receive(pb.Handshake(proof=pb.Proof(proof=challenge.challenge.proof))))  # its own proof, reflected
     assert refusal.refusal.code == Code.TOKEN
     assert "RPCDIST_TOKEN" in text_of(b)
@@ -81,7 +81,7 @@ def test_different_versions_of_the_package_are_named_on_both_sides_to_token_hold
 
 def test_a_version_cannot_be_changed_on_the_way() -> None:
     a, b = client(package="0.1.0"), server(package="0.2.0")
-    hello = a.first_message()
+    hello = a.start()
     hello.hello.package = "0.2.0"
     challenge = b.receive(wire(hello))
     a.receive(wire(challenge))
@@ -90,7 +90,7 @@ def test_a_version_cannot_be_changed_on_the_way() -> None:
 
 def test_other_versions_are_told_apart_from_wrong_tokens() -> None:
     b = server(token=b"another token altogether")
-    hello = wire(client().first_message())
+    hello = wire(client().start())
     hello.hello.version = PROTOCOL_VERSION + 1
     hello.hello.nonce = b"of another shape in that version"[:7]
     refusal = wire(b.receive(hello))
@@ -98,7 +98,7 @@ def test_other_versions_are_told_apart_from_wrong_tokens() -> None:
     other = f"version {PROTOCOL_VERSION + 1}"
     assert other in text_of(b) and "same version of rpcdist" in refusal.refusal.reason
     a = client()
-    a.first_message()
+    a.start()
     a.receive(refusal)
     assert other in text_of(a) and a.refusal_code == Code.VERSION
 
@@ -216,7 +216,7 @@ def test_tampering_with_any_field_ends_the_handshake(field: str) -> None:
     authority = OwnAuthority()
     a = client(certificates=authority.issue("alice").prover("digits"))
     b = server(certificates=authority.issue("bob").prover("digits"))
-    message: pb.Handshake | None = a.first_message()
+    message: pb.Handshake | None = a.start()
     for step in range(4):
         message = wire(message)
         if step == at:
@@ -239,7 +239,7 @@ def test_every_field_of_the_messages_is_tampered_with_above() -> None:
 
 def test_a_relay_between_two_connections_is_found_out() -> None:
     """It passes every message on as it is; only the two ends differ, as each side's system names them."""
-    a = ClientHandshake(Credentials(TOKEN, "digits", ALICE), "rpc", channel="unix, from 7 to 66")
+    a = ClientHandshake(TOKEN, "digits", "rpc", ALICE, channel="unix, from 7 to 66")
     b = ServerHandshake(Credentials(TOKEN, "digits", BOB), channel="unix, from 66 to 8")
     assert shake(a, b) == ["hello", "challenge", "proof", "refusal"]
     for side in (a, b):
@@ -248,9 +248,9 @@ def test_a_relay_between_two_connections_is_found_out() -> None:
 
 
 def test_a_relay_that_lies_about_the_ends_has_no_proof() -> None:
-    a = ClientHandshake(Credentials(TOKEN, "digits", ALICE), "rpc", channel="tcp, to 10.0.0.6:1")
+    a = ClientHandshake(TOKEN, "digits", "rpc", ALICE, channel="tcp, to 10.0.0.6:1")
     b = ServerHandshake(Credentials(TOKEN, "digits", BOB), channel="tcp, to 10.0.0.7:2")
-    hello = wire(a.first_message())
+    hello = wire(a.start())
     hello.hello.channel = "tcp, to 10.0.0.7:2"
     refusal = a.receive(wire(b.receive(hello)))
     assert refusal is not None and refusal.refusal.code == Code.TOKEN and not a.done and not b.done
@@ -259,33 +259,33 @@ def test_a_relay_that_lies_about_the_ends_has_no_proof() -> None:
 def test_the_other_way_to_a_server_is_known_once_it_has_proven_itself() -> None:
     a, b = client(), ServerHandshake(Credentials(TOKEN, "digits", BOB), stream_port=5000)
     assert a.other_way is None
-    challenge = wire(b.receive(a.first_message()))
+    challenge = wire(b.receive(a.start()))
     a.receive(challenge)
     assert a.other_way == (BOB, 5000) and not a.done
     liar = client()
-    lie = wire(server(token=b"another token altogether").receive(liar.first_message()))
+    lie = wire(server(token=b"another token altogether").receive(liar.start()))
     lie.challenge.stream_port = 5000
     liar.receive(lie)
     assert liar.other_way is None
     far = client()
-    challenge = wire(server().receive(far.first_message()))
+    challenge = wire(server().receive(far.start()))
     challenge.challenge.stream_port = 65536
     with pytest.raises(ProtocolViolation, match="port"):
         far.receive(challenge)
 
 
 def test_purposes_are_proven_with_the_role() -> None:
-    a, b = ClientHandshake(Credentials(TOKEN, "digits", ALICE), "socket", purpose="group 1"), server()
+    a, b = ClientHandshake(TOKEN, "digits", "socket", ALICE, purpose="group 1"), server()
     shake(a, b)
     assert (b.role, b.purpose) == ("socket", "group 1")
     for purpose in ("a\n", "x" * (MAX_PURPOSE_BYTES + 1)):
         with pytest.raises(ConfigError, match="purpose"):
-            ClientHandshake(Credentials(TOKEN, "digits", ALICE), "socket", purpose=purpose)
+            ClientHandshake(TOKEN, "digits", "socket", ALICE, purpose=purpose)
 
 
 def test_a_recorded_client_cannot_be_replayed() -> None:
     a, b = client(), server()
-    hello = a.first_message()
+    hello = a.start()
     proof = wire(a.receive(wire(b.receive(hello))))
     again = server()
     again.receive(hello)
@@ -295,7 +295,7 @@ def test_a_recorded_client_cannot_be_replayed() -> None:
 
 def test_a_server_that_mirrors_the_client_is_refused() -> None:
     a = client()
-    hello = a.first_message().hello
+    hello = a.start().hello
     mirrored = pb.Challenge(nonce=hello.nonce, proof=bytes(32), identity=hello.identity)
     with pytest.raises(ProtocolViolation, match="own nonce"):
         a.receive(pb.Handshake(challenge=mirrored))

@@ -20,7 +20,7 @@ Code = pb.Refusal.Code
 
 def _samples() -> dict[str, pb.Handshake]:
     a, b = client(), server()
-    hello = a.first_message()
+    hello = a.start()
     challenge = wire(b.receive(hello))
     proof = wire(a.receive(challenge))
     welcome = wire(b.receive(proof))
@@ -32,7 +32,7 @@ def _client_in(state: str) -> ClientHandshake:
     a, b = client(), server()
     if state == "start":
         return a
-    challenge = wire(b.receive(a.first_message()))
+    challenge = wire(b.receive(a.start()))
     if state == "hello sent":
         return a
     proof = wire(a.receive(challenge))
@@ -47,7 +47,7 @@ def _server_in(state: str) -> ServerHandshake:
     a, b = client(), server()
     if state == "start":
         return b
-    proof = wire(a.receive(wire(b.receive(a.first_message()))))
+    proof = wire(a.receive(wire(b.receive(a.start()))))
     if state == "done":
         b.receive(proof)
     if state == "failed":
@@ -85,9 +85,9 @@ def _check_order(side: ClientHandshake | ServerHandshake, state: str, step: str,
 
 def test_starting_twice_is_a_violation() -> None:
     a = client()
-    a.first_message()
+    a.start()
     with pytest.raises(ProtocolViolation):
-        a.first_message()
+        a.start()
 
 
 def _odd_hello(**fields: Any) -> pb.Handshake:
@@ -125,7 +125,7 @@ def test_malformed_hellos_are_violations(kind: str) -> None:
 @pytest.mark.parametrize(("nonce_bytes", "proof_bytes"), [(31, 32), (32, 0), (32, 33)])
 def test_malformed_challenges_are_violations(nonce_bytes: int, proof_bytes: int) -> None:
     a = client()
-    a.first_message()
+    a.start()
     challenge = pb.Challenge(nonce=bytes(nonce_bytes), proof=bytes(proof_bytes), identity=identity_to_proto(BOB))
     with pytest.raises(ProtocolViolation):
         a.receive(pb.Handshake(challenge=challenge))
@@ -133,7 +133,7 @@ def test_malformed_challenges_are_violations(nonce_bytes: int, proof_bytes: int)
 
 def test_what_a_peer_says_is_shown_without_control_characters_and_bounded() -> None:
     a = client()
-    a.first_message()
+    a.start()
     a.receive(pb.Handshake(refusal=pb.Refusal(reason="bad\x1b[2J\nnews " + "x" * 3000, code=Code.POLICY)))
     text = text_of(a)
     assert "bad?[2J?news" in text and len(text) < 700
@@ -172,7 +172,7 @@ def messages(draw: st.DrawFn) -> pb.Handshake:
 def test_nothing_opens_a_session_without_the_token(arriving: list[pb.Handshake], as_client: bool) -> None:
     side: ClientHandshake | ServerHandshake = client() if as_client else server()
     if isinstance(side, ClientHandshake):
-        side.first_message()
+        side.start()
     for message in arriving:
         try:
             side.receive(wire(message))

@@ -55,7 +55,7 @@ async def prove_client(
         ProtocolViolation: the peer sent something that is not a handshake message.
         TransportError: the connection broke.
     """
-    await write_step(pipe, handshake.first_message())
+    await write_step(pipe, handshake.start())
     while not handshake.done:
         reply = handshake.receive(await _read(pipe))
         if other_way is not None and handshake.other_way is not None:
@@ -95,7 +95,8 @@ async def open_proven(
         handshake: ClientHandshake | None = None
         try:
             used, pipe, ends = await connected_pipe(raw, address, credentials)
-            handshake = ClientHandshake(credentials, role, expected, purpose=purpose, channel=ends)
+            own = (credentials.token, credentials.job, role, credentials.identity)
+            handshake = ClientHandshake(*own, purpose=purpose, channel=ends, expected=expected, credentials=credentials)
             await prove_client(pipe, handshake)
             names_senders(raw, on=False)
             return used, handshake
