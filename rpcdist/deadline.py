@@ -22,6 +22,8 @@ from typing import Any, Final
 from rpcdist.errors import ConfigError
 from rpcdist.time_limits import LONGEST_TIMEOUT_S, MIN_WAIT_S, SIGNAL_CHECK_INTERVAL_S
 
+__all__ = ["NEVER", "Deadline", "acquire", "backoff", "checked_timeout", "current_deadline", "longest_sleep_s"]
+
 
 def checked_timeout(timeout_s: Any, name: str = "timeout", none: str = "write 0 for no limit") -> float:
     """Returns a user's timeout as a float in seconds; NumPy's numbers and tensors of one element count as numbers.
