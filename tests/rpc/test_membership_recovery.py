@@ -29,7 +29,6 @@ from rpcdist._proto import membership_pb2 as pb
 from rpcdist.errors import CallRefused
 from rpcdist.ids import Identity
 from rpcdist.rpc._membership import recovery as recovery_module
-from rpcdist.rpc._membership import roster_service
 from rpcdist.rpc._membership.recovery import max_at_once
 from rpcdist.rpc._membership.roster_messages import members_from_bytes, members_of, return_request
 from rpcdist.rpc._membership.roster_service import MembershipService
@@ -103,9 +102,9 @@ async def test_who_has_not_answered_yet_is_waited_for() -> None:
     await until_waiting(service, 2)
     recovery = service._recovery
     assert recovery is not None
-    service._ask_the_missing(recovery)
+    recovery._ask_the_missing()
     await asked.wait()
-    service._end_of_time(recovery)
+    recovery._end_of_time()
     await until_waiting(service, 2)
     answers.set()
     assert await settled(*waiting) == [OK] * 2
@@ -152,7 +151,7 @@ async def test_as_many_addresses_as_a_worker_may_say_are_asked(monkeypatch: pyte
 @pytest.mark.parametrize("lie", ["addresses of one worker", "workers"])
 async def test_one_that_names_hundreds_holds_nobody_up(lie: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nothing answers, a question takes as long as it may; the liar comes first, and names the true one, too."""
-    monkeypatch.setattr(roster_service, "max_at_once", lambda: 4)
+    monkeypatch.setattr(recovery_module, "max_at_once", lambda: 4)
     asked: list[Member] = []
 
     async def probe(member: Member) -> bool:
@@ -171,10 +170,10 @@ async def test_one_that_names_hundreds_holds_nobody_up(lie: str, monkeypatch: py
     await until_waiting(service, 3)
     recovery = service._recovery
     assert recovery is not None
-    service._ask_the_missing(recovery)
+    recovery._ask_the_missing()
     await asyncio.sleep(0)
     assert record(B) in asked and len(asked) == 4
-    service._end_recovery(recovery)
+    recovery._end()
     assert await settled(*waiting) == [OK] * 3
     assert [member.identity for member in service.table.members] == [A2, B, C, D]
 
@@ -190,7 +189,7 @@ def test_questions_leave_descriptors_for_all_else(
 
 
 async def test_all_are_asked_though_few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roster_service, "max_at_once", lambda: 3)
+    monkeypatch.setattr(recovery_module, "max_at_once", lambda: 3)
     num_now = most = 0
 
     async def probe(member: Member) -> bool:

@@ -38,7 +38,7 @@ def names_in(answer: object) -> list[str]:
 
 def names_for(names: Sequence[str]) -> Group:
     """The form in which a participant other than the host names a group; `names` are in order."""
-    return names if len(names) <= MAX_NAMED else hashlib.sha256("\0".join(names).encode()).hexdigest()
+    return tuple(names) if len(names) <= MAX_NAMED else hashlib.sha256("\0".join(names).encode()).hexdigest()
 
 
 class _GatherRound:
@@ -209,7 +209,6 @@ class Gatherings:
 
     def _join(self, group: Group, name: str, obj: Any) -> _GatherRound:
         key = group if isinstance(group, str) else names_for(group)
-        key = key if isinstance(key, str) else tuple(key)
         rounds = self._rounds.get(key, ())
         round_ = next((open_ for open_ in rounds if name not in open_.objects and not open_.ended.is_set()), None)
         is_new = round_ is None
@@ -265,7 +264,6 @@ class Gatherings:
     def missing(self, names: Sequence[str]) -> list[str]:
         """The workers that have not joined the open round of these names, or the last round that timed out."""
         key = names_for(sorted(names))
-        key = key if isinstance(key, str) else tuple(key)
         rounds = self._rounds.get(key)
         came = rounds[0].came if rounds else self._last_came.get(key)
         return [] if came is None else sorted(set(names) - came)

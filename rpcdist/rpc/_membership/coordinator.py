@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -266,19 +265,12 @@ class CoordinatorSearch:
     _check_handle: asyncio.TimerHandle | None = None
     _task: asyncio.Task[None] | None = None
     _wanted: asyncio.Event = field(default_factory=asyncio.Event)  # set while a call waits for an attempt
-    _changed: asyncio.Event = field(default_factory=asyncio.Event)
-    _num_begun: int = 0  # attempts
-    _num_ended: int = 0
-    _num_found: int = 0
-    _is_answered: bool = False
+    _next_ended: asyncio.Event = field(default_factory=asyncio.Event)  # of the next attempt that begins
+    _is_answered: bool = False  # by another coordinator, which may wait for others before it takes this worker back
 
     def __post_init__(self) -> None:
         rank = self.directory.coordinator
         self._joined = self.directory.member(rank).identity if self.directory.knows(rank) else None
-
-    @property
-    def _is_looking(self) -> bool:
-        return self._task is not None and not self._task.done()
 
     def begin_watching(self) -> None:
         """Ensures that the coordinator's death is noticed. It usually connects to all workers, unless it dies first."""
@@ -287,7 +279,7 @@ class CoordinatorSearch:
 
     def _check(self) -> None:
         if self._joined is not None and not self.router.has_inbound_session(self._joined):
-            self.router.watch(self.directory.coordinator, "the membership of the job")
+            self.router.watch(self.directory.coordinator)
 
     def on_lost(self, identity: Identity, error: WorkerLost) -> None:
         if identity.id != self.directory.coordinator:
@@ -320,19 +312,22 @@ class CoordinatorSearch:
         """
         if identity == self._joined:
             return True
-        if identity.id == self.directory.coordinator and not self.directory.was_replaced(identity):
+        if self._may_be_next(identity):
             self._missed_news = True
             self._look()
         return False
 
     def on_probe(self, identity: Identity) -> None:
         """Called when a process, perhaps the next coordinator, asks whether this worker lives; refuses no process."""
-        is_another = identity.id == self.directory.coordinator and identity != self._joined
-        if is_another and not self.directory.was_replaced(identity):
+        if identity != self._joined and self._may_be_next(identity):
             self._hurry()
 
+    def _may_be_next(self, identity: Identity) -> bool:
+        return identity.id == self.directory.coordinator and not self.directory.was_replaced(identity)
+
     def _look(self) -> None:
-        if self.coordinator.service is None and not self._is_looking and not self.lifetime.is_closed:
+        is_looking = self._task is not None and not self._task.done()
+        if self.coordinator.service is None and not is_looking and not self.lifetime.is_closed:
             self._task = self.io.spawn(self._run(), "rpcdist look for the coordinator")
 
     def _hurry(self) -> None:
@@ -340,31 +335,18 @@ class CoordinatorSearch:
         self._look()
 
     def _on_answer(self) -> None:
-        """Records that there is another coordinator, which may wait for others before it takes this worker back."""
         self._is_answered = True
-        self._changed.set()
 
-    async def attempt(self, deadline: Deadline) -> bool:
+    async def attempt(self, deadline: Deadline) -> None:
         """Waits until the coordinator is found, or until one attempt that begins now or later has failed.
 
         Without an answer it waits at most `QUICK_ANSWER_LIMIT_S`; once another coordinator has answered, it waits until
         that one has taken this worker back, at most until the deadline.
-
-        Returns:
-            Whether it was found.
         """
-        goal, found = self._num_begun + 1, self._num_found
-        silent_until = time.monotonic() + QUICK_ANSWER_LIMIT_S
+        ended = self._next_ended
         self._hurry()
-        while self._num_found == found and self._num_ended < goal:
-            limit_s = deadline.remaining_s()
-            if not self._is_answered:
-                limit_s = min(limit_s, silent_until - time.monotonic())
-            if limit_s <= 0:
-                break
-            self._changed.clear()
-            await ends_within(self._changed.wait(), limit_s)
-        return self._num_found != found
+        if not await ends_within(ended.wait(), min(QUICK_ANSWER_LIMIT_S, deadline.remaining_s())) and self._is_answered:
+            await ends_within(ended.wait(), deadline.remaining_s())
 
     def close(self) -> None:
         for handle in (self._check_handle, self._orphan_handle):
@@ -379,7 +361,7 @@ class CoordinatorSearch:
         while not self.lifetime.is_closed and not deadline.expired():
             self._missed_news = False
             self._wanted.clear()
-            self._num_begun += 1
+            ended, self._next_ended = self._next_ended, asyncio.Event()
             is_over = False
             try:
                 is_over = await self._attempt(await self._address())
@@ -387,10 +369,10 @@ class CoordinatorSearch:
                 logger.debug("%s has not found the coordinator: %s", self.directory.me.name, exc)
             finally:
                 self._is_answered = False
-                self._num_ended = self._num_begun
-                self._num_found += is_over
-                self._changed.set()
+                ended.set()
             if is_over:
+                self._next_ended.set()  # no other attempt follows
+                self._next_ended = asyncio.Event()
                 if self._missed_news:  # sent before the answer to the announcement had come
                     await self.directory.refresh_async()
                 return
@@ -450,5 +432,5 @@ class CoordinatorSearch:
         self._joined = peer
         self._found()
         logger.warning("%s was taken back by the coordinator that started at %s", directory.me.name, address)
-        self.router.watch(self.directory.coordinator, "the membership of the job")
+        self.router.watch(self.directory.coordinator)
         return True

@@ -1,85 +1,164 @@
-"""The workers for which a coordinator that replaced another one still waits, and the probes of them.
+"""A coordinator that replaced another one takes back the workers of that one's list.
 
-Pure: `MembershipService` sends the probes. The rules of the list itself are in `roster.py`.
+The rules of the list itself are in `roster.py`.
 
  1. The expected workers are those that the returned workers name. Each names the list that it knew, which may be wrong.
  2. After a while the coordinator probes each missing worker, at every address that was named. The worker may not have
     noticed the loss of the previous coordinator yet; the probe shows it.
  3. The recovery ends when all have returned; or when the time limit has expired and each missing worker has answered
- the
-    probe, or failed to.
+    the probe, or failed to; at the latest after twice the time limit.
  4. A worker that has answered stays in the job, even before it announces itself. Only a worker that has neither
     returned nor answered is lost.
+ 5. In a static world, the recovery lasts until new processes have had time to join: if the whole job was restarted,
+    they take precedence over returned workers of the same name or rank.
 """
 
 from __future__ import annotations
 
+import asyncio
 import resource
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from operator import itemgetter
 from typing import Final
 
 from rpcdist.ids import Identity
+from rpcdist.rpc._membership.roster import MembershipTable
 from rpcdist.rpc._peers.directory import COORDINATOR, Member
+from rpcdist.time_limits import HEARTBEATS_PER_PEER_TIMEOUT
 
 MAX_NAMED = 1000
 """Limit on the members that one worker may name: this process connects to each. Others return on their own."""
 
+Probe = Callable[[Member], Awaitable[bool]]
+"""Asks a worker whether it is alive, in the known incarnation."""
+
 
 class Recovery:
-    """The state of a recovery, from the first returned worker until all have returned or the time limit has expired.
+    """One recovery, from the first returned worker until it ends or `close` is called; on the I/O loop.
 
     Args:
+        table: has the workers that have returned or joined.
+        limit_s: how long the missing workers have to return.
+        newcomers_until: the end of the time in which new processes take precedence, in monotonic seconds.
+        on_end: called once, unless `close` was called before.
         coordinator: the rank of this coordinator, and of the previous one.
 
     Attributes:
-        asks: whether the missing workers are probed now.
-        is_time_over: whether the recovery waits only for answers.
+        returned: the workers that have announced themselves.
     """
 
-    def __init__(self, coordinator: int = COORDINATOR) -> None:
-        self.asks = self.is_time_over = False
+    def __init__(
+        self,
+        table: MembershipTable,
+        probe: Probe,
+        limit_s: float,
+        newcomers_until: float,
+        on_end: Callable[[], object],
+        coordinator: int = COORDINATOR,
+    ) -> None:
+        self.returned: set[Identity] = set()
+        self._table = table
+        self._probe = probe
+        self._newcomers_until = newcomers_until
+        self._on_end = on_end
         self._coordinator = coordinator
+        self._is_time_over = False
         self._num_asked: dict[Identity, int] = {}  # by returned worker: probed members among those that it has named
-        self._named: dict[
-            Identity, dict[Member, list[Identity]]
-        ] = {}  # the missing, at each address, and the workers that named them
+        # The expected workers, at each address, and the workers that named them.
+        self._named: dict[Identity, dict[Member, list[Identity]]] = {}
         self._asked: set[Member] = set()
         self._silent: set[Member] = set()
         self._living: dict[Identity, Member] = {}  # workers that have answered, with their addresses
+        self._probes: set[asyncio.Task[None]] = set()
+        self._most_probes = 0  # at a time; none at first, since most workers return on their own
+        self._loop = asyncio.get_running_loop()
+        self._timers = [
+            self._loop.call_later(limit_s / HEARTBEATS_PER_PEER_TIMEOUT, self._ask_the_missing),
+            self._loop.call_later(limit_s, self._end_of_time),
+            self._loop.call_later(2 * limit_s, self._end),  # without the answers that are missing
+        ]
 
-    def expect(self, speaker: Identity, known: Iterable[Member]) -> None:
-        """Adds the members that a returned worker knew; only once for each worker."""
-        if speaker in self._num_asked:
+    def take_back(self, identity: Identity, known: Iterable[Member]) -> None:
+        """Adds a returned worker, and the members that it knew, only once for each worker."""
+        self.returned.add(identity)
+        if identity in self._num_asked:
             return
-        self._num_asked[speaker] = 0
+        self._num_asked[identity] = 0
         for member in set(islice(known, MAX_NAMED)):
             if member.identity.id != self._coordinator:
-                self._named.setdefault(member.identity, {}).setdefault(member, []).append(speaker)
+                self._named.setdefault(member.identity, {}).setdefault(member, []).append(identity)
+        self._ask_more()
 
     def forget(self, identity: Identity) -> bool:
-        """Forgets a worker that belongs to another job. Returns whether no other worker is expected."""
+        """Forgets a returned worker that belongs to another job. Returns whether no other worker is expected."""
+        self.returned.discard(identity)
         self._named.pop(identity, None)
         return not self._named
 
-    def missing(self, present: Iterable[Identity]) -> list[Identity]:
-        """The workers that have not returned, and whose place is free, by rank."""
-        taken = {identity.id for identity in present}
-        return sorted((identity for identity in self._named if identity.id not in taken), key=lambda one: one.id)
+    def review(self) -> None:
+        """Ends the recovery if it may end; to be called when a worker has joined or returned."""
+        missing = self._missing()
+        if self._is_time_over and all(
+            identity in self._living or self._named[identity].keys() <= self._silent for identity in missing
+        ):
+            self._end()
+        elif not missing and self._table.has_rank(self._coordinator):
+            wait_s = self._newcomers_until - time.monotonic() if self._table.world_size else 0.0
+            if wait_s > 0:
+                self._timers.append(self._loop.call_later(wait_s, self.review))
+            else:
+                self._end()
 
-    def is_complete(self, present: Iterable[Identity]) -> bool:
-        present = list(present)
-        return not self.missing(present) and any(identity.id == self._coordinator for identity in present)
+    def survivors(self) -> Sequence[Member]:
+        """The workers that have answered and not returned, by rank."""
+        return [self._living[identity] for identity in self._missing() if identity in self._living]
 
-    def next_to_ask(self, present: Iterable[Identity]) -> Member | None:
+    def departures(self) -> Mapping[Identity, str]:
+        """The lost workers, with reasons, for the workers that have returned."""
+        reason = "the coordinator was lost, and this worker neither joined the next one nor answered it"
+        return {identity: reason for identity in self._named if identity not in self._table}
+
+    def close(self) -> None:
+        for timer in self._timers:
+            timer.cancel()
+        for probe in self._probes:
+            probe.cancel()
+
+    def _missing(self) -> list[Identity]:
+        """The expected workers that are not there, and whose place is free, by rank."""
+        missing = [identity for identity in self._named if not self._table.has_rank(identity.id)]
+        return sorted(missing, key=lambda one: one.id)
+
+    def _end_of_time(self) -> None:
+        self._is_time_over = True
+        self.review()
+
+    def _end(self) -> None:
+        self.close()
+        self._on_end()
+
+    # ------------------------------------------------------------ probes
+
+    def _ask_the_missing(self) -> None:
+        self._most_probes = max_at_once()
+        self._ask_more()
+
+    def _ask_more(self) -> None:
+        while len(self._probes) < self._most_probes and (member := self._next_to_ask()) is not None:
+            task = self._loop.create_task(self._ask(member), name="rpcdist ask a survivor")
+            self._probes.add(task)
+            task.add_done_callback(self._has_asked)
+
+    def _next_to_ask(self) -> Member | None:
         """One of the missing that was not probed yet, with one of its addresses.
 
         The workers that named them take turns, so that a long list of addresses, perhaps false ones, delays no other.
         """
         found = [
             (min(self._num_asked[speaker] for speaker in speakers), member, speakers)
-            for identity in self.missing(present)
+            for identity in self._missing()
             for member, speakers in self._named[identity].items()
             if member not in self._asked
         ]
@@ -91,27 +170,18 @@ class Recovery:
             self._num_asked[speaker] += 1
         return member
 
-    def on_answer(self, member: Member, lives: bool) -> None:
-        if lives:
+    async def _ask(self, member: Member) -> None:
+        if await self._probe(member):
             self._living[member.identity] = member
         else:
             self._silent.add(member)
+        if self._is_time_over:
+            self.review()
 
-    def is_decided(self, present: Iterable[Identity]) -> bool:
-        """Whether it is known of every missing worker whether it lives."""
-        return all(
-            identity in self._living or self._named[identity].keys() <= self._silent
-            for identity in self.missing(present)
-        )
-
-    def survivors(self, present: Iterable[Identity]) -> Sequence[Member]:
-        return [self._living[identity] for identity in self.missing(present) if identity in self._living]
-
-    def departures(self, present: Iterable[Identity]) -> Mapping[Identity, str]:
-        """The lost workers, with reasons, for the workers that have returned."""
-        there = set(present)
-        reason = "the coordinator was lost, and this worker neither joined the next one nor answered it"
-        return {identity: reason for identity in self._named if identity not in there}
+    def _has_asked(self, task: asyncio.Task[None]) -> None:
+        self._probes.discard(task)
+        if not task.cancelled():
+            self._ask_more()
 
 
 MIN_AT_ONCE: Final = 16

@@ -30,7 +30,7 @@ Members are notified of changes by these rules (`roster_news.py` sends them):
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rpcdist._proto.membership_pb2 import JoinReply
@@ -105,6 +105,9 @@ class MembershipTable:
         member = self._living.get(identity.name)
         return member is not None and member.identity == identity
 
+    def has_rank(self, rank: int) -> bool:
+        return rank in self._by_rank
+
     def had_place(self, identity: Identity) -> bool:
         """Whether another worker has had this name or rank since this world began."""
         return identity.name in self._places or identity.id in self._places
@@ -146,9 +149,9 @@ class MembershipTable:
         self._under_way.pop(identity, None)
         return True
 
-    def unaware_of(self, version: int) -> set[Identity]:
+    def unaware_of(self, version: int) -> Iterator[Identity]:
         """Members that were answered, and do not know this version yet."""
-        return {identity for identity, known in self._known.items() if known < version} - self._joining
+        return (one for one, known in self._known.items() if known < version and one not in self._joining)
 
     def due(self) -> list[tuple[Identity, int]]:
         """The members that must be notified now, each with the version that it knows; records that they are."""

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rpcdist._proto import membership_pb2 as pb
-from rpcdist.errors import WorkerLost
 from rpcdist.ids import Identity
 from rpcdist.rpc._membership.roster_messages import news_message, news_of
 from rpcdist.rpc._membership.roster_service import NEWS_AT_ONCE, MembershipService
@@ -43,7 +42,7 @@ class MembershipNews:
     _directory: Directory
     _service: MembershipService | None
     _send: Callable[[int, pb.MembershipMessage], None]
-    _watch: Callable[[int, str], WorkerLost | None]
+    _watch: Callable[[int], object]
     _lifetime: Lifetime
     _is_coordinator: Callable[[Identity], bool]
     _sent_at: float = float("-inf")
@@ -59,7 +58,7 @@ class MembershipNews:
             self._on_change(is_urgent=True)
             for member in self._directory.living():
                 if member.identity != self._directory.me:
-                    self._watch(member.identity.id, "the membership of the job")
+                    self._watch(member.identity.id)
 
     def _on_change(self, is_urgent: bool) -> None:
         """Called when the list has changed: updates this worker immediately, and sends news to the others soon."""
@@ -70,7 +69,7 @@ class MembershipNews:
         service.note_known(me, news.version)
         for member in news.members:
             if member.identity != me:
-                self._watch(member.identity.id, "the membership of the job")
+                self._watch(member.identity.id)
         self._send_soon(is_urgent)
 
     def _send_soon(self, is_urgent: bool) -> None:
@@ -85,9 +84,7 @@ class MembershipNews:
             self._timer = asyncio.get_running_loop().call_later(wait_s, self._send_all)
 
     def _send_all(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self.close()
         service = self._service
         if service is None or self._lifetime.is_closed:
             return
@@ -110,9 +107,10 @@ class MembershipNews:
             for identity, reason in news.departures.items():
                 # The references that it held here are dropped when this worker's own detector agrees.
                 if reason and self._directory.incarnation_of(identity.id) == identity.incarnation:
-                    self._watch(identity.id, "the membership of the job")
+                    self._watch(identity.id)
 
     def close(self) -> None:
+        """Sends no news until the list changes again."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -121,7 +119,7 @@ class MembershipNews:
         """Connects to the coordinator again, so that workers that never call it notice its death, too."""
         has_ended = self._lifetime.is_closed or self._lifetime.all_leave
         if session.peer.id == self._directory.coordinator and self._service is None and not has_ended:
-            self._watch(self._directory.coordinator, "the membership of the job")
+            self._watch(self._directory.coordinator)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,23 +8,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rpcdist._proto import membership_pb2 as pb
 from rpcdist.errors import CallRefused, listed
 from rpcdist.ids import Identity
-from rpcdist.rpc._membership.recovery import Recovery, max_at_once
+from rpcdist.rpc._membership.recovery import Probe, Recovery
 from rpcdist.rpc._membership.roster import MembershipTable, Verdict
 from rpcdist.rpc._membership.roster_messages import departures_to_proto, member_from_proto, members_to_bytes
 from rpcdist.rpc._peers.directory import COORDINATOR, Event, Member
-from rpcdist.time_limits import ANSWER_LIMIT_S, HEARTBEATS_PER_PEER_TIMEOUT, PARKED_LIMIT_S, PEER_TIMEOUT_S
+from rpcdist.time_limits import ANSWER_LIMIT_S, PARKED_LIMIT_S, PEER_TIMEOUT_S
 from rpcdist.transport.identities import identity_from_proto
-from rpcdist.waiters import ends_within
 
 logger = logging.getLogger(__name__)
-
-Probe = Callable[[Member], Awaitable[bool]]
-"""Asks a worker whether it is alive, in the known incarnation."""
 
 Outcome = pb.JoinReply.Outcome
 NEWS_AT_ONCE = 64  # up to this number of members, each change is sent at once; in larger worlds, several together
@@ -67,15 +63,11 @@ class MembershipService:
         self._recovery: Recovery | None = None
         self._has_recovered = False
         self._absent: Mapping[Identity, str] = {}  # the workers that had not returned when the recovery ended
-        self._came_back: set[Identity] = set()  # during the recovery
-        self._asking: set[asyncio.Task[None]] = set()  # the probes of those that have not returned
-        self._max_asked = max_at_once()
         self._waiting: set[asyncio.Future[Verdict]] = set()
         self._latest: dict[Identity, asyncio.Future[Verdict]] = {}
         self._encoded = (-1, b"")  # the version of the list, and the list
-        self._unaware: list[tuple[int, set[Identity], asyncio.Event]] = []
         self._answered: set[int] = set()  # incarnations that were notified of the broken world
-        self._changed = asyncio.Event()  # set when the list of workers, or `_answered`, has changed
+        self._changed = asyncio.Event()  # set when the list, the versions that members know, or `_answered` has changed
         self._announces = False
 
     async def join(self, peer: Identity, request: pb.JoinRequest) -> pb.JoinReply:
@@ -121,16 +113,9 @@ class MembershipService:
 
     async def _until_known(self, version: int) -> None:
         """Waits until every member knows this version of the list, except those that are joining."""
-        if not self._announces or not (unaware := self.table.unaware_of(version)):
-            return
-        waits = version, unaware, asyncio.Event()
-        self._unaware.append(waits)
-        try:
-            if not await ends_within(waits[2].wait(), ANSWER_LIMIT_S):
-                names = [who.name for who in unaware]
-                logger.info("these workers have not confirmed the new list of members yet: %s", listed(names))
-        finally:
-            self._unaware.remove(waits)
+        if self._announces and not await self._until(lambda: not any(self.table.unaware_of(version)), ANSWER_LIMIT_S):
+            names = [identity.name for identity in self.table.unaware_of(version)]
+            logger.info("these workers have not confirmed the new list of members yet: %s", listed(names))
 
     def announce_to(self, listener: Callable[[bool], object], me: Identity) -> None:
         """Registers a listener that notifies the members of every change, and reports the versions that they know."""
@@ -140,18 +125,9 @@ class MembershipService:
 
     def note_known(self, identity: Identity, version: int) -> None:
         if self.table.confirmed(identity, version):
-            self._is_aware(identity, version)
+            self._changed.set()
 
-    def _is_aware(self, identity: Identity, version: int) -> None:
-        for wanted, unaware, all_know in self._unaware:
-            if version >= wanted:
-                unaware.discard(identity)
-                if not unaware:
-                    all_know.set()
-
-    def _has_changed(self, *gone: Identity, is_urgent: bool = True) -> None:
-        for identity in gone:
-            self._is_aware(identity, self.table.version)
+    def _has_changed(self, is_urgent: bool = True) -> None:
         self._changed.set()
         self.changed.publish(is_urgent)
 
@@ -180,7 +156,8 @@ class MembershipService:
         if verdict.ok:
             if self.table.version != version:
                 self._has_changed(is_urgent=is_urgent)
-            self._review_recovery()
+            if self._recovery is not None:
+                self._recovery.review()
             # In a dynamic world the coordinator itself does not wait: it need not know whether it is the first one.
             recovers = self._recovery is not None and (request.world_size > 0 or identity.id != self._rank)
             if recovers or (request.world_size and not self.table.formed):
@@ -214,100 +191,40 @@ class MembershipService:
         logger.warning("%s was in this job before this coordinator started, and is taken back", member)
         if self._has_recovered:
             return verdict  # it returned after the end of the recovery
-        recovery = self._recovery or self._begin_recovery()
-        recovery.expect(member.identity, map(member_from_proto, request.known))
-        self._came_back.add(member.identity)
-        self._ask_more(recovery)
+        if self._recovery is None:
+            newcomers_until = self._started + self._recovery_s / 2
+            end = self._end_recovery
+            self._recovery = Recovery(self.table, self._probe, self._recovery_s, newcomers_until, end, self._rank)
+        self._recovery.take_back(member.identity, map(member_from_proto, request.known))
         return verdict
-
-    def _begin_recovery(self) -> Recovery:
-        recovery = self._recovery = Recovery(self._rank)
-        loop = asyncio.get_running_loop()
-        loop.call_later(self._recovery_s / HEARTBEATS_PER_PEER_TIMEOUT, self._ask_the_missing, recovery)
-        loop.call_later(self._recovery_s, self._end_of_time, recovery)
-        loop.call_later(2 * self._recovery_s, self._end_recovery, recovery)  # without the answers that are missing
-        return recovery
-
-    def _ask_the_missing(self, recovery: Recovery) -> None:
-        recovery.asks = True
-        self._ask_more(recovery)
-
-    def _ask_more(self, recovery: Recovery) -> None:
-        """Probes the missing workers that were not probed yet, many at once, once `_ask_the_missing` was called."""
-        while self._recovery is recovery and recovery.asks and len(self._asking) < self._max_asked:
-            member = recovery.next_to_ask(self._present())
-            if member is None:
-                return
-            task = asyncio.get_running_loop().create_task(self._ask(recovery, member), name="rpcdist ask a survivor")
-            self._asking.add(task)
-            task.add_done_callback(self._has_asked)
-
-    async def _ask(self, recovery: Recovery, member: Member) -> None:
-        recovery.on_answer(member, await self._probe(member))
-        if self._recovery is recovery and recovery.is_time_over:
-            self._review_recovery()
-
-    def _has_asked(self, task: asyncio.Task[None]) -> None:
-        self._asking.discard(task)
-        if self._recovery is not None:  # perhaps a later one, which waits until fewer are asked
-            self._ask_more(self._recovery)
-
-    def _end_of_time(self, recovery: Recovery) -> None:
-        recovery.is_time_over = True
-        self._review_recovery()
-
-    def _present(self) -> list[Identity]:
-        return [member.identity for member in self.table.members]
 
     def _give_way_to(self, newcomer: Identity) -> None:
         """Dismisses a returned worker whose name or rank a new process claims during the recovery: that process proves
         that the job was restarted, so the returned worker belongs to the old job."""
-        for old in list(self._came_back):
-            if (newcomer.name == old.name or newcomer.id == old.id) and newcomer.incarnation != old.incarnation:
-                reason = f"the job was restarted, and another process joined as {newcomer.name!r} (rank {newcomer.id})"
-                self._came_back.discard(old)
-                self.table.dismiss(old, reason)
-                if self._recovery is not None and self._recovery.forget(old):
-                    self._recovery = None  # the job was restarted, and no other worker is expected
-                    self._stop_asking()
-                self._has_changed(old)
-                if (waits := self._latest.get(old)) is not None and not waits.done():
-                    waits.set_result(Verdict(Outcome.INCARNATION_GONE, reason))
-
-    def _review_recovery(self) -> None:
-        """Ends the recovery when all have returned and, in a static world, new processes have had time to join."""
         recovery = self._recovery
         if recovery is None:
             return
-        present = self._present()
-        if recovery.is_time_over and recovery.is_decided(present):
-            self._end_recovery(recovery)
-            return
-        if not recovery.is_complete(present):
-            return
-        hold_s = self._started + self._recovery_s / 2 - time.monotonic() if self.table.world_size else 0.0
-        if hold_s > 0:
-            asyncio.get_running_loop().call_later(hold_s, self._review_recovery)
-        else:
-            self._end_recovery(recovery)
+        for old in list(recovery.returned):
+            if (newcomer.name == old.name or newcomer.id == old.id) and newcomer.incarnation != old.incarnation:
+                reason = f"the job was restarted, and another process joined as {newcomer.name!r} (rank {newcomer.id})"
+                self.table.dismiss(old, reason)
+                if recovery.forget(old):
+                    self._recovery = None  # the job was restarted, and no other worker is expected
+                    recovery.close()
+                self._has_changed()
+                if (waits := self._latest.get(old)) is not None and not waits.done():
+                    waits.set_result(Verdict(Outcome.INCARNATION_GONE, reason))
 
-    def _end_recovery(self, recovery: Recovery) -> None:
-        if self._recovery is not recovery:
-            return
-        self._recovery = None
+    def _end_recovery(self) -> None:
+        recovery, self._recovery = self._recovery, None
+        assert recovery is not None  # it calls this
         self._has_recovered = True
-        self._stop_asking()
-        self._keep(recovery.survivors(self._present()))
-        self._absent = recovery.departures(self._present())
-        self._came_back.clear()
+        self._keep(recovery.survivors())
+        self._absent = recovery.departures()
         self.table.end_restoring()
         for identity, reason in self._absent.items():
             logger.warning("worker %r (rank %d) is lost: %s", identity.name, identity.id, reason)
         self._decide(Verdict(Outcome.OK))
-
-    def _stop_asking(self) -> None:
-        for task in self._asking:
-            task.cancel()
 
     def _keep(self, survivors: Sequence[Member]) -> None:
         """Takes back the workers that live and have not announced themselves yet; they are notified of changes."""
@@ -334,7 +251,7 @@ class MembershipService:
                 f"{peer.name!r} cannot remove worker {identity.name!r} from the job: only its own process may"
             )
         if self.table.leave(identity):
-            self._has_changed(identity, is_urgent=False)
+            self._has_changed(is_urgent=False)
         return pb.LeaveReply()
 
     async def members(self, peer: Identity, request: pb.MembersRequest) -> pb.JoinReply:
@@ -344,10 +261,7 @@ class MembershipService:
             CallRefused: the list is being rebuilt, after another coordinator was lost.
         """
         if self._recovery is not None:
-            raise CallRefused(
-                "the list of workers is being rebuilt after the loss of the coordinator; try again later "
-                f"({self._recovery})"
-            )
+            raise CallRefused("the list of workers is being rebuilt after the loss of the coordinator; try again later")
         reply = self._reply(Verdict(Outcome.OK))
         self.note_known(peer, reply.version)
         return reply
@@ -356,7 +270,7 @@ class MembershipService:
         """Declares an incarnation dead, so that a replacement may join. False if it is not in the list."""
         if not self.table.lost(identity, reason):
             return False
-        self._has_changed(identity)
+        self._has_changed()
         return True
 
     def found(self, identity: Identity) -> None:
@@ -385,7 +299,7 @@ class MembershipService:
         return await self._until(lambda: len(self._answered) >= (self.table.world_size or 1), timeout_s)
 
     async def _until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
-        """Waits until a condition holds, which is checked when the list of workers or `_answered` changes."""
+        """Waits until a condition holds, which is checked when `_changed` is set."""
         try:
             async with asyncio.timeout(None if timeout_s == float("inf") else timeout_s):
                 while not condition():
@@ -421,7 +335,7 @@ class MembershipService:
     def _stop_waiting(self, identity: Identity, decided: asyncio.Future[Verdict]) -> None:
         """Applies rule 5 of the table, unless the worker has asked a second time, and still waits there."""
         if self._latest.get(identity) is decided and self.table.withdraw(identity):
-            self._has_changed(identity)
+            self._has_changed()
 
     def _decide(self, verdict: Verdict) -> None:
         for decided in self._waiting:

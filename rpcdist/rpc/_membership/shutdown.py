@@ -24,13 +24,11 @@ from types import FrameType
 from typing import Any
 
 from rpcdist.deadline import Deadline, longest_sleep_s
-from rpcdist.errors import CoordinatorLost, WorkerLost
+from rpcdist.errors import CoordinatorLost
 from rpcdist.inspection import GatheringFacts
 from rpcdist.rpc._peers.directory import Directory, MemberEvent
 from rpcdist.rpc._peers.network import check_speaks_for
-from rpcdist.time_limits import (
-    DEPARTURE_REVIEW_S,
-)
+from rpcdist.time_limits import DEPARTURE_REVIEW_S
 from rpcdist.waiters import ends_within
 
 DEPART = "rpcdist.rpc._membership.shutdown:depart"
@@ -67,7 +65,7 @@ class ShutdownRounds:
         watch: connects to a worker, so that its death is noticed.
     """
 
-    def __init__(self, directory: Directory, watch: Callable[[int, str], WorkerLost | None]) -> None:
+    def __init__(self, directory: Directory, watch: Callable[[int], object]) -> None:
         self._directory = directory
         self._watch = watch
         self._rounds: list[_DepartureRound] = []
@@ -145,7 +143,7 @@ class ShutdownRounds:
             living = [member.identity for member in self._directory.living()]
             for identity in [*living, *self._directory.suspected()]:
                 if identity != self._directory.me:
-                    self._watch(identity.id, "the shutdown of the job")
+                    self._watch(identity.id)
 
     def _is_complete(self, round_: _DepartureRound) -> bool:
         living = self._directory.living()

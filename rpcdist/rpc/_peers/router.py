@@ -326,7 +326,7 @@ class Router:
         if peer is not None:
             peer.revive()
 
-    def watch(self, worker_id: int, what: str) -> WorkerLost | None:
+    def watch(self, worker_id: int, what: str = "a connection") -> WorkerLost | None:
         """Connects to another worker, so that its death is noticed here.
 
         Returns:
