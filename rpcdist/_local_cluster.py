@@ -27,7 +27,7 @@ from rpcdist._launch.output import KEPT_LINES, JobOutput
 from rpcdist._launch.placement import Placement, placement_from_environment
 from rpcdist._launch.progress import error_of, interrupted
 from rpcdist._launch.rank_main import check_not_importing_main
-from rpcdist._launch.reports import Raised, RankCall, main_has_a_file, pickle_call
+from rpcdist._launch.reports import RankCall, main_has_a_file, pickle_call
 from rpcdist._launch.supervisor import BackgroundRanks, StopSignals, kept_interrupt
 from rpcdist.errors import (
     AlreadyInitialized,
@@ -246,11 +246,8 @@ class LocalCluster(ClusterBlock):
             self._is_worker = False
             if self._processes is not None:
                 self._processes.wait_until_ended()
-                failure = self._processes.failure()
-                if failure is not None and isinstance(failure.cause, Raised):
-                    raise error_of(failure, len(self.names))
+                self._processes.raise_exception()
         except KeyboardInterrupt:
-            self._abandon()
             raise interrupted() from None
         finally:
             self._abandon()
@@ -319,13 +316,8 @@ class LocalCluster(ClusterBlock):
 
     def _join(self, processes: BackgroundRanks, address: str) -> None:
         processes.wait_until_ready(CLUSTER_START_LIMIT_S, INIT_NOTICE_S, self._warn_about_missing)
-        try:
+        with processes.blames_ranks():
             join_cluster(0, self.names, address, self._options)
-        except RpcdistError as error:
-            failure = processes.failure()
-            if failure is None:
-                raise
-            raise error_of(failure, len(self.names)) from error
 
     def _warn_about_missing(self, ranks: Sequence[int]) -> None:
         missing = ", ".join(self.names[rank] for rank in ranks)
@@ -373,7 +365,7 @@ class LocalCluster(ClusterBlock):
         """Adds what is known of the process that was lost."""
         failure = self._processes.failure(QUICK_ANSWER_LIMIT_S) if self._processes is not None else None
         if failure is not None:
-            error.add_note(str(error_of(failure, len(self.names))))
+            error.add_note(str(error_of(failure)))
 
 
 MAX_URL_CHARS = 1000

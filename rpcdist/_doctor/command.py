@@ -82,15 +82,11 @@ def _examined(addresses: Sequence[str]) -> list[WorkerFact]:
     try:
         with ThreadPoolExecutor(_AT_A_TIME, thread_name_prefix="doctor") as threads:
             asked = list(threads.map(probes.examine, addresses))
+            names = {facts.session.name for facts in asked if facts.session is not None}
             named = dict.fromkeys((address, name) for facts in asked for name, address in facts.members)
-            others = [(address, name) for address, name in named if address not in addresses]
-            others = [each for each in others if not _is_asked(each[1], asked)]
+            others = [(address, name) for address, name in named if address not in addresses and name not in names]
             if len(others) > MAX_MEMBERS:
                 print(f"the job has {len(others)} more workers; only the first {MAX_MEMBERS} are examined")
             return asked + list(threads.map(lambda each: probes.examine(*each), others[:MAX_MEMBERS]))
     finally:
         probes.close()
-
-
-def _is_asked(name: str, asked: Sequence[WorkerFact]) -> bool:
-    return any(facts.session is not None and facts.session.name == name for facts in asked)

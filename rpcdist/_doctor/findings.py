@@ -137,18 +137,18 @@ def _no_session(worker: WorkerFact, host: HostFacts) -> Iterator[str]:
     if not any(port.answer == "open" for port in worker.ports):
         yield from _closed_port(worker)
         return
-    found = _certificate_finding(worker, host)
+    found, error = _certificate_finding(worker, host), worker.session_error or ""
     if found is not None:
         yield found
-    elif worker.session_error is not None and UNTRUSTED_CERTIFICATE in worker.session_error:
+    elif UNTRUSTED_CERTIFICATE in error:
         yield _strange_server(worker)
-    elif worker.session_error is not None and TOKEN_ADVICE in worker.session_error:
+    elif TOKEN_ADVICE in error:
         yield _other_token(worker, host)
-    elif worker.session_error is not None and worker.is_refused:
-        yield _finding(f"{_who(worker)} and this process do not accept each other", _clause(worker.session_error))
-    elif worker.session_error is not None:
+    elif worker.is_refused:
+        yield _finding(f"{_who(worker)} and this process do not accept each other", _clause(error))
+    elif error:
         yield _finding(
-            f"{_who(worker)} accepts connections, but no session can be opened ({_clause(worker.session_error)})",
+            f"{_who(worker)} accepts connections, but no session can be opened ({_clause(error)})",
             "check that a worker of the job listens there and read its log; if both are in order, packets above some "
             "size may be lost on the way, so try a smaller MTU",
         )

@@ -66,7 +66,7 @@ class WorkerProbes:
             hosts = _resolved(host)
         except OSError as exc:
             return WorkerFact(address, member, name_error=exc.strerror or str(exc))
-        ways = tuple(PortFact(each, "open", "", *_way_to(each)) for each in hosts)
+        ways = tuple(map(_way_to, hosts))
         is_here = any(way.host == way.own_host or is_loopback(way.host) for way in ways)
         facts = WorkerFact(address, member, ports=ways, is_this_machine=is_here, now_s=time.time())
         try:
@@ -185,16 +185,17 @@ def _resolved(host: str) -> list[str]:
     return found[:MAX_ADDRESSES]
 
 
-def _way_to(host: str) -> tuple[str, None, int | None]:
+def _way_to(host: str) -> PortFact:
     """Returns the source address of packets to a host, and their largest size; sends nothing."""
+    way = PortFact(host, "open")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     level, option = (socket.IPPROTO_IPV6, _IPV6_MTU) if ":" in host else (socket.IPPROTO_IP, _IP_MTU)
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((host, _OTHER_PORT))
-            return str(probe.getsockname()[0]), None, probe.getsockopt(level, option)
+            return way._replace(own_host=str(probe.getsockname()[0]), mtu_bytes=probe.getsockopt(level, option))
     except OSError:  # no route exists, which the attempt to connect reports
-        return "", None, None
+        return way
 
 
 def _tried(way: PortFact, number: int) -> PortFact:

@@ -15,14 +15,13 @@ from rpcdist._launch.job_records import job_record
 from rpcdist._launch.local_ranks import LocalRanks
 from rpcdist._launch.output import ERROR_LINES, JobOutput
 from rpcdist._launch.placement import ROLE_VARIABLE, Placement, placement_from_environment
-from rpcdist._launch.progress import Outcome, Progress, error_of, interrupted, restart_pause_s
+from rpcdist._launch.progress import Late, Outcome, Progress, error_of, interrupted
 from rpcdist._launch.rank_main import check_not_importing_main
 from rpcdist._launch.reports import load_result, pickle_call
 from rpcdist._launch.supervisor import StopSignals, run_job
 from rpcdist.deadline import Deadline
-from rpcdist.errors import ConfigError, ProcessFailed
+from rpcdist.errors import ConfigError, DeadlineExceeded, ProcessFailed
 from rpcdist.own_shortage import check_can_start, names_shortage
-from rpcdist.time_limits import QUICK_ANSWER_LIMIT_S, SLOW_WORK_LIMIT_S
 
 logger = logging.getLogger("rpcdist.launch")
 
@@ -199,11 +198,8 @@ def progress_of(plans: Sequence[RankPlan], join_timeout_s: float | None) -> Prog
     return Progress(
         range(len(plans)),
         Deadline.after(join_timeout_s).at,
-        QUICK_ANSWER_LIMIT_S,
-        SLOW_WORK_LIMIT_S,
         max_restarts={rank: plan.role.max_restarts for rank, plan in enumerate(plans)},
         daemons={rank for rank, plan in enumerate(plans) if plan.role.daemon},
-        pause_s=restart_pause_s,
     )
 
 
@@ -229,7 +225,10 @@ def results_of(
     if isinstance(outcome, signal.Signals):
         print("terminated", file=sys.stderr)
         raise SystemExit(128 + outcome)
-    error = error_of(outcome, len(plans), join_timeout_s)
+    if isinstance(outcome, Late):
+        ranks = ", ".join(map(str, outcome.ranks))
+        raise DeadlineExceeded(f"after {join_timeout_s:g} s these of {len(plans)} ranks had not ended: {ranks}")
+    error = error_of(outcome)
     if isinstance(error, ProcessFailed):
         name = plans[error.rank].name
         error.worker = name if by_role else ""

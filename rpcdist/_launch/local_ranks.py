@@ -253,10 +253,6 @@ class LocalRanks:
             self._reap(process)
         self._selector.close()
 
-    def running(self) -> list[int]:
-        with self._reaping:
-            return [process.rank for process in self._processes if not process.has_ended]
-
     def _read(self, process: RankProcess, alive_at: float) -> Sequence[Event]:
         reports = process.read()
         if any(not isinstance(report, Ready) for report in reports):

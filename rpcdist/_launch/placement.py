@@ -257,17 +257,9 @@ def _slurm(environment: Mapping[str, str]) -> EnginePlace | None:
     on_one_host = environment.get("SLURM_STEP_NUM_NODES") == "1"
     host = LOOPBACK if on_one_host else first_host(nodes)
     port = _port(f"{environment.get('SLURM_JOB_ID')}.{step}")
-    node_rank = environment.get("SLURM_NODEID", "")
-    return EnginePlace(
-        says,
-        rank,
-        size,
-        local_rank,
-        int(node_rank) if node_rank.isdecimal() else None,
-        host or None,
-        port,
-        _set_address("SLURM_STEP_NODELIST is empty"),
-    )
+    node_rank = _number(environment, "SLURM_NODEID")
+    advice = _set_address("SLURM_STEP_NODELIST is empty")
+    return EnginePlace(says, rank, size, local_rank, node_rank, host or None, port, advice)
 
 
 def first_host(node_list: str) -> str:
@@ -312,17 +304,9 @@ def _kubeflow(environment: Mapping[str, str]) -> EnginePlace | None:
             "one process on each"
         )
     says, (rank, size) = _read("Kubeflow's Trainer", environment, ("PET_NODE_RANK", "PET_NNODES"))
-    port = environment.get("PET_MASTER_PORT", "")
-    return EnginePlace(
-        says,
-        rank,
-        size,
-        0,
-        rank,
-        environment.get("PET_MASTER_ADDR"),
-        int(port) if port.isdecimal() else TORCH_PORT,
-        _set_address("PET_MASTER_ADDR is missing"),
-    )
+    host, port = environment.get("PET_MASTER_ADDR"), _number(environment, "PET_MASTER_PORT")
+    advice = _set_address("PET_MASTER_ADDR is missing")
+    return EnginePlace(says, rank, size, 0, rank, host, TORCH_PORT if port is None else port, advice)
 
 
 def _indexed_job(environment: Mapping[str, str], own_name: Callable[[], str]) -> EnginePlace | None:

@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 
 from rpcdist._launch.reports import Event, Exited, ProcessEnded, Raised, Ready, Returned
 from rpcdist.deadline import backoff
-from rpcdist.errors import DeadlineExceeded, ProcessFailed
-from rpcdist.time_limits import FIRST_PAUSE_S, RESTART_LONGEST_PAUSE_S, SLOW_WORK_LIMIT_S
+from rpcdist.errors import ProcessFailed
+from rpcdist.time_limits import FIRST_PAUSE_S, QUICK_ANSWER_LIMIT_S, RESTART_LONGEST_PAUSE_S, SLOW_WORK_LIMIT_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,12 @@ Outcome = tuple[bytes | None, ...] | Failed | Late | Stuck
 """A tuple if every rank for which the job waits has returned: pickled results in rank order, None for daemons."""
 
 
+def restart_pause_s(number: int) -> float:
+    """Returns the pause before restart `number` of a rank: longer each time, and random, so that ranks differ."""
+    pauses = backoff(FIRST_PAUSE_S, RESTART_LONGEST_PAUSE_S)
+    return [next(pauses) for _ in range(number)][-1]
+
+
 class Progress:
     """The state of the ranks of a job.
 
@@ -66,13 +72,13 @@ class Progress:
     def __init__(
         self,
         ranks: Sequence[int],
-        deadline: float,
-        cause_limit_s: float,
-        exit_limit_s: float,
+        deadline: float = math.inf,
+        cause_limit_s: float = QUICK_ANSWER_LIMIT_S,
+        exit_limit_s: float = SLOW_WORK_LIMIT_S,
         *,
         max_restarts: Mapping[int, int] | None = None,
         daemons: Collection[int] = (),
-        pause_s: Callable[[int], float] = lambda number: 0.0,
+        pause_s: Callable[[int], float] = restart_pause_s,
     ) -> None:
         self._ranks = ranks
         self._deadline = deadline
@@ -204,12 +210,6 @@ def _order(failure: tuple[int, ProcessEnded | Exited | Raised]) -> tuple[bool, f
     return _may_be_consequence(cause), moment, rank
 
 
-def restart_pause_s(number: int) -> float:
-    """Returns the pause before restart `number` of a rank: longer each time, and random, so that ranks differ."""
-    pauses = backoff(FIRST_PAUSE_S, RESTART_LONGEST_PAUSE_S)
-    return [next(pauses) for _ in range(number)][-1]
-
-
 # ---------------------------------------------------------------- the exceptions for the outcome of a job
 
 
@@ -229,11 +229,8 @@ def interrupted() -> BaseException:
     return Interrupted()
 
 
-def error_of(outcome: Failed | Late | Stuck, workers: int, join_timeout_s: float | None = None) -> BaseException:
-    """Makes the exception for a job of `workers` ranks that did not succeed."""
-    if isinstance(outcome, Late):
-        ranks = ", ".join(map(str, outcome.ranks))
-        return DeadlineExceeded(f"after {join_timeout_s:g} s these of {workers} ranks had not ended: {ranks}")
+def error_of(outcome: Failed | Stuck) -> BaseException:
+    """Makes the exception for a job that did not succeed."""
     if isinstance(outcome, Stuck):
         what = f"returned, but its process did not end within {SLOW_WORK_LIMIT_S:g} s: is a thread still running?"
         return ProcessFailed(outcome.rank, what)

@@ -15,11 +15,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType, TracebackType
 from typing import Any, NoReturn, Protocol, Self
 
-from rpcdist._launch.progress import Failed, Outcome, Progress, error_of, restart_pause_s
+from rpcdist._launch.progress import Failed, Outcome, Progress, error_of
 from rpcdist._launch.reports import Event, Exited, Raised
 from rpcdist.deadline import Deadline
-from rpcdist.errors import DeadlineExceeded
-from rpcdist.time_limits import FLIGHT_NOTICE_S, LONGEST_WAIT_S, QUICK_ANSWER_LIMIT_S, SLOW_WORK_LIMIT_S
+from rpcdist.errors import DeadlineExceeded, RpcdistError
+from rpcdist.time_limits import FLIGHT_NOTICE_S, LONGEST_WAIT_S, SLOW_WORK_LIMIT_S
 
 
 class StopSignals:
@@ -176,14 +176,7 @@ class BackgroundRanks:
         max_restarts: Mapping[int, int] | None = None,
     ) -> None:
         self._ranks = ranks
-        self._progress = Progress(
-            ranks,
-            float("inf"),
-            QUICK_ANSWER_LIMIT_S,
-            SLOW_WORK_LIMIT_S,
-            max_restarts=max_restarts,
-            pause_s=restart_pause_s,
-        )
+        self._progress = Progress(ranks, max_restarts=max_restarts)
         self._error: BaseException | None = None  # the thread's error, if a process could not be started or watched
         self._must_end = False  # `end` has been called
         self._changed = threading.Condition()  # guards all attributes above
@@ -215,7 +208,7 @@ class BackgroundRanks:
             self._check_watched()
             self._check_not_ended()
             if isinstance(outcome := self._progress.outcome(time.monotonic()), Failed):
-                raise error_of(outcome, len(self._ranks))
+                raise error_of(outcome)
             return not self._progress.not_ready()
 
         if self._wait_for(is_ready, Deadline.after(notice_s).earlier(deadline)):
@@ -250,6 +243,22 @@ class BackgroundRanks:
         with self._changed:
             outcome = self._progress.outcome(time.monotonic())
         return outcome if isinstance(outcome, Failed) else None
+
+    @contextmanager
+    def blames_ranks(self) -> Iterator[None]:
+        """Within this context, an `RpcdistError` after the failure of a rank is replaced by the error of that rank."""
+        try:
+            yield
+        except RpcdistError as error:
+            if (failure := self.failure()) is None:
+                raise
+            raise error_of(failure) from error
+
+    def raise_exception(self) -> None:
+        """Raises `ProcessFailed` if the function of a rank has raised an exception."""
+        failure = self.failure()
+        if failure is not None and isinstance(failure.cause, Raised):
+            raise error_of(failure)
 
     def end(self) -> None:
         """Ends all running processes, the thread, and `wait_until_ready`; call it once, on any thread, at any time.

@@ -13,13 +13,13 @@ import ray
 from rpcdist import rpc
 from rpcdist._launch.job_plan import RankPlan, Role, check_environment, held_port
 from rpcdist._launch.placement import placement_from_environment
-from rpcdist._launch.progress import error_of, interrupted
+from rpcdist._launch.progress import interrupted
 from rpcdist._launch.rank_main import check_not_importing_main
-from rpcdist._launch.reports import Raised, main_has_a_file, pickle_call
+from rpcdist._launch.reports import main_has_a_file, pickle_call
 from rpcdist._launch.supervisor import BackgroundRanks, StopSignals
 from rpcdist._local_cluster import ClusterBlock, worker_names
 from rpcdist.deadline import Deadline
-from rpcdist.errors import AlreadyInitialized, ConfigError, DeadlineExceeded, NotInitialized, RpcdistError, WorkerLost
+from rpcdist.errors import AlreadyInitialized, ConfigError, DeadlineExceeded, NotInitialized, WorkerLost
 from rpcdist.ids import check_worker_name
 from rpcdist.ray._ray_launch import main_module, reserve, say_where
 from rpcdist.ray._ray_ranks import RayRanks
@@ -175,11 +175,8 @@ class Cluster(ClusterBlock):
             self._is_worker = False
             for rank, ranks in self._others.values():
                 ranks.wait_until_ended([rank])
-                failure = ranks.failure()
-                if failure is not None and isinstance(failure.cause, Raised):
-                    raise error_of(failure, len(self.names))
+                ranks.raise_exception()
         except KeyboardInterrupt:
-            self._abandon()
             raise interrupted() from None
         finally:
             self._abandon()
@@ -217,14 +214,9 @@ class Cluster(ClusterBlock):
         started.start_ranks()
         limit_s = min(deadline.remaining_s(), CLUSTER_START_LIMIT_S)
         started.wait_until_ready(limit_s, min(limit_s, INIT_NOTICE_S), lambda missing: None)
-        try:
+        with started.blames_ranks():
             for name in names:
                 rpc.wait_for_worker(name, timeout=min(deadline.remaining_s(), CLUSTER_START_LIMIT_S))
-        except RpcdistError as error:
-            failure = started.failure()
-            if failure is None:
-                raise
-            raise error_of(failure, len(self.names)) from error
 
     def _abandon(self) -> None:
         """Ends the rest of the job at once."""

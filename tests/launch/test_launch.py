@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from program_sessions import (
 
 from rpcdist import launch
 from rpcdist._launch import launching, local_ranks
+from rpcdist._launch.progress import Progress
 from rpcdist.errors import ConfigError, DeadlineExceeded, ProcessFailed, SerializationError
 
 PROGRAM = """
@@ -159,7 +161,7 @@ def test_a_job_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch, no_
     monkeypatch.setattr(local_ranks, "CLOSE_LIMIT_S", 0.2)
     with pytest.raises(DeadlineExceeded, match=r"after 1\.5 s these of 2 ranks had not ended: 0, 1"):
         launch(functions.hang_deaf, workers=2, join_timeout_s=1.5)
-    monkeypatch.setattr(launching, "SLOW_WORK_LIMIT_S", 0.2)
+    monkeypatch.setattr(launching, "Progress", partial(Progress, exit_limit_s=0.2))
     with pytest.raises(ProcessFailed, match="rank 0 returned, but its process did not end"):
         launch(functions.hang_in_a_thread, workers=1)
 
