@@ -33,19 +33,6 @@ from rpcdist.autograd._message_nodes import Captured, is_in_backward, queue_call
 from rpcdist.errors import AutogradError, BackwardError, ContextNotFound
 
 __all__ = [
-    "AutogradError",
-    "BackwardError",
-    "Captured",
-    "ContextNotFound",
-    "Mode",
-    "Span",
-    "backward",
-    "backward_async",
-    "context",
-    "draw",
-    "get_gradients",
-    "is_available",
-    "is_in_backward",
-    "profile",
-    "queue_callback",
-]
+    "AutogradError", "BackwardError", "Captured", "ContextNotFound", "Mode", "Span", "backward", "backward_async",
+    "context", "draw", "get_gradients", "is_available", "is_in_backward", "profile", "queue_callback",
+]  # fmt: skip

@@ -15,18 +15,10 @@ from rpcdist.collectives._group.backend_contract import GroupBackend, GroupConte
 from rpcdist.errors import ConfigError
 
 __all__ = [
-    "Backend",
-    "BackendConfig",
-    "get_default_backend_for_device",
-    "is_available",
-    "is_backend_available",
-    "is_gloo_available",
-    "is_mpi_available",
-    "is_nccl_available",
-    "is_torchelastic_launched",
-    "is_ucc_available",
+    "Backend", "BackendConfig", "get_default_backend_for_device", "is_available", "is_backend_available",
+    "is_gloo_available", "is_mpi_available", "is_nccl_available", "is_torchelastic_launched", "is_ucc_available",
     "is_xccl_available",
-]
+]  # fmt: skip
 
 BackendFactory = Callable[..., GroupBackend]
 

@@ -25,16 +25,9 @@ from rpcdist.collectives.process_group import ProcessGroup
 from rpcdist.errors import ConfigError
 
 __all__ = [
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "all_to_all_single",
-    "broadcast",
-    "gather",
-    "reduce",
-    "reduce_scatter",
-    "scatter",
-]
+    "all_gather", "all_reduce", "all_to_all", "all_to_all_single", "broadcast", "gather", "reduce",
+    "reduce_scatter", "scatter",
+]  # fmt: skip
 
 
 Tensors = tuple[torch.Tensor, ...]

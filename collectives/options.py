@@ -15,21 +15,10 @@ from rpcdist.collectives.constants import default_pg_timeout
 from rpcdist.errors import ConfigError
 
 __all__ = [
-    "AllToAllOptions",
-    "AllgatherOptions",
-    "AllreduceCoalescedOptions",
-    "AllreduceOptions",
-    "BarrierOptions",
-    "BroadcastOptions",
-    "DebugLevel",
-    "GatherOptions",
-    "ReduceOptions",
-    "ReduceScatterOptions",
-    "ScatterOptions",
-    "get_debug_level",
-    "set_debug_level",
-    "set_debug_level_from_env",
-]
+    "AllToAllOptions", "AllgatherOptions", "AllreduceCoalescedOptions", "AllreduceOptions", "BarrierOptions",
+    "BroadcastOptions", "DebugLevel", "GatherOptions", "ReduceOptions", "ReduceScatterOptions", "ScatterOptions",
+    "get_debug_level", "set_debug_level", "set_debug_level_from_env",
+]  # fmt: skip
 
 UNSET_TIMEOUT: Final = timedelta(milliseconds=-1)
 """The timeout of the group, as in torch."""

@@ -21,15 +21,9 @@ if TYPE_CHECKING:
     from rpcdist.collectives._stores.store_base import Store, Timeout
 
 __all__ = [
-    "ATTEMPT_VARIABLE",
-    "RendezvousHandler",
-    "create_store",
-    "job_attempt",
-    "open_rendezvous",
-    "outside_store",
-    "register_rendezvous_handler",
-    "rendezvous",
-]
+    "ATTEMPT_VARIABLE", "RendezvousHandler", "create_store", "job_attempt", "open_rendezvous", "outside_store",
+    "register_rendezvous_handler", "rendezvous",
+]  # fmt: skip
 
 ATTEMPT_VARIABLE: Final = "RPCDIST_ATTEMPT"
 

@@ -29,25 +29,7 @@ from rpcdist.collectives._stores.store_operations import (
 from rpcdist.collectives._stores.tcp_store import TCPStore
 
 __all__ = [
-    "Add",
-    "Append",
-    "Check",
-    "CompareSet",
-    "DeleteKey",
-    "FileStore",
-    "Get",
-    "HashStore",
-    "ListKeys",
-    "Missing",
-    "NumKeys",
-    "PrefixStore",
-    "QueueLen",
-    "QueuePop",
-    "QueuePush",
-    "Set",
-    "Store",
-    "StoreOperation",
-    "TCPStore",
-    "TorchStoreAdapter",
-    "Wait",
-]
+    "Add", "Append", "Check", "CompareSet", "DeleteKey", "FileStore", "Get", "HashStore", "ListKeys", "Missing",
+    "NumKeys", "PrefixStore", "QueueLen", "QueuePop", "QueuePush", "Set", "Store", "StoreOperation", "TCPStore",
+    "TorchStoreAdapter", "Wait",
+]  # fmt: skip

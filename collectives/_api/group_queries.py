@@ -15,20 +15,10 @@ from rpcdist.collectives.process_group import ProcessGroup
 from rpcdist.errors import ConfigError
 
 __all__ = [
-    "GroupMember",
-    "get_backend",
-    "get_backend_config",
-    "get_backend_impl",
-    "get_global_rank",
-    "get_group_rank",
-    "get_pg_count",
-    "get_process_group_ranks",
-    "get_rank",
-    "get_world_size",
-    "group",
-    "is_initialized",
+    "GroupMember", "get_backend", "get_backend_config", "get_backend_impl", "get_global_rank", "get_group_rank",
+    "get_pg_count", "get_process_group_ranks", "get_rank", "get_world_size", "group", "is_initialized",
     "set_timeout",
-]
+]  # fmt: skip
 
 
 class _WorldProperty(type):

@@ -28,13 +28,9 @@ from rpcdist.collectives.process_group import ProcessGroup
 from rpcdist.errors import ConfigError, begins_traceback
 
 __all__ = [
-    "all_gather_object",
-    "broadcast_object_list",
-    "gather_object",
-    "recv_object_list",
-    "scatter_object_list",
+    "all_gather_object", "broadcast_object_list", "gather_object", "recv_object_list", "scatter_object_list",
     "send_object_list",
-]
+]  # fmt: skip
 
 Device = torch.device | str
 

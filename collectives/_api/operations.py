@@ -33,24 +33,10 @@ from rpcdist.collectives.work import Work
 from rpcdist.errors import ConfigError, begins_traceback
 
 __all__ = [
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_single",
-    "all_reduce",
-    "all_to_all",
-    "all_to_all_single",
-    "barrier",
-    "broadcast",
-    "gather",
-    "gather_into_tensor",
-    "gather_single",
-    "monitored_barrier",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_tensor",
-    "scatter",
-]
+    "all_gather", "all_gather_into_tensor", "all_gather_single", "all_reduce", "all_to_all", "all_to_all_single",
+    "barrier", "broadcast", "gather", "gather_into_tensor", "gather_single", "monitored_barrier", "reduce",
+    "reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor", "scatter",
+]  # fmt: skip
 
 
 @begins_traceback

@@ -22,15 +22,8 @@ from rpcdist.collectives.work import Work
 from rpcdist.errors import ConfigError, begins_traceback
 
 __all__ = [
-    "P2POp",
-    "all_gather_coalesced",
-    "all_reduce_coalesced",
-    "batch_isend_irecv",
-    "irecv",
-    "isend",
-    "recv",
-    "send",
-]
+    "P2POp", "all_gather_coalesced", "all_reduce_coalesced", "batch_isend_irecv", "irecv", "isend", "recv", "send",
+]  # fmt: skip
 
 Future = torch.futures.Future
 

@@ -36,36 +36,14 @@ from rpcdist.errors import ConfigError
 from rpcdist.time_limits import DEBUGGER_LIMIT_S
 
 __all__ = [
-    "GroupName",
-    "ProcessGroupGloo",
-    "ProcessGroupNCCL",
-    "ProcessGroupNCCL2",
-    "ProcessGroupNCCLLazy",
-    "_abort_process_group",
-    "_all_gather_base",
-    "_broadcast_coalesced",
-    "_coalescing_manager",
-    "_get_all_pg_configs",
-    "_get_default_group",
-    "_get_default_store",
-    "_get_global_rank",
-    "_get_group_size",
-    "_get_object_coll_device",
-    "_get_pg_config",
-    "_get_pg_default_device",
-    "_get_process_group_name",
-    "_new_process_group_helper",
-    "_pg_group_ranks",
-    "_pg_map",
-    "_pg_names",
-    "_rank_not_in_group",
-    "_reduce_scatter_base",
-    "_register_process_group",
-    "_resolve_process_group",
-    "_unregister_process_group",
-    "_world",
-    "breakpoint",
-]
+    "GroupName", "ProcessGroupGloo", "ProcessGroupNCCL", "ProcessGroupNCCL2", "ProcessGroupNCCLLazy",
+    "_abort_process_group", "_all_gather_base", "_broadcast_coalesced", "_coalescing_manager",
+    "_get_all_pg_configs", "_get_default_group", "_get_default_store", "_get_global_rank", "_get_group_size",
+    "_get_object_coll_device", "_get_pg_config", "_get_pg_default_device", "_get_process_group_name",
+    "_new_process_group_helper", "_pg_group_ranks", "_pg_map", "_pg_names", "_rank_not_in_group",
+    "_reduce_scatter_base", "_register_process_group", "_resolve_process_group", "_unregister_process_group",
+    "_world", "breakpoint",
+]  # fmt: skip
 
 GroupName = NewType("GroupName", str)
 """The type of `ProcessGroup.group_name`."""

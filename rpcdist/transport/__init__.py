@@ -15,12 +15,5 @@ from rpcdist.transport.node import Node, NodeOptions, acquire_node
 from rpcdist.transport.session import Session, SessionHandler
 
 __all__ = [
-    "LARGEST_UNCUT_BYTES",
-    "Link",
-    "Node",
-    "NodeOptions",
-    "Session",
-    "SessionHandler",
-    "TlsOptions",
-    "acquire_node",
-]
+    "LARGEST_UNCUT_BYTES", "Link", "Node", "NodeOptions", "Session", "SessionHandler", "TlsOptions", "acquire_node",
+]  # fmt: skip
