@@ -23,7 +23,7 @@ import uuid
 from contextlib import suppress
 from datetime import timedelta
 
-from rpcdist.collectives._group.creation import open_group
+from rpcdist.collectives._group.creation import GroupSettings, open_group
 from rpcdist.collectives._group.elastic_rounds import (
     Candidate,
     ClosedRound,
@@ -212,17 +212,9 @@ class ElasticGroup:
                     raise RankLost(f"making the group of round {number}", f"rank {other} was lost", (other,))
 
         store = PrefixStore(f"{number}/group", self._store)
-        group = open_group(
-            "0",
-            rank,
-            tuple(range(len(closed.members))),
-            store,
-            backend=self._backend,
-            timeout=self._timeout,
-            description=f"the group of round {number}",
-            check=check,
-            outlives_ranks=True,
-        )
+        title = f"the group of round {number}"
+        settings = GroupSettings(self._backend, self._timeout, title, outlives_ranks=True)
+        group = open_group("0", rank, tuple(range(len(closed.members))), store, settings, check=check)
         self._world.begin(group, store)
         return group
 

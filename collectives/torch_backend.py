@@ -28,7 +28,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from rpcdist.collectives._group.bootstrap import agree
-from rpcdist.collectives._group.creation import check_split, open_group, timeout_of_group
+from rpcdist.collectives._group.creation import GroupSettings, check_split, open_group, timeout_of_group
 from rpcdist.collectives._operations.operation import barrier_timeout
 from rpcdist.collectives._stores.derived_stores import PrefixStore, TorchStoreAdapter
 from rpcdist.collectives._stores.store_base import Store
@@ -328,16 +328,7 @@ def _open(
         raise ConfigError(f"{name} got rank {rank} of {len(ranks)}: ranks count from 0, and the size is their number")
     backend, limit_s = default_backend(), timeout.total_seconds()
     own = agree(store, ranks[rank], ranks, f"group {name!r}", limit_s, f"backend {backend}", fresh=False)
-    return open_group(
-        name,
-        rank,
-        ranks,
-        own,
-        backend=backend,
-        timeout=timeout,
-        options=options,
-        description="of torch.distributed",
-    )
+    return open_group(name, rank, ranks, own, GroupSettings(backend, timeout, "of torch.distributed", options))
 
 
 def _monitored_barrier(

@@ -14,7 +14,7 @@ from rpcdist._counters import metrics_are_wanted
 from rpcdist._launch.placement import launcher_variable
 from rpcdist._upper_layers import load
 from rpcdist.collectives._group.bootstrap import DEFAULT_GROUP, agree, wait_for_keys
-from rpcdist.collectives._group.creation import open_group, timeout_of_group
+from rpcdist.collectives._group.creation import GroupSettings, open_group, timeout_of_group
 from rpcdist.collectives._group.state import LEFT, list_ranks
 from rpcdist.collectives._group.world import (
     MPI_ADDRESS,
@@ -104,17 +104,8 @@ def init_process_group(
     default: ProcessGroup | None = None
     try:
         own = agree(base, rank, ranks, DEFAULT_GROUP, timeout_s, described, fresh=False)
-        default = open_group(
-            DEFAULT_NAME,
-            rank,
-            ranks,
-            PrefixStore(f"group/{DEFAULT_NAME}", own),
-            backend=name,
-            timeout=timeout,
-            options=pg_options,
-            device=device,
-            description="default_pg",
-        )
+        settings = GroupSettings(name, timeout, "default_pg", pg_options, device)
+        default = open_group(DEFAULT_NAME, rank, ranks, PrefixStore(f"group/{DEFAULT_NAME}", own), settings)
         world.begin(default, own)
         _until_all_have_it(own, default, timeout_s)
     except BaseException as exc:

@@ -13,7 +13,7 @@ import torch
 from rpcdist.collectives._api.objects import broadcast_object_list
 from rpcdist.collectives._api.operations import barrier
 from rpcdist.collectives._group.bootstrap import agree
-from rpcdist.collectives._group.creation import open_group
+from rpcdist.collectives._group.creation import GroupSettings, open_group
 from rpcdist.collectives._group.world import World, current_world
 from rpcdist.collectives._operations.operation import check_timeout, whole_number
 from rpcdist.collectives._stores.derived_stores import PrefixStore
@@ -167,17 +167,10 @@ def _agree(
 
 
 def _open(invitation: _Invitation, own: Store, options: object | None, device: torch.device | None) -> ProcessGroup:
-    group = open_group(
-        invitation.name,
-        invitation.rank,
-        tuple(range(invitation.world_size)),
-        PrefixStore(f"group/{invitation.name}", own),
-        backend=invitation.backend,
-        timeout=timedelta(seconds=invitation.timeout_s),
-        options=options,
-        device=device,
-        description="default_pg",
-    )
+    limit = timedelta(seconds=invitation.timeout_s)
+    settings = GroupSettings(invitation.backend, limit, "default_pg", options, device)
+    ranks, part = tuple(range(invitation.world_size)), PrefixStore(f"group/{invitation.name}", own)
+    group = open_group(invitation.name, invitation.rank, ranks, part, settings)
     try:
         barrier(group)  # no rank leaves the old group before all ranks have the new one
     except BaseException:

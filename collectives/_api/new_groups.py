@@ -8,7 +8,7 @@ from typing import cast
 
 import torch
 
-from rpcdist.collectives._group.creation import make_group, timeout_of_group
+from rpcdist.collectives._group.creation import GroupSettings, make_group, timeout_of_group
 from rpcdist.collectives._group.world import NON_GROUP_MEMBER, current_world, default_group, group_or_default
 from rpcdist.collectives._operations.operation import whole_number
 from rpcdist.collectives.backends import Backend, BackendConfig
@@ -53,46 +53,43 @@ def new_group(
         CollectiveMismatch: another rank asked for another group.
     """
     world, parent = current_world(), default_group()
+    settings = _settings(timeout, backend, pg_options, group_desc, device_id)
     if use_local_synchronization and ranks is not None and parent.rank() not in ranks:
-        _checked(backend, timeout, parent)
         return cast(ProcessGroup, None)
     name_of = world.hashed_name if use_local_synchronization else lambda _: world.numbered_name()
-    return _make(name_of, ranks, timeout, backend, pg_options, group_desc, device_id, sort_ranks)
+    return _make(name_of, ranks, settings, sort_ranks)
 
 
-def _checked(backend: str | None, timeout: timedelta | None, parent: ProcessGroup) -> tuple[str, timedelta]:
-    name = Backend(backend) if backend else parent.name()
-    limit = timeout_of_group(name, timeout)
-    BackendConfig(name)
-    return name, limit
-
-
-def _make(
-    name_of: Callable[[tuple[int, ...]], str],
-    ranks: Sequence[int] | None,
+def _settings(
     timeout: timedelta | None,
     backend: str | None,
     pg_options: object | None,
     group_desc: str | None,
     device_id: torch.device | None = None,
+) -> GroupSettings:
+    parent = default_group()
+    name = Backend(backend) if backend else parent.name()
+    limit = timeout_of_group(name, timeout)
+    BackendConfig(name)  # checks the name
+    bound = parent.bound_device_id
+    if device_id is not None and bound is not None and device_id != bound:
+        raise ConfigError(f"Mismatched bound device between new pg and the default pg: {device_id} and {bound}.")
+    described = "undefined" if group_desc is None else group_desc
+    return GroupSettings(name, limit, described, pg_options, bound if device_id is None else device_id)
+
+
+def _make(
+    name_of: Callable[[tuple[int, ...]], str],
+    ranks: Sequence[int] | None,
+    settings: GroupSettings,
     sort_ranks: bool = True,
 ) -> ProcessGroup:
-    world, parent = current_world(), default_group()
-    backend, timeout = _checked(backend, timeout, parent)
+    parent = default_group()
     members = _members(ranks, parent.size(), sort_ranks)
     name = name_of(members)
     if parent.rank() not in members:
         return NON_GROUP_MEMBER
-    return make_group(
-        world,
-        name,
-        members,
-        backend=backend,
-        timeout=timeout,
-        options=pg_options,
-        device=_bound_device(device_id, parent),
-        description=group_desc,
-    )
+    return make_group(current_world(), name, members, settings)
 
 
 def _members(ranks: Sequence[int] | None, world_size: int, sort_ranks: bool) -> tuple[int, ...]:
@@ -115,13 +112,6 @@ def _members(ranks: Sequence[int] | None, world_size: int, sort_ranks: bool) -> 
                 f"Rank {rank} is out of range. Valid ranks are 0 to {world_size - 1} (world_size={world_size})"
             )
     return members
-
-
-def _bound_device(device: torch.device | None, parent: ProcessGroup) -> torch.device | None:
-    bound = parent.bound_device_id
-    if device is not None and bound is not None and device != bound:
-        raise ConfigError(f"Mismatched bound device between new pg and the default pg: {device} and {bound}.")
-    return bound if device is None else device
 
 
 # ---------------------------------------------------------------- several at once
@@ -161,7 +151,7 @@ def new_subgroups(
     if len(ranks) % group_size != 0:
         raise ConfigError(f"The world size ({len(ranks)}) must be divisible by 'group_size={group_size}'")
     parts = [list(ranks[begin : begin + group_size]) for begin in range(0, len(ranks), group_size)]
-    return _enumerated(parent, parts, timeout, backend, pg_options, group_desc)
+    return _enumerated(parent, parts, _settings(timeout, backend, pg_options, group_desc))
 
 
 def new_subgroups_by_enumeration(
@@ -176,16 +166,12 @@ def new_subgroups_by_enumeration(
     Returns:
         This rank's group (None if it is in none), and all groups.
     """
-    return _enumerated(default_group(), ranks_per_subgroup_list, timeout, backend, pg_options, group_desc)
+    settings = _settings(timeout, backend, pg_options, group_desc)
+    return _enumerated(default_group(), ranks_per_subgroup_list, settings)
 
 
 def _enumerated(
-    parent: ProcessGroup,
-    ranks_per_subgroup_list: Sequence[Sequence[int]],
-    timeout: timedelta | None,
-    backend: str | None,
-    pg_options: object | None,
-    group_desc: str | None,
+    parent: ProcessGroup, ranks_per_subgroup_list: Sequence[Sequence[int]], settings: GroupSettings
 ) -> tuple[ProcessGroup, list[ProcessGroup]]:
     """Makes the groups on all ranks of `parent`; ranks of other groups may make groups at the same time."""
     world = current_world()
@@ -206,7 +192,7 @@ def _enumerated(
     own_group: ProcessGroup | None = None
     groups = []
     for ranks in ranks_per_subgroup_list:
-        groups.append(_make(name_of, ranks, timeout, backend, pg_options, group_desc))
+        groups.append(_make(name_of, ranks, settings))
         if isinstance(groups[-1], ProcessGroup):
             own_group = groups[-1]
     return cast(ProcessGroup, own_group), groups

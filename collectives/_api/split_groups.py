@@ -8,7 +8,14 @@ from typing import Final
 
 from rpcdist.collectives._group.backend_contract import GroupBackend, GroupContext
 from rpcdist.collectives._group.bootstrap import agree
-from rpcdist.collectives._group.creation import MakeBackend, check_split, make_group, open_group, split_off
+from rpcdist.collectives._group.creation import (
+    GroupSettings,
+    MakeBackend,
+    check_split,
+    make_group,
+    open_group,
+    split_off,
+)
 from rpcdist.collectives._group.world import World, current_world, group_or_default
 from rpcdist.collectives._operations.operation import whole_number
 from rpcdist.collectives._stores.derived_stores import PrefixStore
@@ -123,25 +130,16 @@ def shrink_group(
     members = _remaining([whole_number(rank, "rank") for rank in ranks_to_exclude], old)
     if shrink_flags == SHRINK_ABORT:
         old.abort()
-    options = old._options if pg_options is None else pg_options
-    world = current_world()
+    settings, world = GroupSettings.like(old, pg_options), current_world()
     if old is world.default:
-        return _shrink_world(world, old, members, options)
+        return _shrink_world(world, old, members, settings)
     world.groups.pop(old.group_name, None)
     old.shutdown()
-    return make_group(
-        world,
-        f"{old.group_name}-without-{'-'.join(map(str, ranks_to_exclude))}",
-        members,
-        backend=old.name(),
-        timeout=old.timeout,
-        options=options,
-        device=old.bound_device_id,
-        description=old.group_desc,
-    )
+    name = f"{old.group_name}-without-{'-'.join(map(str, ranks_to_exclude))}"
+    return make_group(world, name, members, settings)
 
 
-def _shrink_world(world: World, old: ProcessGroup, members: tuple[int, ...], options: object | None) -> ProcessGroup:
+def _shrink_world(world: World, old: ProcessGroup, members: tuple[int, ...], settings: GroupSettings) -> ProcessGroup:
     """Renumbers the ranks from 0, since in the default group the rank in the group is the rank in the world."""
     assert world.store is not None
     store: Store = PrefixStore(f"of/{'-'.join(map(str, members))}", world.store)
@@ -150,17 +148,7 @@ def _shrink_world(world: World, old: ProcessGroup, members: tuple[int, ...], opt
     rank, ranks = members.index(old.rank()), tuple(range(len(members)))
     described = f"the default group, shrunk to ranks {list(members)}"
     store = agree(store, rank, ranks, described, old.timeout_s, described, fresh=True)
-    shrunk = open_group(
-        old.group_name,
-        rank,
-        ranks,
-        PrefixStore("group/0", store),
-        backend=old.name(),
-        timeout=old.timeout,
-        options=options,
-        device=old.bound_device_id,
-        description=old.group_desc,
-    )
+    shrunk = open_group(old.group_name, rank, ranks, PrefixStore("group/0", store), settings)
     world.begin(shrunk, store)
     return shrunk
 

@@ -15,7 +15,7 @@ import torch
 from rpcdist.collectives._api.default_group import destroy_process_group
 from rpcdist.collectives._api.group_queries import get_global_rank
 from rpcdist.collectives._api.operations import all_gather_single, barrier, broadcast, reduce_scatter_single
-from rpcdist.collectives._group.creation import open_group, timeout_of_group
+from rpcdist.collectives._group.creation import GroupSettings, open_group, timeout_of_group
 from rpcdist.collectives._group.world import (
     NON_GROUP_MEMBER,
     Group,
@@ -57,7 +57,8 @@ class _GlooNames(type):
         cls, store: Store, rank: int, size: int, timeout: timedelta | GlooOptions = default_pg_timeout
     ) -> ProcessGroup:
         limit = timeout._timeout if isinstance(timeout, GlooOptions) else timeout
-        return _open_on(store, "ProcessGroupGloo", rank, range(size), "gloo", limit, None, "made by its class")
+        settings = GroupSettings("gloo", limit, "made by its class")
+        return open_group("ProcessGroupGloo", rank, tuple(range(size)), store, settings)
 
 
 class ProcessGroupGloo(metaclass=_GlooNames):
@@ -88,20 +89,10 @@ def _new_process_group_helper(
     if group_name in current_world().groups:
         raise ConfigError(f"The specified group name {group_name!r} has already been created; pass another name")
     own, name, ranks = PrefixStore(group_name, store), backend or default_backend(), global_ranks_in_group
-    limit = timeout_of_group(name, timeout)
-    group = _open_on(
-        own, group_name, group_rank, ranks or range(group_size), name, limit, backend_options, "of a helper"
-    )
+    settings = GroupSettings(name, timeout_of_group(name, timeout), "of a helper", backend_options)
+    group = open_group(group_name, group_rank, tuple(ranks or range(group_size)), own, settings)
     current_world().groups[group_name] = group
     return group, own
-
-
-def _open_on(
-    store: Store, name: str, rank: int, ranks: Sequence[int], backend: str, limit: timedelta, options: object, kind: str
-) -> ProcessGroup:
-    return open_group(
-        name, rank, tuple(ranks), store, backend=backend, timeout=limit, options=options, device=None, description=kind
-    )
 
 
 class _NcclNames(type):

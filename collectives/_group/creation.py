@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -24,6 +25,31 @@ MakeBackend = Callable[[Backend | str, GroupContext], GroupBackend]
 """Constructs the backend with a name; blocks until all ranks of the group can be reached."""
 
 
+@dataclass(frozen=True, slots=True)
+class GroupSettings:
+    """The settings of a group, which its caller chooses, equal on all ranks.
+
+    Attributes:
+        backend: as the caller passed it, e.g. "cpu:gloo,cuda:nccl".
+        timeout: limit of each operation.
+        description: the purpose of the group, for people.
+        options, device, outlives_ranks: see `GroupContext`.
+    """
+
+    backend: str
+    timeout: timedelta
+    description: str
+    options: object | None = None
+    device: torch.device | None = None
+    outlives_ranks: bool = False
+
+    @classmethod
+    def like(cls, group: ProcessGroup, options: object | None) -> GroupSettings:
+        """Returns the settings of a group, with its options if the caller has none."""
+        options = group._options if options is None else options
+        return cls(group.name(), group.timeout, group.group_desc, options, group.bound_device_id)
+
+
 def timeout_of_group(backend: str, timeout: timedelta | None) -> timedelta:
     """Returns the caller's timeout, or torch's default, which is shorter for `nccl` alone."""
     if timeout is None:
@@ -38,39 +64,25 @@ def open_group(
     rank: int,
     ranks: tuple[int, ...],
     store: Store,
-    *,
-    backend: str,
-    timeout: timedelta,
-    description: str,
-    options: object | None = None,
-    device: torch.device | None = None,
+    settings: GroupSettings,
     make: MakeBackend = make_backend,
     check: Callable[[], None] | None = None,
-    outlives_ranks: bool = False,
 ) -> ProcessGroup:
     """Connects the backends of a group whose ranks have joined; if one backend fails, closes the others."""
     keep_freed_memory()
     opened: dict[str, GroupBackend] = {}
     by_device: dict[str, GroupBackend] = {}
-    process = current_world().process
+    process, limit_s = current_world().process, settings.timeout.total_seconds()
+    context = GroupContext(
+        name, rank, ranks, store, limit_s, settings.options, settings.device, check, process, settings.outlives_ranks
+    )
     try:
-        names = BackendConfig(backend).device_backend_map
+        names = BackendConfig(settings.backend).device_backend_map
         for device_type, backend_name in names.items():
             if backend_name not in opened:
-                context = GroupContext(
-                    name,
-                    rank,
-                    ranks,
-                    PrefixStore(backend_name, store),
-                    timeout.total_seconds(),
-                    options,
-                    device,
-                    check,
-                    process,
-                    outlives_ranks,
-                )
                 with names_shortage(f"making group {name!r}"):
-                    opened[backend_name] = make(backend_name, context)
+                    own = replace(context, store=PrefixStore(backend_name, store))
+                    opened[backend_name] = make(backend_name, own)
             by_device[device_type] = opened[backend_name]
     except BaseException:
         for opened_backend in opened.values():
@@ -84,26 +96,17 @@ def open_group(
         name=name,
         backends=by_device,
         split=split_off,
-        backend_name=backend,
+        backend_name=settings.backend,
         names=names,
-        timeout_s=timeout.total_seconds(),
-        description=description,
-        options=options,
-        device=device,
+        timeout_s=limit_s,
+        description=settings.description,
+        options=settings.options,
+        device=settings.device,
     )
 
 
 def make_group(
-    world: World,
-    name: str,
-    members: tuple[int, ...],
-    *,
-    backend: str,
-    timeout: timedelta,
-    options: object | None,
-    device: torch.device | None,
-    description: str | None,
-    make: MakeBackend = make_backend,
+    world: World, name: str, members: tuple[int, ...], settings: GroupSettings, make: MakeBackend = make_backend
 ) -> ProcessGroup:
     """Creates a group and registers it in `world`; all members call this with the same name, and no other ranks."""
     if world.store is None:
@@ -116,30 +119,10 @@ def make_group(
             if lost in members:
                 raise RankLost(f"making group {name!r}", f"rank {lost} cannot come: {reason}", (members.index(lost),))
 
-    described = f"a group with backend {BackendConfig(backend)}"
-    own = agree(
-        PrefixStore(f"group/{name}", world.store),
-        members[rank],
-        members,
-        f"group {name!r}",
-        timeout.total_seconds(),
-        described,
-        fresh=True,
-        check=check,
-    )
-    group = open_group(
-        name,
-        rank,
-        members,
-        own,
-        backend=backend,
-        timeout=timeout,
-        options=options,
-        device=device,
-        description="undefined" if description is None else description,
-        make=make,
-        check=check,
-    )
+    part, title = PrefixStore(f"group/{name}", world.store), f"group {name!r}"
+    described, limit_s = f"a group with backend {BackendConfig(settings.backend)}", settings.timeout.total_seconds()
+    own = agree(part, members[rank], members, title, limit_s, described, fresh=True, check=check)
+    group = open_group(name, rank, members, own, settings, make, check)
     world.groups[name] = group
     return group
 
@@ -162,17 +145,11 @@ def split_off(
     world = current_world()
     members = tuple(parent.world_rank(rank) for rank in sorted(ranks))
     backend = parent.name() if backend is None else Backend(backend)
-    return make_group(
-        world,
-        world.hashed_name(members) if name is None else name,
-        members,
-        backend=backend,
-        timeout=timeout_of_group(backend, timeout),
-        options=parent._options if options is None else options,
-        device=parent.bound_device_id,
-        description=f"{parent.group_desc}:split" if description is None else description,
-        make=make,
-    )
+    limit, name = timeout_of_group(backend, timeout), world.hashed_name(members) if name is None else name
+    description = f"{parent.group_desc}:split" if description is None else description
+    like_parent = GroupSettings.like(parent, options)
+    settings = replace(like_parent, backend=backend, timeout=limit, description=description)
+    return make_group(world, name, members, settings, make)
 
 
 def check_split(part: Sequence[int], parent: ProcessGroup) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from rpcdist.collectives import PrefixStore, ProcessGroup, TCPStore
 from rpcdist.collectives._group.bootstrap import agree
-from rpcdist.collectives._group.creation import open_group, timeout_of_group
+from rpcdist.collectives._group.creation import GroupSettings, open_group, timeout_of_group
 from rpcdist.collectives._group.world import current_world
 from rpcdist.collectives.backends import Backend, BackendConfig
 from rpcdist.deadline import Deadline
@@ -168,33 +168,14 @@ def new_group(
             own.lead(members, number, _host_of(agent), store.port)
         numbers = tuple(range(len(names)))
         described = f"a group with backend {BackendConfig(backend)}"
-        part = agree(
-            PrefixStore(f"workers/{number}", store),
-            rank,
-            numbers,
-            title,
-            limit.total_seconds(),
-            described,
-            fresh=True,
-            check=check,
-        )
+        base, limit_s = PrefixStore(f"workers/{number}", store), limit.total_seconds()
+        part = agree(base, rank, numbers, title, limit_s, described, fresh=True, check=check)
         unique = hashlib.sha256(f"{members} {number}".encode()).hexdigest()[:8]
         by_rank = ", ".join(f"{number}: {name}" for number, name in enumerate(names))
         name = f"workers {by_rank} ({unique})"  # shown in errors that name ranks
         description = title if group_desc is None else group_desc
-        group = open_group(
-            name,
-            rank,
-            numbers,
-            part,
-            backend=backend,
-            timeout=limit,
-            options=None,
-            device=None,
-            description=description,
-            check=check,
-            outlives_ranks=True,
-        )
+        settings = GroupSettings(backend, limit, description, outlives_ranks=True)
+        group = open_group(name, rank, numbers, part, settings, check=check)
     except BaseException as exc:
         if rank == 0:
             store.note_failure(str(exc))  # the other members get this when the store closes
