@@ -36,14 +36,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from rpcdist.autograd._backward_pass import BackwardPass, PassPart
 from rpcdist.autograd._direct_part import MAX_HELD_BYTES
 from rpcdist.autograd._graph_analysis import MAX_NODES_BEFORE_SENDING, Analysis
-from rpcdist.autograd._message_nodes import (
-    DUMMY_DEVICE,
-    EngineRun,
-    GateOrder,
-    Gradients,
-    RecordedRecv,
-    RecordedSend,
-)
+from rpcdist.autograd._message_nodes import DUMMY_DEVICE, EngineRun, GateOrder, Gradients, RecordedRecv, RecordedSend
 from rpcdist.autograd._pass_message import PassMessage
 from rpcdist.autograd._verdicts import Actions, PassState, Run
 from rpcdist.errors import DeadlineExceeded

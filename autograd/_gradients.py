@@ -129,11 +129,5 @@ def _copied(gradient: torch.Tensor) -> torch.Tensor:
         return gradient.clone(memory_format=torch.contiguous_format)
     indices = gradient._indices().clone(memory_format=torch.contiguous_format)
     values = gradient._values().clone(memory_format=torch.contiguous_format)
-    return torch.sparse_coo_tensor(
-        indices,
-        values,
-        gradient.shape,
-        device=values.device,
-        check_invariants=False,
-        is_coalesced=gradient.is_coalesced(),
-    )
+    options = {"device": values.device, "check_invariants": False, "is_coalesced": gradient.is_coalesced()}
+    return torch.sparse_coo_tensor(indices, values, gradient.shape, **options)

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Final
 
 import torch
@@ -123,11 +124,8 @@ class NcclBackend(GroupBackend):
         """Connects, after it has met the other ranks in the store, since NCCL would wait for a missing rank forever."""
         proposed = self._runtime.unique_id().hex() if self.context.rank == 0 else ""
         unique_id = bytes.fromhex(exchange_values(self.context, "nccl", proposed, deadline)[0])
-        return call_bounded(
-            lambda: self._runtime.connect(self.context.size, unique_id, self.context.rank),
-            deadline,
-            f"the NCCL communicator of group {self.context.name!r}",
-        )
+        connect = partial(self._runtime.connect, self.context.size, unique_id, self.context.rank)
+        return call_bounded(connect, deadline, f"the NCCL communicator of group {self.context.name!r}")
 
     def split(self, context: GroupContext | None, *, reporter: Reporter | None = None) -> NcclBackend | None:
         """Makes a smaller group that shares the connections and memory of this one.
@@ -187,15 +185,10 @@ class NcclBackend(GroupBackend):
         self, operation: Operation, timeout_s: float | None, keep: list[torch.Tensor], result: list[torch.Tensor] | None
     ) -> NcclWork:
         def make(number: int) -> NcclWork:
-            record = Record(
-                self.context.name,
-                number,
-                operation.kind.title,
-                str(operation.dtype or "").removeprefix("torch."),
-                [tensor.numel() for tensor in operation.inputs],
-                [tensor.numel() for tensor in operation.outputs],
-                operation.reduce_op.name if operation.reduce_op is not None else "",
-            )
+            dtype = str(operation.dtype or "").removeprefix("torch.")
+            sizes = [[tensor.numel() for tensor in each] for each in (operation.inputs, operation.outputs)]
+            detail = operation.reduce_op.name if operation.reduce_op is not None else ""
+            record = Record(self.context.name, number, operation.kind.title, dtype, *sizes, detail)
             record.mark_started()
             title = f"{describe_fingerprint(operation.fingerprint(number))} of group {self.context.name!r}"
             blocking = self._blocking_wait or operation.kind is Kind.BARRIER

@@ -35,7 +35,7 @@ from rpcdist.collectives._transports.shm.shm_transport import ShmTransport
 from rpcdist.collectives._transports.sockets.socket_transport import SocketTransport
 from rpcdist.collectives._transports.transport_base import SingleRankTransport, Transport
 from rpcdist.deadline import Deadline
-from rpcdist.errors import ProtocolViolation, RpcdistError, TransportError
+from rpcdist.errors import ProtocolViolation, RpcdistError, TransportError, on_error
 from rpcdist.time_limits import ATTEMPT_LIMIT_S, CHECK_INTERVAL_S, SLOW_ANSWER_LIMIT_S
 from rpcdist.transport.shared_memory import Segment, accept, offer
 
@@ -114,15 +114,12 @@ def _share_on_host(
             _await_offer(watch, connection, deadline)
             return accept(connection, deadline.remaining_s())
     segment = Segment.create(size_bytes)
-    try:
+    with on_error(segment.close):
         for member in members[1:]:
             with watch.hub.expect(f"{purpose}{member}", deadline.remaining_s(), watch.check) as connection:
                 if not isinstance(connection, socket.socket):
                     raise ProtocolViolation(f"rank {context.ranks[member]} asked for shared memory from another host")
                 offer(connection, segment)
-    except BaseException:
-        segment.close()
-        raise
     return segment
 
 

@@ -52,7 +52,8 @@ Exceptions carry fields, from which they build the text. All of them can be pick
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from typing import NoReturn, ParamSpec, TypeVar
 
@@ -103,6 +104,7 @@ __all__ = [
     "WorldMismatch",
     "begins_traceback",
     "listed",
+    "on_error",
     "refuse_pickling",
 ]
 
@@ -133,6 +135,16 @@ def refuse_pickling(value: object, _protocol: object = None) -> NoReturn:
         f"cannot pickle {type(value).__name__!r} object: it belongs to the process that created it. Send the values "
         "from which it was created, and leave it out of the objects that contain it (`__getstate__`)"
     )
+
+
+@contextmanager
+def on_error(undo: Callable[[], object]) -> Iterator[None]:
+    """Calls `undo` if the block raises anything; the error continues."""
+    try:
+        yield
+    except BaseException:
+        undo()
+        raise
 
 
 class RpcdistError(RuntimeError):

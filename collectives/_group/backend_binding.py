@@ -8,6 +8,7 @@ bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -51,15 +52,9 @@ class BackendBinding:
         if self.hooks is None:
             return self.carry_out(lowered, async_op, timeout_s)
         operation, _, result, given = lowered
-        outputs = [] if operation.inputs is operation.outputs else result
-        return self.hooks.around(
-            HOOK_NAMES[operation.kind],
-            async_op,
-            list(given),
-            outputs,
-            operation.root,
-            lambda: self.carry_out(lowered, async_op, timeout_s),
-        )
+        name, outputs = HOOK_NAMES[operation.kind], [] if operation.inputs is operation.outputs else result
+        run = partial(self.carry_out, lowered, async_op, timeout_s)
+        return self.hooks.around(name, async_op, list(given), outputs, operation.root, run)
 
     def carry_out(self, lowered: Lowered, async_op: bool, timeout_s: float | None = None) -> Work:
         """Like `submit`, but without hooks: for a part of the caller's operation."""

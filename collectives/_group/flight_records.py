@@ -111,16 +111,9 @@ def record_of_message(
     """Makes the record of a send or recv that starts now. `world_rank` is None for a receive from any rank."""
     sizes, sends = [tensor.numel()], operation == "send"
     whom = "any rank" if world_rank is None else f"rank {world_rank}"
-    record = Record(
-        group,
-        number,
-        operation,
-        str(tensor.dtype).removeprefix("torch."),
-        sizes if sends else None,
-        None if sends else sizes,
-        f"{'to' if sends else 'from'} {whom}, tag {tag}",
-        "point",
-    )
+    detail, dtype = f"{'to' if sends else 'from'} {whom}, tag {tag}", str(tensor.dtype).removeprefix("torch.")
+    given, taken = (sizes, None) if sends else (None, sizes)
+    record = Record(group, number, operation, dtype, given, taken, detail, "point")
     record.state, record.started_ns = "running", record.queued_ns
     return record
 

@@ -22,6 +22,7 @@ from rpcdist.errors import (
     DistNetworkError,
     RendezvousError,
     TransportError,
+    on_error,
 )
 from rpcdist.time_limits import ANSWER_LIMIT_S, CHECK_INTERVAL_S, THREAD_GRACE_S
 from rpcdist.transport._tls.tls_socket import NO_SIGPIPE, StreamSocket
@@ -61,7 +62,7 @@ class GroupWatch(StateKeeper):
         self._group: StateKeeper | None = None
         context.process.acquire_sockets(bind_host(context.store))
         self.hub = context.process.hub
-        try:
+        with on_error(self.release):
             own = HubAddress.parse(self.hub.address)
             if not unix_sockets:
                 own = dataclasses.replace(own, unix_name="")
@@ -70,16 +71,10 @@ class GroupWatch(StateKeeper):
             self.reached_rank_0 = context.rank != 0 and sockets[0].family == socket.AF_UNIX
             self.reporter = Watch(context.process.node, context.rank, context.ranks, context.name, self)
             self.reporter.take_connections(sockets, deadline.remaining_s() + THREAD_GRACE_S)
-        except BaseException:
-            self.release()
-            raise
-        try:
+        with on_error(self.give_up):
             entries = [text.partition(" ") for text in self.exchange(f"{own} {_boot_id()}", deadline)]
             self.addresses = tuple(address for address, _, _ in entries)
             self.boots = tuple(boot for _, _, boot in entries)
-        except BaseException:
-            self.give_up()
-            raise
 
     def check(self) -> None:
         """Raises if the group cannot be made any more."""

@@ -12,7 +12,7 @@ from rpcdist._launch.placement import launcher_variable
 from rpcdist.at_exit import register_at_exit, unregister_at_exit
 from rpcdist.collectives._group.flight_records import FlightRecorder
 from rpcdist.collectives._stores.store_base import Store
-from rpcdist.errors import ConfigError
+from rpcdist.errors import ConfigError, on_error
 from rpcdist.time_limits import CLOSE_STEP_LIMIT_S
 
 if TYPE_CHECKING:
@@ -97,11 +97,8 @@ def _open_sockets(host: str) -> tuple[Node, SocketHub]:
 
     node = acquire_node()
     hub = SocketHub(node)
-    try:
+    with on_error(partial(_close_sockets, node, hub)):
         hub.open(host)
-    except BaseException:
-        _close_sockets(node, hub)
-        raise
     return node, hub
 
 

@@ -14,6 +14,7 @@ import itertools
 import struct
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
@@ -29,7 +30,7 @@ from rpcdist.collectives._transports.transport_base import (
     TransportTimeout,
     mismatched_sizes,
 )
-from rpcdist.errors import ConfigError
+from rpcdist.errors import ConfigError, on_error
 from rpcdist.time_limits import MPI_SHORT_PAUSE_S, POLL_S
 
 if TYPE_CHECKING:
@@ -196,15 +197,12 @@ class MpiTransport(Transport):
         control = self._control
         assert control is not None
         pause = pauses()
-        try:
+        with on_error(partial(abandon, request, memory)):
             while not request.Test():
                 control.check()
                 if control.deadline.expired():
                     raise TransportTimeout(frozenset(range(self.size)) - {self.rank})
                 next(pause)
-        except BaseException:
-            abandon(request, memory)
-            raise
 
     # ------------------------------------------------------------ reductions
 
@@ -307,12 +305,10 @@ class MpiTransport(Transport):
     def _all_to_all(self, operation: Operation) -> None:
         source = _in_one_piece(operation.inputs)
         target = self._target(operation.outputs)
-        given = [*as_bytes(self._mpi, source)[:1], ([chunk.nbytes for chunk in operation.inputs], None), self._mpi.BYTE]
-        taken = [
-            *as_bytes(self._mpi, target)[:1],
-            ([chunk.nbytes for chunk in operation.outputs], None),
-            self._mpi.BYTE,
-        ]
+        given, taken = (
+            [as_bytes(self._mpi, whole)[0], ([chunk.nbytes for chunk in chunks], None), self._mpi.BYTE]
+            for whole, chunks in ((source, operation.inputs), (target, operation.outputs))
+        )
         self._wait(self._data.Ialltoallv(given, taken), source, target)
         self._deliver(target, operation.outputs)
 
@@ -325,11 +321,8 @@ class MpiTransport(Transport):
 
     def _chunks(self, tensor: torch.Tensor) -> list[object]:
         """Returns memory with one equal chunk for every rank, for calls of MPI, which count the bytes of one chunk."""
-        return [
-            self._mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes),
-            tensor.nbytes // self.size,
-            self._mpi.BYTE,
-        ]
+        memory = self._mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
+        return [memory, tensor.nbytes // self.size, self._mpi.BYTE]
 
     def _deliver(self, target: torch.Tensor, outputs: tuple[torch.Tensor, ...]) -> None:
         """Copies the received data to the outputs, if it is in other memory."""

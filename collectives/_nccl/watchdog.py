@@ -22,12 +22,7 @@ import torch
 
 from rpcdist.collectives._group.flight_records import FlightRecorder, Record
 from rpcdist.collectives._group.operation_hooks import run_abort_hooks
-from rpcdist.collectives._group.state import (
-    GroupActions,
-    GroupFailure,
-    GroupState,
-    Reporter,
-)
+from rpcdist.collectives._group.state import GroupActions, GroupFailure, GroupState, Reporter
 from rpcdist.collectives._group.watch import StateKeeper
 from rpcdist.collectives._nccl.communicator_calls import Communicator, CudaRuntime
 from rpcdist.collectives.work import Work

@@ -27,12 +27,13 @@ import weakref
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Final
 
 from rpcdist.collectives._stores.store_base import DEFAULT_TIMEOUT, Store, Timeout, close_dropped, close_later
 from rpcdist.collectives._stores.store_operations import Change, Code, Contents, Missing, StoreOperation
 from rpcdist.deadline import Deadline, backoff
-from rpcdist.errors import DistStoreError
+from rpcdist.errors import DistStoreError, on_error
 from rpcdist.own_shortage import own_shortage
 from rpcdist.private_files import why_not_private
 from rpcdist.time_limits import LOCK_FIRST_PAUSE_S, LOCK_LONGEST_PAUSE_S, POLL_S, SLOW_ANSWER_LIMIT_S, TICK_S
@@ -200,11 +201,8 @@ class FileTable:
         offset = self._offset
         os.ftruncate(self._descriptor, offset)  # cuts off the part of a record that a killed writer left
         record = _RECORD.pack(len(body), zlib.crc32(body)) + body
-        try:
+        with on_error(partial(os.ftruncate, self._descriptor, offset)):
             _write_all(self._descriptor, record, offset)
-        except BaseException:
-            os.ftruncate(self._descriptor, offset)
-            raise
         self._offset = offset + len(record)
 
     def _read_rest(self) -> bytes:

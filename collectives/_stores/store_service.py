@@ -31,6 +31,7 @@ from rpcdist.errors import (
     DistStoreError,
     RpcdistError,
     TransportError,
+    on_error,
 )
 from rpcdist.ids import Identity
 from rpcdist.time_limits import CLOSE_LIMIT_S, STORE_GRACE_S, STORE_LINGER_S
@@ -277,15 +278,9 @@ def share_table(host: str, port: int, may_share: bool, timeout_s: float) -> Serv
 
 def _serve(host: str, port: int, timeout_s: float) -> ServedTable:
     node = acquire_node()
-    try:
+    with on_error(node.release):
         served = ServedTable(node, node.serve(host, port, timeout_s, is_apart=True))
-    except BaseException:
-        node.release()
-        raise
-    try:
+    with on_error(served.end):
         served.start_serving(timeout_s)
-    except BaseException:
-        served.end()
-        raise
     _serving[split_address(served.address)[1]] = served
     return served

@@ -26,6 +26,7 @@ from rpcdist.errors import (
     RpcdistError,
     StoreTimeout,
     TransportError,
+    on_error,
     refuse_pickling,
 )
 from rpcdist.own_shortage import own_shortage
@@ -70,12 +71,9 @@ class _RemoteTable:
         self._idle_timer: asyncio.TimerHandle | None = None
         self._num_users = 1
         self._lock = threading.Lock()
-        try:
+        with on_error(self._node.release):
             finding = noticed(self._find(), INIT_NOTICE_S, self._log_waiting)
             self._node.run(finding, timeout_s + STORE_GRACE_S)
-        except BaseException:
-            self._node.release()
-            raise
 
     async def _find(self) -> None:
         """Connects, and checks that the process serves a store, as it may listen before it does."""
@@ -235,11 +233,8 @@ class TCPStore(Store):
             world_size = self._world_size = None  # torch's -1: unknown
         self._attach(_open(host_name, port, is_master, multi_tenant, seconds(timeout)))
         if wait_for_workers and world_size is not None:
-            try:
+            with on_error(self.close):
                 self._join(world_size, is_master)
-            except BaseException:
-                self.close()
-                raise
 
     def _attach(self, access: ServedTable | _RemoteTable) -> None:
         self._access = access

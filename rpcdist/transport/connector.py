@@ -285,7 +285,7 @@ class Connector:
         connection: grpc.aio.Channel | None,
         tcp: tuple[str, int] | None = None,
     ) -> Link:
-        keys = handshake.session
+        keys, address = handshake.session, wanted.address
         opener = partial(self._open_payload_connections, tcp, wanted, keys.session_id) if tcp else None
         session = Session(
             self._io,
@@ -299,18 +299,10 @@ class Connector:
             has_payload_connections=tcp is not None,
             open_connections=opener,
         )
-        host, port = split_address(wanted.address)
+        host, port = split_address(address)
         fork.note_peer_port(port, host)
-        link = Link(
-            self._io,
-            wanted.address,
-            session,
-            lambda: self._grpc_connection(wanted.address)[0],
-            connection,
-            keys,
-            self._ended,
-            tuple(wanted.passed_over),
-        )
+        new_connection, passed_over = lambda: self._grpc_connection(address)[0], tuple(wanted.passed_over)
+        link = Link(self._io, address, session, new_connection, connection, keys, self._ended, passed_over)
         self.links.add(link)
         return link
 

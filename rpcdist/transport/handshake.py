@@ -45,12 +45,7 @@ from rpcdist._proto import handshake_pb2 as pb
 from rpcdist.errors import ConfigError, ProtocolViolation
 from rpcdist.ids import Identity
 from rpcdist.transport.credentials import Credentials
-from rpcdist.transport.handshake_side import (
-    NONCE_BYTES,
-    PROTOCOL_VERSION,
-    Code,
-    HandshakeSide,
-)
+from rpcdist.transport.handshake_side import NONCE_BYTES, PROTOCOL_VERSION, Code, HandshakeSide
 from rpcdist.transport.identities import identity_from_proto, identity_to_proto, is_name, matches, named, printable
 from rpcdist.transport.keys import PROOF_BYTES, SESSION_ID_BYTES, mac
 

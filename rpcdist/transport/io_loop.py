@@ -9,10 +9,11 @@ import signal
 import threading
 from collections.abc import Callable, Coroutine
 from errno import EBADF
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from rpcdist.deadline import Deadline
-from rpcdist.errors import BlockingInLoop, DeadlineExceeded, RpcdistError
+from rpcdist.errors import BlockingInLoop, DeadlineExceeded, RpcdistError, on_error
 from rpcdist.own_shortage import check_can_start
 from rpcdist.time_limits import CLOSE_LIMIT_S, CLOSE_STEP_LIMIT_S
 
@@ -91,11 +92,8 @@ class IoLoop:
 
         thread = threading.Thread(target=run, name=name, daemon=True)
         self._workers.add(thread)
-        try:
+        with on_error(partial(self._workers.discard, thread)):  # `close` would join it
             thread.start()
-        except BaseException:
-            self._workers.discard(thread)  # `close` would join it
-            raise
 
     def _cancel_all(self) -> None:
         tasks = asyncio.all_tasks(self.loop)

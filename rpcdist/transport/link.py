@@ -12,7 +12,6 @@ import grpc.aio
 from google.protobuf.message import DecodeError, Message
 
 from rpcdist.errors import ConnectFailed, ProtocolViolation
-from rpcdist.ids import Identity
 from rpcdist.time_limits import CONNECTION_CLOSE_LIMIT_S, LEAVE_LIMIT_S
 from rpcdist.transport._channels.grpc_channel import mapped_errors
 from rpcdist.transport._framing.message_parts import parsed
@@ -50,15 +49,11 @@ class Link:
     _closes: bool = False  # at this end
 
     def __post_init__(self, io: IoLoop) -> None:
-        self._task = io.spawn(self._run(), f"rpcdist link to {self.session.peer.name}")
+        self.peer = self.session.peer  # the process that answered at the address
+        self._task = io.spawn(self._run(), f"rpcdist link to {self.peer.name}")
 
     def __repr__(self) -> str:
         return f"<Link to {self.peer.name} at {self.address}, {self.session!r}>"
-
-    @property
-    def peer(self) -> Identity:
-        """The process that answered at the address."""
-        return self.session.peer
 
     async def _run(self) -> None:
         try:

@@ -82,13 +82,12 @@ class Node:
         raise_descriptor_limit()
         me = Identity(f"pid-{os.getpid()}.{socket.gethostname()}"[:120], -1, new_incarnation())
         self.options = options
-        self.credentials = Credentials(
-            job_token(options.token),
-            options.job,
-            me,
+        token, source, policy = (
+            options.token,
             describe_token_source(options.token),
             TlsPolicy.of_environment(options.tls),
         )
+        self.credentials = Credentials(job_token(token), options.job, me, source, policy)
         self.io = IoLoop()
         self._addresses: dict[str, int] = {}  # the number of users of each address
         self._roles = Roles(self.io)

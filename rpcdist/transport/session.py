@@ -36,13 +36,7 @@ from rpcdist.transport._channels.channel import ReadChannel
 from rpcdist.transport._channels.polling_and_signals import SignalShield, may_raise_here
 from rpcdist.transport._channels.socket_channel import SocketChannel
 from rpcdist.transport._channels.socket_reader import Send, Sleep, Waits
-from rpcdist.transport._framing.frames import (
-    CHUNK_HEAD_BYTES,
-    CHUNK_WINDOW_BYTES,
-    Chunk,
-    ReturnedSegments,
-    parse,
-)
+from rpcdist.transport._framing.frames import CHUNK_HEAD_BYTES, CHUNK_WINDOW_BYTES, Chunk, ReturnedSegments, parse
 from rpcdist.transport._framing.incoming import Delivery, Incoming, IncomingBuffer, heap_buffer
 from rpcdist.transport._framing.outgoing import Outgoing
 from rpcdist.transport.announced_bytes import AnnouncedBytes

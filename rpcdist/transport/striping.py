@@ -50,14 +50,7 @@ from rpcdist.errors import ConfigError, ProtocolViolation, RpcdistError
 from rpcdist.ids import Identity
 from rpcdist.time_limits import CLOSE_STEP_LIMIT_S, SIDE_ATTEMPT_LIMIT_S
 from rpcdist.transport._channels.stream_sockets import break_when_silent
-from rpcdist.transport._framing.incoming import (
-    MAX_CONNECTIONS,
-    Delivery,
-    Incoming,
-    StripeCursor,
-    num_stripes,
-    num_used,
-)
+from rpcdist.transport._framing.incoming import MAX_CONNECTIONS, Delivery, Incoming, StripeCursor, num_stripes, num_used
 from rpcdist.transport._tls.tls_socket import NO_SIGPIPE, TlsSocket
 from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.memory_copies import LargeBuffer

@@ -17,12 +17,7 @@ from typing import Final, Generic, TypeVar
 
 import torch
 
-from rpcdist.collectives._transports.p2p.peer_sockets import (
-    IncomingConnection,
-    InStream,
-    OutgoingConnection,
-    OutStream,
-)
+from rpcdist.collectives._transports.p2p.peer_sockets import IncomingConnection, InStream, OutgoingConnection, OutStream
 from rpcdist.collectives._transports.p2p.requests import (
     Header,
     PostedReceive,

@@ -11,7 +11,7 @@ import struct
 from dataclasses import dataclass
 from typing import Final
 
-from rpcdist.errors import AuthenticationFailed, ProtocolViolation, TransportError
+from rpcdist.errors import AuthenticationFailed, ProtocolViolation, TransportError, on_error
 from rpcdist.transport._channels.stream_sockets import connected_ends, send_all, until_ready
 from rpcdist.transport._tls.tls_socket import StreamSocket, TlsSocket
 from rpcdist.transport.credentials import Credentials
@@ -182,10 +182,7 @@ async def connected_pipe(
     if raw.family == socket.AF_UNIX or not credentials.tls_policy.encrypts_raw(str(raw.getpeername()[0])):
         return raw, SocketPipe(raw, address), ends
     tls = wrapped(raw, address, credentials, server_side=False)
-    try:
+    with on_error(tls.close):
         pipe = SocketPipe(tls, address, credentials.tls_source)
         await pipe.shake_hands()
         return tls, pipe, f"{tls.ends()}, {ends}"
-    except BaseException:
-        tls.close()
-        raise

@@ -18,7 +18,7 @@ import socket
 from typing import Any, Final
 
 from rpcdist.deadline import backoff
-from rpcdist.errors import AuthenticationFailed, TransportError
+from rpcdist.errors import AuthenticationFailed, TransportError, on_error
 from rpcdist.own_shortage import own_shortage
 from rpcdist.time_limits import KEEP_ALIVE_S, LOCK_FIRST_PAUSE_S, LOCK_LONGEST_PAUSE_S, TICK_S
 from rpcdist.transport import fork
@@ -60,12 +60,9 @@ def _listen(listener: socket.socket, place: Any) -> socket.socket:
     [Note: two ends]
     """
     fork.note_socket(listener)
-    try:
+    with on_error(listener.close):
         listener.bind(place)
         listener.listen(_BACKLOG)
-    except OSError:
-        listener.close()
-        raise
     listener.setblocking(False)
     return listener
 
@@ -101,7 +98,7 @@ async def connect_unix(name: str) -> socket.socket:
     """
     connection = _new_socket(socket.AF_UNIX)
     pauses = backoff(LOCK_FIRST_PAUSE_S, LOCK_LONGEST_PAUSE_S)
-    try:
+    with on_error(connection.close):
         while True:
             try:
                 connection.connect(f"\0{name}")
@@ -111,10 +108,7 @@ async def connect_unix(name: str) -> socket.socket:
         if not same_user(connection):
             raise AuthenticationFailed(f"another user's process listens under the name {name!r} on this host")
         names_senders(connection, on=True)
-        return connection
-    except BaseException:
-        connection.close()
-        raise
+    return connection
 
 
 async def connect_tcp(host: str, port: int) -> socket.socket:
@@ -124,14 +118,11 @@ async def connect_tcp(host: str, port: int) -> socket.socket:
     for family, _, _, _, place in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         connection = _new_socket(family)
         try:
-            await loop.sock_connect(connection, place)
+            with on_error(connection.close):
+                await loop.sock_connect(connection, place)
             return connection
         except OSError as exc:
-            connection.close()
             failure = exc
-        except BaseException:
-            connection.close()
-            raise
     raise failure
 
 

@@ -14,9 +14,10 @@ from typing import Final
 from urllib.parse import quote
 
 from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
 
 from rpcdist.ids import Identity
@@ -62,9 +63,7 @@ class JobAuthority:
             x509.BasicConstraints(ca=False, path_length=None),
             x509.SubjectAlternativeName([x509.DNSName(PEER_NAME), x509.UniformResourceIdentifier(place)]),
         )
-        key_pem = key.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        )
+        key_pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
         return Certificate(key_pem, chain, self.certificate, fingerprint_of_pem(chain), now + LIFETIME / 2)
 
     def _sign(
@@ -90,21 +89,13 @@ class JobAuthority:
         )
         if names is not None:
             builder = builder.add_extension(names, critical=False)
-        return builder.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+        return builder.sign(self._key, hashes.SHA256()).public_bytes(Encoding.PEM)
 
 
 def _usage(is_authority: bool) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=not is_authority,
-        key_cert_sign=is_authority,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        crl_sign=False,
-        encipher_only=False,
-        decipher_only=False,
-    )
+    unused = "content_commitment key_encipherment data_encipherment key_agreement crl_sign encipher_only decipher_only"
+    denied = dict.fromkeys(unused.split(), False)
+    return x509.KeyUsage(digital_signature=not is_authority, key_cert_sign=is_authority, **denied)
 
 
 def _name(text: str) -> x509.Name:
