@@ -6,15 +6,16 @@ of options.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 
 from rpcdist.collectives._group.backend_binding import BackendBinding
 from rpcdist.collectives._operations import lowering
+from rpcdist.collectives._operations.lowering import Lowered, Place
 from rpcdist.collectives._operations.operation import ReduceOp, check_tensor, check_timeout, whole_number
 from rpcdist.collectives.options import (
     AllgatherOptions,
@@ -32,6 +33,7 @@ from rpcdist.collectives.options import (
 from rpcdist.collectives.work import Work
 from rpcdist.errors import ConfigError
 
+P = ParamSpec("P")
 Given = TypeVar("Given", bound=OperationOptions)
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
@@ -56,6 +58,18 @@ class LowerCaseOperations:
     def _binding_of(self, tensor: torch.Tensor) -> BackendBinding:
         return self.binding(tensor.device.type)
 
+    def _run(
+        self,
+        tensor: torch.Tensor,
+        given: OperationOptions,
+        lower: Callable[Concatenate[Place, P], Lowered],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> Work:
+        """Runs an operation on the backend for a tensor; `lower` makes it from the further arguments."""
+        binding = self._binding_of(tensor)
+        return binding.submit(lower(binding.place, *args, **kwargs), given.asyncOp, given.timeout_s)
+
     # ------------------------------------------------------------ one tensor
 
     def allreduce(
@@ -69,8 +83,7 @@ class LowerCaseOperations:
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: object = None) -> Work:
         """Reduces tensors of one dtype in one operation."""
         given = _options(AllreduceCoalescedOptions, opts, "reduceOp")
-        binding = self._binding_of(tensors[0])
-        return _submit(binding, lowering.all_reduce_coalesced(binding.place, list(tensors), given.reduceOp), given)
+        return self._run(tensors[0], given, lowering.all_reduce_coalesced, list(tensors), given.reduceOp)
 
     def reduce(
         self,
@@ -84,8 +97,7 @@ class LowerCaseOperations:
         """`opts`: ReduceOptions, or the root's rank, which may be given as `root`."""
         tensor = _one(tensors)
         given = _options(ReduceOptions, _either(opts, root), "rootRank", timeout, reduceOp=op)
-        binding = self._binding_of(tensor)
-        return _submit(binding, lowering.reduce(binding.place, tensor, given.rootRank, given.reduceOp), given)
+        return self._run(tensor, given, lowering.reduce, tensor, given.rootRank, given.reduceOp)
 
     def broadcast(
         self, tensors: Tensors, opts: object = None, timeout: timedelta | None = None, *, root: int | None = None
@@ -93,8 +105,7 @@ class LowerCaseOperations:
         """`opts`: BroadcastOptions, or the root's rank, which may be given as `root`."""
         tensor = _one(tensors)
         given = _options(BroadcastOptions, _either(opts, root), "rootRank", timeout)
-        binding = self._binding_of(tensor)
-        return _submit(binding, lowering.broadcast(binding.place, tensor, given.rootRank), given)
+        return self._run(tensor, given, lowering.broadcast, tensor, given.rootRank)
 
     # ------------------------------------------------------------ gathering
 
@@ -102,14 +113,12 @@ class LowerCaseOperations:
         """Takes one list of outputs and one input, each of which may be in a further list."""
         tensor, outputs = _one(input_tensors), _list(output_tensors)
         given = _options(AllgatherOptions, opts)
-        binding = self._binding_of(tensor)
-        return _submit(binding, lowering.all_gather(binding.place, outputs, tensor), given)
+        return self._run(tensor, given, lowering.all_gather, outputs, tensor)
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: object = None) -> Work:
         """Gathers the inputs of all ranks in one tensor."""
         given = _options(AllgatherOptions, opts)
-        binding = self._binding_of(input)
-        return _submit(binding, lowering.all_gather_single(binding.place, output, input), given)
+        return self._run(input, given, lowering.all_gather_single, output, input)
 
     _allgather_base = all_gather_single
 
@@ -125,14 +134,12 @@ class LowerCaseOperations:
         """`opts`: GatherOptions, or the root's rank, also as `root`; `output_tensors` is empty on other ranks."""
         tensor, outputs = _one(input_tensors), _list(output_tensors)
         given = _options(GatherOptions, _either(opts, root), "rootRank", timeout)
-        binding = self._binding_of(tensor)
-        return _submit(binding, lowering.gather(binding.place, outputs, tensor, given.rootRank), given)
+        return self._run(tensor, given, lowering.gather, outputs, tensor, given.rootRank)
 
     def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: object = None) -> Work:
         """Gathers the inputs of all ranks in one tensor of the root; other ranks do not use `output`."""
         given = _options(GatherOptions, opts, "rootRank")
-        binding = self._binding_of(input)
-        return _submit(binding, lowering.gather_single(binding.place, output, input, given.rootRank), given)
+        return self._run(input, given, lowering.gather_single, output, input, given.rootRank)
 
     gather_into_tensor = gather_single
 
@@ -148,8 +155,7 @@ class LowerCaseOperations:
         """`opts`: ScatterOptions, or the root's rank, also as `root`; `input_tensors` is empty on other ranks."""
         tensor, inputs = _one(output_tensors), _list(input_tensors)
         given = _options(ScatterOptions, _either(opts, root), "rootRank", timeout)
-        binding = self._binding_of(tensor)
-        return _submit(binding, lowering.scatter(binding.place, tensor, inputs, given.rootRank), given)
+        return self._run(tensor, given, lowering.scatter, tensor, inputs, given.rootRank)
 
     def reduce_scatter(
         self, output_tensors: Tensors, input_tensors: TensorLists, opts: object = None, *, op: object = None
@@ -157,14 +163,12 @@ class LowerCaseOperations:
         """`opts`: ReduceScatterOptions, or a ReduceOp, which may be given as `op`."""
         tensor, inputs = _one(output_tensors), _list(input_tensors)
         given = _options(ReduceScatterOptions, _either(opts, op), "reduceOp")
-        binding = self._binding_of(tensor)
-        return _submit(binding, lowering.reduce_scatter(binding.place, tensor, inputs, given.reduceOp), given)
+        return self._run(tensor, given, lowering.reduce_scatter, tensor, inputs, given.reduceOp)
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: object = None) -> Work:
         """The input has one chunk for each rank."""
         given = _options(ReduceScatterOptions, opts, "reduceOp")
-        binding = self._binding_of(output)
-        return _submit(binding, lowering.reduce_scatter_single(binding.place, output, input, given.reduceOp), given)
+        return self._run(output, given, lowering.reduce_scatter_single, output, input, given.reduceOp)
 
     _reduce_scatter_base = reduce_scatter_single
 
@@ -202,8 +206,7 @@ class LowerCaseOperations:
     ) -> Work:
         """Takes one output from and one input for each rank."""
         given = _options(AllToAllOptions, opts)
-        binding = self._binding_of(input_tensors[0])
-        return _submit(binding, lowering.all_to_all(binding.place, list(output_tensors), list(input_tensors)), given)
+        return self._run(input_tensors[0], given, lowering.all_to_all, list(output_tensors), list(input_tensors))
 
     def all_to_all_single(
         self,
@@ -215,9 +218,8 @@ class LowerCaseOperations:
     ) -> Work:
         """Exchanges parts of one tensor, cut along its first dimension."""
         given = _options(AllToAllOptions, opts)
-        binding = self._binding_of(input)
-        lowered = lowering.all_to_all_single(binding.place, output, input, output_split_sizes, input_split_sizes)
-        return _submit(binding, lowered, given)
+        splits = output_split_sizes, input_split_sizes
+        return self._run(input, given, lowering.all_to_all_single, output, input, *splits)
 
     alltoall_base = all_to_all_single
 
@@ -240,7 +242,7 @@ class LowerCaseOperations:
         given = _options(BarrierOptions, opts, timeout=timeout)
         device = getattr(given, "device", None)
         binding = self.binding(self.object_device if device is None else device.type)
-        return _submit(binding, lowering.barrier(), given)
+        return binding.submit(lowering.barrier(), given.asyncOp, given.timeout_s)
 
 
 def _either(opts: object, named: object) -> object:
@@ -254,10 +256,6 @@ def _last(works: Iterable[Work]) -> Work:
     """Returns the last work in the order of the calls: it is done when all are, and fails if one has failed."""
     started = list(works)
     return started[-1] if started else Work.finished("nothing")
-
-
-def _submit(binding: BackendBinding, lowered: lowering.Lowered, given: OperationOptions) -> Work:
-    return binding.submit(lowered, given.asyncOp, given.timeout_s)
 
 
 def _options(

@@ -59,11 +59,7 @@ def gather_object(
     if pg is None:
         return
     root = resolve_root(pg, dst, group_dst)
-    is_root = pg.rank() == root
-    if is_root and not object_gather_list:
-        raise ConfigError("Argument ``gather_list`` must be specified on destination rank.")
-    if object_gather_list and not is_root:
-        raise ConfigError("Argument ``gather_list`` must NOT be specified on non-destination ranks.")
+    operations.check_list_at(pg.rank() == root, object_gather_list or (), "gather_list", "destination")
     if object_gather_list:
         _check_length(object_gather_list, pg, "object_gather_list")
     found = _gathered(pg, obj, root, weights_only)
@@ -135,13 +131,13 @@ def scatter_object_list(
     root = resolve_root(pg, src, group_src)
     if not isinstance(scatter_object_output_list, list) or not scatter_object_output_list:
         raise ConfigError("Expected argument scatter_object_output_list to be a list of size at least 1.")
-    where = pg.object_device
+    where, scatter = pg.object_device, partial(operations.scatter, group=pg, group_src=root)
     # The size of this rank's object, and that of the largest.
     own_size = torch.empty(2, dtype=torch.int64, device=where)
     if pg.rank() != root:
-        operations.scatter(own_size, group=pg, group_src=root)
+        scatter(own_size)
         data = torch.empty(int(own_size[1]), dtype=torch.uint8, device=where)
-        operations.scatter(data, group=pg, group_src=root)
+        scatter(data)
     else:
         if scatter_object_input_list is None:
             raise ConfigError("source rank must provide non-None scatter_object_input_list")
@@ -151,11 +147,9 @@ def scatter_object_list(
             )
         parts = [_pickled(each, where, weights_only) for each in scatter_object_input_list]
         largest = max(part.numel() for part in parts)
-        operations.scatter(
-            own_size, [own_size.new_tensor([part.numel(), largest]) for part in parts], group=pg, group_src=root
-        )
+        scatter(own_size, [own_size.new_tensor([part.numel(), largest]) for part in parts])
         data = torch.empty(largest, dtype=torch.uint8, device=where)
-        operations.scatter(data, [_padded(part, largest) for part in parts], group=pg, group_src=root)
+        scatter(data, [_padded(part, largest) for part in parts])
     scatter_object_output_list[0] = _unpickled(data[: int(own_size[0])], weights_only)
 
 

@@ -12,14 +12,15 @@ CollectiveMismatch, CollectiveTimeout, RankLost or GroupAborted. After one of th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Concatenate, ParamSpec
 
 import torch
 
-from rpcdist.collectives._group.backend_binding import BackendBinding
 from rpcdist.collectives._group.world import Group, member_group, resolve_group_rank, resolve_root
 from rpcdist.collectives._operations import lowering
+from rpcdist.collectives._operations.lowering import Lowered, Place
 from rpcdist.collectives._operations.operation import (
     ReduceOp,
     barrier_timeout,
@@ -28,7 +29,6 @@ from rpcdist.collectives._operations.operation import (
     check_tensor_list,
     check_timeout,
 )
-from rpcdist.collectives.process_group import ProcessGroup
 from rpcdist.collectives.work import Work
 from rpcdist.errors import ConfigError, begins_traceback
 
@@ -37,6 +37,8 @@ __all__ = [
     "barrier", "broadcast", "gather", "gather_into_tensor", "gather_single", "monitored_barrier", "reduce",
     "reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor", "scatter",
 ]  # fmt: skip
+
+P = ParamSpec("P")
 
 
 @begins_traceback
@@ -100,11 +102,7 @@ def all_gather(
     check_tensor_list(tensor_list, "tensor_list")
     check_tensor(tensor, "tensor")
     check_same_dtype([*tensor_list, tensor])
-    pg = member_group(group, "all_gather")
-    if pg is None:
-        return None
-    binding = _binding(pg, tensor, *tensor_list)
-    return binding.run(lowering.all_gather(binding.place, tensor_list, tensor), async_op)
+    return _run(lowering.all_gather, group, async_op, [tensor, *tensor_list], tensor_list, tensor)
 
 
 @begins_traceback
@@ -117,11 +115,7 @@ def all_gather_single(
     """
     check_tensor(input_tensor, "input_tensor")
     check_tensor(output_tensor, "output_tensor")
-    pg = member_group(group, "all_gather_single")
-    if pg is None:
-        return None
-    binding = _binding(pg, input_tensor, output_tensor)
-    return binding.run(lowering.all_gather_single(binding.place, output_tensor, input_tensor), async_op)
+    return _run(lowering.all_gather_single, group, async_op, [input_tensor, output_tensor], output_tensor, input_tensor)
 
 
 all_gather_into_tensor = all_gather_single
@@ -146,9 +140,8 @@ def gather(
     if pg is None:
         return None
     root = resolve_root(pg, dst, group_dst)
-    _check_list_at(pg.rank() == root, outputs, "gather_list", "destination")
-    binding = _binding(pg, tensor, *outputs)
-    return binding.run(lowering.gather(binding.place, outputs, tensor, root), async_op)
+    check_list_at(pg.rank() == root, outputs, "gather_list", "destination")
+    return _run(lowering.gather, pg, async_op, [tensor, *outputs], outputs, tensor, root)
 
 
 @begins_traceback
@@ -175,8 +168,8 @@ def gather_single(
         raise ConfigError("gather_tensor must be specified on the destination rank")
     else:
         check_tensor(gather_tensor, "gather_tensor")
-    binding = _binding(pg, tensor) if gather_tensor is None else _binding(pg, tensor, gather_tensor)
-    return binding.run(lowering.gather_single(binding.place, gather_tensor, tensor, root), async_op)
+    tensors = [tensor] if gather_tensor is None else [tensor, gather_tensor]
+    return _run(lowering.gather_single, pg, async_op, tensors, gather_tensor, tensor, root)
 
 
 gather_into_tensor = gather_single
@@ -201,9 +194,8 @@ def scatter(
     if pg is None:
         return None
     root = resolve_root(pg, src, group_src)
-    _check_list_at(pg.rank() == root, inputs, "scatter_list", "source")
-    binding = _binding(pg, tensor, *inputs)
-    return binding.run(lowering.scatter(binding.place, tensor, inputs, root), async_op)
+    check_list_at(pg.rank() == root, inputs, "scatter_list", "source")
+    return _run(lowering.scatter, pg, async_op, [tensor, *inputs], tensor, inputs, root)
 
 
 @begins_traceback
@@ -218,11 +210,7 @@ def reduce_scatter(
     check_tensor(output, "output")
     check_tensor_list(input_list, "input_list")
     check_same_dtype([output, *input_list])
-    pg = member_group(group, "reduce_scatter")
-    if pg is None:
-        return None
-    binding = _binding(pg, output, *input_list)
-    return binding.run(lowering.reduce_scatter(binding.place, output, input_list, op), async_op)
+    return _run(lowering.reduce_scatter, group, async_op, [output, *input_list], output, input_list, op)
 
 
 @begins_traceback
@@ -235,11 +223,7 @@ def reduce_scatter_single(
     """
     check_tensor(output, "output")
     check_tensor(input, "input")
-    pg = member_group(group, "reduce_scatter_single")
-    if pg is None:
-        return None
-    binding = _binding(pg, output, input)
-    return binding.run(lowering.reduce_scatter_single(binding.place, output, input, op), async_op)
+    return _run(lowering.reduce_scatter_single, group, async_op, [output, input], output, input, op)
 
 
 reduce_scatter_tensor = reduce_scatter_single
@@ -262,8 +246,8 @@ def all_to_all(
         return None
     if not input_tensor_list:
         raise ConfigError("all_to_all: `input_tensor_list` is empty; pass one tensor for each rank")
-    binding = _binding(pg, *input_tensor_list, *output_tensor_list)
-    return binding.run(lowering.all_to_all(binding.place, output_tensor_list, input_tensor_list), async_op)
+    tensors = [*input_tensor_list, *output_tensor_list]
+    return _run(lowering.all_to_all, pg, async_op, tensors, output_tensor_list, input_tensor_list)
 
 
 @begins_traceback
@@ -286,13 +270,9 @@ def all_to_all_single(
     check_tensor(output, "output")
     check_tensor(input, "input")
     check_same_dtype([output, input])
-    pg = member_group(group, "all_to_all_single")
-    if pg is None:
-        return None
-    binding = _binding(pg, input, output)
+    tensors, lower = [input, output], lowering.all_to_all_single
     splits = [() if sizes is None else sizes for sizes in (output_split_sizes, input_split_sizes)]
-    lowered = lowering.all_to_all_single(binding.place, output, input, *splits)
-    return binding.run(lowered, async_op)
+    return _run(lower, group, async_op, tensors, output, input, *splits)
 
 
 @begins_traceback
@@ -336,16 +316,28 @@ def monitored_barrier(
     pg.monitored_barrier(barrier_timeout(timeout, stacklevel=4), wait_all_ranks)
 
 
-def _binding(pg: ProcessGroup, first: torch.Tensor, *rest: torch.Tensor) -> BackendBinding:
-    device = first.device
-    for tensor in rest:
+def _run(
+    lower: Callable[Concatenate[Place, P], Lowered],
+    group: Group,
+    async_op: bool,
+    tensors: Sequence[torch.Tensor],
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> Work | None:
+    """Runs an operation on the backend for the device of `tensors`; `lower` makes it from the further arguments."""
+    pg = member_group(group, lower.__name__, stacklevel=5)
+    if pg is None:
+        return None
+    device = tensors[0].device
+    for tensor in tensors:
         if tensor.device != device:
             raise ConfigError(f"all tensors must be on one device, not some on {device} and others on {tensor.device}")
-    return pg.binding(device.type)
+    binding = pg.binding(device.type)
+    return binding.run(lower(binding.place, *args, **kwargs), async_op)
 
 
-def _check_list_at(is_root: bool, tensors: list[torch.Tensor], name: str, root: str) -> None:
-    if is_root and not tensors:
+def check_list_at(is_root: bool, given: Sequence[object], name: str, root: str) -> None:
+    if is_root and not given:
         raise ConfigError(f"Argument ``{name}`` must be specified on {root} rank.")
-    if tensors and not is_root:
+    if given and not is_root:
         raise ConfigError(f"Argument ``{name}`` must NOT be specified on non-{root} ranks.")

@@ -43,7 +43,9 @@ def isend(
     """
     check_tensor(tensor, "tensor")
     pg = member_group(group, "isend")
-    return None if pg is None else _send(pg, tensor, dst, tag, group_dst, asynchronous=True)
+    if pg is None:
+        return None
+    return pg.binding(tensor.device.type).send(tensor, resolve_group_rank(pg, dst, group_dst), tag)
 
 
 @begins_traceback
@@ -72,7 +74,8 @@ def send(
     check_tensor(tensor, "tensor")
     pg = member_group(group, "isend")
     if pg is not None:
-        _send(pg, tensor, dst, tag, group_dst, asynchronous=False).wait()
+        peer = resolve_group_rank(pg, dst, group_dst)
+        pg.binding(tensor.device.type).send(tensor, peer, tag, asynchronous=False).wait()
 
 
 @begins_traceback
@@ -93,13 +96,6 @@ def recv(
     if src is not None:
         return src
     return pg.world_rank(work.source_rank() if group_src is None else group_src)
-
-
-def _send(
-    pg: ProcessGroup, tensor: torch.Tensor, dst: int | None, tag: int, group_dst: int | None, *, asynchronous: bool
-) -> Work:
-    peer = resolve_group_rank(pg, dst, group_dst)
-    return pg.binding(tensor.device.type).send(tensor, peer, tag, asynchronous)
 
 
 def _recv(
@@ -133,10 +129,7 @@ class P2POp:
     ) -> None:
         if op not in (isend, irecv):
             # Scripts mix the imports of torch and of this package.
-            theirs = {
-                getattr(torch.distributed, "isend", None): isend,
-                getattr(torch.distributed, "irecv", None): irecv,
-            }
+            theirs = {getattr(torch.distributed, ours.__name__, None): ours for ours in (isend, irecv)}
             if op not in theirs:
                 raise ConfigError(f"Invalid ``op``. Expected ``op`` to be ``isend`` or ``irecv``, not {op!r}.")
             op = theirs[op]

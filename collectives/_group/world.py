@@ -231,22 +231,19 @@ def group_or_default(given: Group) -> ProcessGroup:
     raise ConfigError(f"Invalid process group specified: {given!r}")
 
 
-def member_group(given: Group, what: str) -> ProcessGroup | None:
+def member_group(given: Group, what: str, stacklevel: int = 4) -> ProcessGroup | None:
     """Returns the group of a call; None, with torch's warning, if this rank is not in it."""
     if given is None:
         return default_group()
     if isinstance(given, ProcessGroup):
         return given
     if given == NON_GROUP_MEMBER:
-        warn_not_in_group(what)
+        default = current_world().default
+        rank = -1 if default is None else default.rank()
+        text = f"Running {what} on global rank {rank} which does not belong to the given group."
+        warnings.warn(text, stacklevel=stacklevel)
         return None
     return group_or_default(given)
-
-
-def warn_not_in_group(what: str) -> None:
-    default = current_world().default
-    rank = -1 if default is None else default.rank()
-    warnings.warn(f"Running {what} on global rank {rank} which does not belong to the given group.", stacklevel=5)
 
 
 def resolve_group_rank(group: ProcessGroup, world_rank: int | None, group_rank: int | None) -> int:
