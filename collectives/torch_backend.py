@@ -185,43 +185,14 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]  # see _ProcessGro
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         self._group.monitored_barrier(timeout, wait_all_ranks)
 
-    # ------------------------------------------------------------ operations: torch's name, ours, how arguments map
+    # ------------------------------------------------------------ operations on many tensors; for the others see below
 
-    allreduce = _forward("allreduce")
     allreduce_coalesced = _forward("allreduce_coalesced", _for_each_dtype)
-    reduce = _forward("reduce")
-    broadcast = _forward("broadcast")
-    allgather = _forward("allgather")
     allgather_coalesced = _forward("allgather", _for_each_input)
-    all_gather_single = _allgather_base = _forward("all_gather_single")
-    all_gather_single_coalesced = _forward("all_gather_single", _for_each_pair)
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    gather = _forward("gather")
-    gather_single = gather_into_tensor = _forward("gather_single")
-    scatter = _forward("scatter")
-    reduce_scatter = _forward("reduce_scatter")
-    reduce_scatter_single = _reduce_scatter_base = _forward("reduce_scatter_single")
+    all_gather_single_coalesced = allgather_into_tensor_coalesced = _forward("all_gather_single", _for_each_pair)
     reduce_scatter_single_coalesced = _forward("reduce_scatter_single", _for_each_pair)
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-    alltoall = _forward("alltoall")
-    all_to_all_single = alltoall_base = _forward("all_to_all_single")
-    send = _forward("send")
-    recv = _forward("recv")
-    recv_anysource = _forward("recv_anysource")
-    barrier = _forward("barrier")
-
-    # ------------------------------------------------------------ hooks; refusals that name what to do
-
-    register_pre_hook = _delegate("register_pre_hook")
-    unregister_pre_hook = _delegate("unregister_pre_hook")
-    register_post_hook = _delegate("register_post_hook")
-    unregister_post_hook = _delegate("unregister_post_hook")
-    register_abort_hook = _delegate("register_abort_hook")
-    unregister_abort_hook = _delegate("unregister_abort_hook")
     supports_abort_hooks = property(lambda self: self.group.supports_abort_hooks)
-    get_reconfigure_handle = _delegate("get_reconfigure_handle")
-    reconfigure = _delegate("reconfigure")
-    new_window = _delegate("new_window")
 
     # ------------------------------------------------------------ groups from this one, which C++ would make of nothing
 
@@ -271,6 +242,19 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]  # see _ProcessGro
         _open_groups.discard(self)
         self._group.shutdown()
 
+
+for _name in (
+    "allreduce", "reduce", "broadcast", "allgather", "all_gather_single", "_allgather_base", "gather", "gather_single",
+    "gather_into_tensor", "scatter", "reduce_scatter", "reduce_scatter_single", "_reduce_scatter_base", "alltoall",
+    "all_to_all_single", "alltoall_base", "send", "recv", "recv_anysource", "barrier",
+):  # fmt: skip
+    setattr(TorchProcessGroup, _name, _forward(_name))
+
+for _name in (
+    "register_pre_hook", "unregister_pre_hook", "register_post_hook", "unregister_post_hook", "register_abort_hook",
+    "unregister_abort_hook", "get_reconfigure_handle", "reconfigure", "new_window",
+):  # fmt: skip
+    setattr(TorchProcessGroup, _name, _delegate(_name))
 
 _open_groups: Final[set[TorchProcessGroup]] = set()
 """The open groups, since torch's C++ code that holds a group does not hold its Python object; see [Note: halves]."""
