@@ -186,6 +186,7 @@ class AutogradWorker:
 
         late = partial(self._answer_late, context, id)
         hops: list[list[Any]] | None = [] if self.pass_taps or spans is not None else None
+        options = options or PassOptions()
         made = BackwardPass(self.agent, context, id, make_part, remove, late, root_gradients, options, hops)
         made.traceparent = traceparent
         self._passes[id] = made

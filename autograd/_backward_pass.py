@@ -17,7 +17,7 @@ import time
 from _thread import RLock
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 from typing import Any, NamedTuple, TypeVar
@@ -83,6 +83,7 @@ class PassPart:
         """Ends all waits, because the pass has ended. Any thread."""
 
 
+@dataclass(eq=False, repr=False)
 class BackwardPass:
     """One backward pass on one worker.
 
@@ -106,51 +107,41 @@ class BackwardPass:
         is_finishing: whether nothing is left to do here, except for sending the last messages.
     """
 
-    def __init__(
-        self,
-        agent: Agent,
-        context: Context,
-        id: int,
-        make_part: Callable[[BackwardPass, Sequence[GradientEdge]], PassPart],
-        on_end: Callable[[BackwardPass], object],
-        on_late: Callable[[int], object],
-        root_gradients: Sequence[torch.Tensor] = (),
-        options: PassOptions | None = None,
-        hops: list[list[Any]] | None = None,
-    ) -> None:
-        self.me = agent.identity.id
-        self.context = context
-        self.id = id
-        self.root_gradients = root_gradients
-        self.options = options or PassOptions()
-        self.parent: int | None = None
-        self.then: StepPart | None = None
-        self.lock = RLock()
-        self.error: BaseException | None = None
-        self.is_over = False
-        self.is_finishing = False
-        self.submit = agent.pool.submit
-        self.name_of = agent.directory.name_of
-        self._agent = agent
-        self._make_part = make_part
-        self._on_end = on_end
-        self._on_late = on_late
-        self._part: PassPart | None = None
-        self._early: list[tuple[int, PassMessage]] = []  # messages that arrived before the pass began here
-        self._out: dict[int, PassMessage] = {}
-        self._follow_up: bytes | None = None  # work for the parent when the part of this worker is done
-        self._involved: set[int] = set()
-        self._links: dict[int, AnySession] = {}  # by neighbour: the session that carries the messages of both
-        self.spans: list[tuple[SpanKind, int, float, float]] = []
-        self.hops = hops
-        self.traceparent = ""
-        self._idle_since = 0.0
-        self._inbox: deque[Job | tuple[int, PassMessage, AnySession | None]] = deque()
-        self._is_draining = False
-        self._has_waiter = False
-        self._changed: threading.Condition | None = None  # made at the first sleep: most passes read instead
-        self._source: AnySession | None = None  # where the next message will probably come
-        self._reading: AnySession | None = None  # read by the thread that waits
+    _agent: Agent
+    context: Context
+    id: int
+    _make_part: Callable[[BackwardPass, Sequence[GradientEdge]], PassPart]
+    _on_end: Callable[[BackwardPass], object]
+    _on_late: Callable[[int], object]
+    root_gradients: Sequence[torch.Tensor] = ()
+    options: PassOptions = field(default_factory=PassOptions)
+    hops: list[list[Any]] | None = None
+    parent: int | None = None
+    then: StepPart | None = None
+    lock: RLock = field(default_factory=RLock)
+    error: BaseException | None = None
+    is_over: bool = False
+    is_finishing: bool = False
+    spans: list[tuple[SpanKind, int, float, float]] = field(default_factory=list)
+    traceparent: str = ""
+    _part: PassPart | None = None
+    _early: list[tuple[int, PassMessage]] = field(default_factory=list)  # arrived before the pass began here
+    _out: dict[int, PassMessage] = field(default_factory=dict)
+    _follow_up: bytes | None = None  # work for the parent when the part of this worker is done
+    _involved: set[int] = field(default_factory=set)
+    _links: dict[int, AnySession] = field(default_factory=dict)  # by neighbour: it carries the messages of both
+    _idle_since: float = 0.0
+    _inbox: deque[Job | tuple[int, PassMessage, AnySession | None]] = field(default_factory=deque)
+    _is_draining: bool = False
+    _has_waiter: bool = False
+    _changed: threading.Condition | None = None  # made at the first sleep: most passes read instead
+    _source: AnySession | None = None  # where the next message will probably come
+    _reading: AnySession | None = None  # read by the thread that waits
+
+    def __post_init__(self) -> None:
+        self.me = self._agent.identity.id
+        self.submit = self._agent.pool.submit
+        self.name_of = self._agent.directory.name_of
 
     # ------------------------------------------------------------ beginning
 

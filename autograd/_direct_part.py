@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -119,30 +120,23 @@ def find_sources(
     return root, sources
 
 
+@dataclass(eq=False, repr=False)
 class DirectPart(PassPart):
     """One worker's part: the roots if the pass began here, and the sent messages, by id.
 
     A source is removed when its gradient has arrived, or it is unused.
     """
 
-    def __init__(
-        self,
-        owner: BackwardPass,
-        root: GraphSource | None,
-        sources: dict[int, GraphSource],
-        sends: Sequence[RecordedSend],
-        recvs: Sequence[RecordedRecv],
-    ) -> None:
-        self._owner = owner
-        self._root = root
-        self._sources = sources
-        self._sends = sends
-        self._recvs = recvs
-        self._told: set[int] = set()  # neighbours that have our begin message, or get it at the end of this turn
-        self._untold: Collection[int] = ()  # those of `_told` that get it at the end of this turn
-        self._unheard: set[int] = set()  # those of `_told` that have not sent theirs
-        self._children: set[int] = set()
-        self._done_early: set[int] = set()
+    _owner: BackwardPass
+    _root: GraphSource | None
+    _sources: dict[int, GraphSource]
+    _sends: Sequence[RecordedSend]
+    _recvs: Sequence[RecordedRecv]
+    _told: set[int] = field(default_factory=set)  # they have our begin message, or get it at the end of this turn
+    _untold: Collection[int] = ()  # those of `_told` that get it at the end of this turn
+    _unheard: set[int] = field(default_factory=set)  # those of `_told` that have not sent theirs
+    _children: set[int] = field(default_factory=set)
+    _done_early: set[int] = field(default_factory=set)
 
     def take_part(self, neighbours: Collection[int], early: Sequence[tuple[int, PassMessage]]) -> None:
         owner, root = self._owner, self._root

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import torch
 
@@ -237,24 +237,13 @@ class NcclBackend(GroupBackend):
 
     # ------------------------------------------------------------ messages
 
-    def send(
-        self, tensor: torch.Tensor, peer: int, tag: int, *, asynchronous: bool = False, timeout_s: float | None = None
-    ) -> Work:
-        return self._message("send", self._calls.send, tensor, peer, tag, asynchronous, timeout_s, None)
+    def send(self, tensor: torch.Tensor, peer: int, tag: int, **options: Any) -> Work:
+        return self._message("send", self._calls.send, tensor, peer, tag, **options)
 
-    def recv(
-        self,
-        tensor: torch.Tensor,
-        peer: int | None,
-        tag: int,
-        *,
-        asynchronous: bool = False,
-        timeout_s: float | None = None,
-        finish: Callable[[], None] | None = None,
-    ) -> Work:
+    def recv(self, tensor: torch.Tensor, peer: int | None, tag: int, **options: Any) -> Work:
         if peer is None:
             raise ConfigError('the backend "nccl" cannot receive from any source: name the source (src=)')
-        return self._message("recv", self._calls.recv, tensor, peer, tag, asynchronous, timeout_s, finish)
+        return self._message("recv", self._calls.recv, tensor, peer, tag, **options)
 
     def _message(
         self,
@@ -263,9 +252,9 @@ class NcclBackend(GroupBackend):
         tensor: torch.Tensor,
         peer: int,
         tag: int,
-        asynchronous: bool,
-        timeout_s: float | None,
-        finish: Callable[[], None] | None,
+        asynchronous: bool = False,
+        timeout_s: float | None = None,
+        finish: Callable[[], None] | None = None,
     ) -> Work:
         self._check_tensors((tensor,))
         context, number = self.context, next(self._message_numbers)

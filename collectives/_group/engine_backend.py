@@ -7,7 +7,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -108,34 +108,22 @@ class EngineBackend(GroupBackend):
     def run_part(self, operation: Operation) -> None:
         self._engine.run_part(operation)
 
-    def send(
-        self, tensor: torch.Tensor, peer: int, tag: int, *, asynchronous: bool = False, timeout_s: float | None = None
-    ) -> Work:
-        limit_s = self.context.timeout_s if timeout_s is None else timeout_s
-        return self._recorded("send", tensor, peer, tag, asynchronous=asynchronous, timeout_s=limit_s)
+    def send(self, tensor: torch.Tensor, peer: int, tag: int, **options: Any) -> Work:
+        return self._recorded("send", self._messages.send, tensor, peer, tag, **options)
 
-    def recv(
-        self,
-        tensor: torch.Tensor,
-        peer: int | None,
-        tag: int,
-        *,
-        asynchronous: bool = False,
-        timeout_s: float | None = None,
-        finish: Callable[[], None] | None = None,
-    ) -> Work:
-        limit_s = self.context.timeout_s if timeout_s is None else timeout_s
-        return self._recorded("recv", tensor, peer, tag, asynchronous=asynchronous, timeout_s=limit_s, finish=finish)
+    def recv(self, tensor: torch.Tensor, peer: int | None, tag: int, **options: Any) -> Work:
+        return self._recorded("recv", self._messages.recv, tensor, peer, tag, **options)
 
     def _recorded(
-        self, operation: Literal["send", "recv"], tensor: torch.Tensor, peer: int | None, tag: int, **options: Any
-    ) -> Work:
-        start: Callable[..., Work] = self._messages.send if operation == "send" else self._messages.recv
+        self, operation: str, start: Callable[..., Work], tensor: torch.Tensor, peer: int | None, tag: int,
+        *, asynchronous: bool = False, timeout_s: float | None = None, **finish: Any,
+    ) -> Work:  # fmt: skip
+        limit_s = self.context.timeout_s if timeout_s is None else timeout_s
         rank = None if peer is None else self.context.ranks[peer]
         record = record_of_message(self.context.name, next(self._message_numbers), operation, tensor, rank, tag)
         self._recorder.note(record)
         try:
-            work = start(record, tensor, peer, tag, **options)
+            work = start(record, tensor, peer, tag, asynchronous=asynchronous, timeout_s=limit_s, **finish)
         except BaseException as exc:
             record.end(exc)
             raise

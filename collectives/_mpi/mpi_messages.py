@@ -58,6 +58,7 @@ class _MpiMessage:
     source: int = -1
 
 
+@dataclass(eq=False, repr=False)
 class MpiMessages:
     """The messages of one group.
 
@@ -67,30 +68,23 @@ class MpiMessages:
         report: called when a message fails in a way that ends the group; on any thread.
     """
 
-    def __init__(
-        self,
-        mpi: ModuleType,
-        headers: MPI.Intracomm,
-        elements: MPI.Intracomm,
-        group: str,
-        world_ranks: tuple[int, ...],
-        report: Callable[[GroupFailure], None],
-    ) -> None:
-        self.mpi = mpi
-        self._headers = headers
-        self._elements = elements
-        self._group = group
-        self._world_ranks = world_ranks
-        self._report = report
-        self._me = headers.Get_rank()
-        self._lock = threading.Lock()
-        self._polling = threading.Lock()  # the thread that holds it polls for all threads
+    mpi: ModuleType
+    _headers: MPI.Intracomm
+    _elements: MPI.Intracomm
+    _group: str
+    _world_ranks: tuple[int, ...]
+    _report: Callable[[GroupFailure], None]
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _polling: threading.Lock = field(default_factory=threading.Lock)  # its holder polls for all threads
+    _pending: deque[_MpiMessage] = field(default_factory=deque)
+    _error: GroupFailure | None = None
+    _closing: bool = False
+    _poller: threading.Thread | None = None
+
+    def __post_init__(self) -> None:
+        self._me = self._headers.Get_rank()
         self._changed = threading.Condition(self._lock)
-        self._pending: deque[_MpiMessage] = deque()
-        self._numbers = [0] * headers.Get_size()
-        self._error: GroupFailure | None = None
-        self._closing = False
-        self._poller: threading.Thread | None = None
+        self._numbers = [0] * self._headers.Get_size()
 
     # ------------------------------------------------------------ posting (any thread)
 
@@ -119,7 +113,7 @@ class MpiMessages:
         *,
         asynchronous: bool,
         timeout_s: float,
-        finish: Callable[[], None] | None,
+        finish: Callable[[], None] | None = None,
     ) -> Work:
         self._check(title, tag)
         work, header = Work(title, [tensor]), bytearray(_HEADER.size)
