@@ -160,9 +160,8 @@ class GeneralPart(PassPart):
             return
         if owner.error is not None:
             raise RuntimeError("the backward pass was ended while a gate waited for a gradient") from owner.error
-        raise DeadlineExceeded(
-            f"the gradient of what was sent to worker {owner.name_of(send.to)!r} did not come in time"
-        )
+        text = f"the gradient of what was sent to worker {owner.name_of(send.to)!r} did not come in time"
+        raise DeadlineExceeded(text)
 
     def answer(self, answers: Sequence[tuple[RecordedRecv, Gradients]], at_once: bool) -> None:
         """Sends the gradients of recvs to the senders of their messages; small ones wait for more unless `at_once`."""

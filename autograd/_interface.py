@@ -134,9 +134,8 @@ def _mode(worker: AutogradWorker, mode: str | None) -> str:
 
 
 def _deadline(worker: AutogradWorker, timeout_s: float) -> Deadline:
-    return Deadline.after(limit_of(timeout_s, worker.agent.caller.new_calls.rpc_timeout_s)).earlier(
-        current_deadline.get()
-    )
+    limit_s = limit_of(timeout_s, worker.agent.caller.new_calls.rpc_timeout_s)
+    return Deadline.after(limit_s).earlier(current_deadline.get())
 
 
 # ---------------------------------------------------------------- torch's private names

@@ -279,9 +279,8 @@ def read_message(
                     "or the context is over there"
                 )
             if send.to != sender:
-                raise ProtocolViolation(
-                    f"worker {sender} speaks of message {id:#x}, which was sent to worker {send.to}"
-                )
+                text = f"worker {sender} speaks of message {id:#x}, which was sent to worker {send.to}"
+                raise ProtocolViolation(text)
         made = PassMessage()
         made.begins = bool(flags & _BEGINS)
         made.is_child = bool(flags & _CHILD)
@@ -305,9 +304,8 @@ def read_message(
                 bits, at = _piece(body, at, count // 8 + 1)
                 mask = int.from_bytes(bits, "little")
                 if mask >> count:
-                    raise ProtocolViolation(
-                        f"a verdict names tensor {mask.bit_length() - 1} of message {id:#x}, which had {count}"
-                    )
+                    text = f"a verdict names tensor {mask.bit_length() - 1} of message {id:#x}, which had {count}"
+                    raise ProtocolViolation(text)
                 made.verdicts[id] = mask
         made.follows = bool(flags & _FOLLOWS)
         if flags & _FOLLOW_UP:

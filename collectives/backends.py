@@ -107,9 +107,8 @@ class BackendConfig:
         for pair in text.split(","):
             device, colon, name = (part.strip() for part in pair.partition(":"))
             if not (device and colon and name) or ":" in name:
-                raise ConfigError(
-                    f"Invalid device:backend pairing: {pair!r} in {text!r}; write e.g. 'cpu:tcp,cuda:nccl'"
-                )
+                why = f"Invalid device:backend pairing: {pair!r} in {text!r}; write e.g. 'cpu:tcp,cuda:nccl'"
+                raise ConfigError(why)
             if device in self.device_backend_map:
                 raise ConfigError(f"Duplicate device type {device} in backend string: {text}")
             if name not in Backend.backend_capability:

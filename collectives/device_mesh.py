@@ -263,9 +263,8 @@ class DeviceMesh:
             return self._flattened[names[0]]
         dims = [self._dimension(name) for name in names]
         if not dims or dims != sorted(set(dims)):
-            raise KeyError(
-                f"Invalid mesh_dim_names {names}: pass some of {self.mesh_dim_names}, each once, in this order"
-            )
+            text = f"Invalid mesh_dim_names {names}: pass some of {self.mesh_dim_names}, each once, in this order"
+            raise KeyError(text)
         if len(dims) == self.ndim:
             return self
         slices = self._slices.movedim([dim + 1 for dim in dims], list(range(-len(dims), 0)))
@@ -352,9 +351,8 @@ class DeviceMesh:
         unique = {tuple(sorted(part.flatten().tolist())): part for part in reversed(slices)}
         groups = tuple(group for mesh in device_mesh_list for group in mesh._groups)
         slices = torch.stack(list(unique.values()))
-        names = checked_names(
-            [name for mesh in device_mesh_list for name in mesh.mesh_dim_names or ()], slices.dim() - 1
-        )
+        all_names = [name for mesh in device_mesh_list for name in mesh.mesh_dim_names or ()]
+        names = checked_names(all_names, slices.dim() - 1)
         return DeviceMesh._part(first.device_type, slices, names, groups, first._flattened)
 
 
@@ -412,9 +410,8 @@ def check_ranks(ranks: torch.Tensor) -> None:
     if len(set(flat)) != len(flat):
         raise ConfigError(f"a mesh must contain each rank once, but has {flat}")
     if flat and not (0 <= min(flat) and max(flat) < size):
-        raise ConfigError(
-            f"Mesh should not be bigger than default world size {size}, but found ranks up to {max(flat)}"
-        )
+        text = f"Mesh should not be bigger than default world size {size}, but found ranks up to {max(flat)}"
+        raise ConfigError(text)
 
 
 def set_up_world(device_type: str) -> None:

@@ -192,9 +192,8 @@ class NcclBackend(GroupBackend):
             record.mark_started()
             title = f"{describe_fingerprint(operation.fingerprint(number))} of group {self.context.name!r}"
             blocking = self._blocking_wait or operation.kind is Kind.BARRIER
-            return NcclWork(
-                title, number, self._runtime, self._deadline(timeout_s), keep, record, blocking=blocking, result=result
-            )
+            deadline = self._deadline(timeout_s)
+            return NcclWork(title, number, self._runtime, deadline, keep, record, blocking=blocking, result=result)
 
         return self._watchdog.register(make, collective=True)
 

@@ -107,9 +107,8 @@ def open_rendezvous(url: str, rank: int, world_size: int | None, **options: obje
     if parts.scheme not in _handlers:
         known = ", ".join(f"{scheme}://" for scheme in sorted(_handlers))
         advice = "" if parts.scheme else f". Did you mean 'tcp://{parts.path}'?"
-        raise RendezvousError(
-            f"No rendezvous handler for {parts.scheme}://; known are {known}, not {parts.geturl()!r}{advice}"
-        )
+        why = f"No rendezvous handler for {parts.scheme}://; known are {known}, not {parts.geturl()!r}{advice}"
+        raise RendezvousError(why)
     return _handlers[parts.scheme](url, **options)
 
 
@@ -140,15 +139,7 @@ def create_store(
         return _agent_store(host, port, world_size, timeout)
     if (outside := outside_store()) is not None:
         return TCPStore(*outside, world_size, is_master=False, timeout=timeout, wait_for_workers=False)
-    return TCPStore(
-        host,
-        port,
-        world_size,
-        is_master=rank == 0,
-        timeout=timeout,
-        wait_for_workers=wait_for_workers,
-        multi_tenant=True,
-    )
+    return TCPStore(host, port, world_size, rank == 0, timeout, wait_for_workers, multi_tenant=True)
 
 
 def job_attempt() -> str:
@@ -197,14 +188,12 @@ def _agent_store(host: str, port: int, world_size: int, timeout: Timeout) -> Sto
     timeout_s = seconds(timeout)
     # torch's constructor cannot be interrupted while it connects, so it is called only when a process listens there.
     _wait_for_listener(host, port, timeout_s)
+    size, limit = world_size if world_size > 0 else None, timedelta(seconds=timeout_s)
     try:
-        store = torch_distributed.TCPStore(
-            host, port, world_size if world_size > 0 else None, False, timeout=timedelta(seconds=timeout_s)
-        )
+        store = torch_distributed.TCPStore(host, port, size, False, timeout=limit)
     except RuntimeError as exc:
-        raise ConnectFailed(
-            f"{host}:{port}", f"the store of torchrun's agent did not answer: {exc}", timeout_s
-        ) from exc
+        text = f"the store of torchrun's agent did not answer: {exc}"
+        raise ConnectFailed(f"{host}:{port}", text, timeout_s) from exc
     return TorchStoreAdapter(store)
 
 
@@ -212,10 +201,9 @@ def _wait_for_listener(host: str, port: int, timeout_s: float) -> None:
     deadline = Deadline.after(timeout_s)
     pauses = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, deadline)
     while True:
+        limit_s = max(MIN_ATTEMPT_S, min(ATTEMPT_LIMIT_S, deadline.remaining_s()))
         try:
-            socket.create_connection(
-                (host, port), timeout=max(MIN_ATTEMPT_S, min(ATTEMPT_LIMIT_S, deadline.remaining_s()))
-            ).close()
+            socket.create_connection((host, port), limit_s).close()
             return
         except OSError as exc:
             if deadline.expired():
@@ -302,9 +290,8 @@ def _rank_and_size(scheme: str, query: dict[str, str]) -> tuple[int, int]:
 
 def _check_rank(scheme: str, rank: int, world_size: int) -> None:
     if world_size == 0:
-        raise _error(
-            scheme, "the world size must be at least 1, but is 0. Check the argument world_size, or WORLD_SIZE"
-        )
+        text = "the world size must be at least 1, but is 0. Check the argument world_size, or WORLD_SIZE"
+        raise _error(scheme, text)
     if world_size >= 0 and not 0 <= rank < world_size:
         raise _error(scheme, f"rank {rank} is not from 0 to {world_size - 1}, though the world size is {world_size}")
 

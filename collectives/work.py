@@ -167,9 +167,8 @@ class Work:
         self._ensure_progress()
         if not waiter.wait(timeout_s if timeout_s is None or timeout_s > 0 else None):
             waited_s = time.monotonic() - began
-            raise CollectiveTimeout(
-                self.title, f"the wait timed out after {waited_s:.3g} s; the operation continues, wait again"
-            )
+            text = f"the wait timed out after {waited_s:.3g} s; the operation continues, wait again"
+            raise CollectiveTimeout(self.title, text)
 
     def is_completed(self) -> bool:
         """Whether it succeeded or failed."""

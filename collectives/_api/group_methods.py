@@ -179,9 +179,7 @@ class LowerCaseOperations:
     ) -> Work:
         """`output_lists[i]` are rank i's inputs."""
         by_tensor = [list(outputs) for outputs in zip(*output_lists, strict=True)]
-        return _last(
-            self.allgather(outputs, tensor, opts) for outputs, tensor in zip(by_tensor, input_list, strict=True)
-        )
+        return _last(self.allgather(*each, opts) for each in zip(by_tensor, input_list, strict=True))
 
     def all_gather_single_coalesced(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: object = None

@@ -103,14 +103,12 @@ def _members(ranks: Sequence[int] | None, world_size: int, sort_ranks: bool) -> 
     if len(set(members)) != len(members):
         raise ConfigError(f"ranks list must not contain duplicate entries, got {list(members)}")
     if len(members) > world_size:
-        raise ConfigError(
-            "the new group's world size should be less or equal to the world size set by init_process_group"
-        )
+        text = "the new group's world size should be less or equal to the world size set by init_process_group"
+        raise ConfigError(text)
     for rank in members:
         if not 0 <= rank < world_size:
-            raise ConfigError(
-                f"Rank {rank} is out of range. Valid ranks are 0 to {world_size - 1} (world_size={world_size})"
-            )
+            text = f"Rank {rank} is out of range. Valid ranks are 0 to {world_size - 1} (world_size={world_size})"
+            raise ConfigError(text)
     return members
 
 

@@ -142,9 +142,8 @@ def scatter_object_list(
         if scatter_object_input_list is None:
             raise ConfigError("source rank must provide non-None scatter_object_input_list")
         if len(scatter_object_input_list) != pg.size():
-            raise ConfigError(
-                f"scatter_object_input_list has {len(scatter_object_input_list)} objects for {pg.size()} ranks"
-            )
+            text = f"scatter_object_input_list has {len(scatter_object_input_list)} objects for {pg.size()} ranks"
+            raise ConfigError(text)
         parts = [_pickled(each, where, weights_only) for each in scatter_object_input_list]
         largest = max(part.numel() for part in parts)
         scatter(own_size, [own_size.new_tensor([part.numel(), largest]) for part in parts])

@@ -154,9 +154,8 @@ def _request_values(request: JoinRequest) -> list[object]:
 
 
 def _request_of(rank: int, runs: list[list[int]], description: str, ticket: int) -> JoinRequest:
-    return JoinRequest(
-        rank, tuple(rank for first, last in runs for rank in range(first, last + 1)), description, ticket
-    )
+    ranks = tuple(member for first, last in runs for member in range(first, last + 1))
+    return JoinRequest(rank, ranks, description, ticket)
 
 
 def _runs(ranks: Sequence[int]) -> list[list[int]]:

@@ -91,9 +91,8 @@ class BackendBinding:
         tag = self._checked_tag(peer, tag, "destination")
         if self.hooks is None:
             return self._send(tensor, peer, tag, asynchronous)
-        return self.hooks.around(
-            HookOpName.SEND, True, [tensor], [], peer, lambda: self._send(tensor, peer, tag, asynchronous)
-        )
+        run = partial(self._send, tensor, peer, tag, asynchronous)
+        return self.hooks.around(HookOpName.SEND, True, [tensor], [], peer, run)
 
     def _send(self, tensor: torch.Tensor, peer: int, tag: int, asynchronous: bool) -> Work:
         dense = tensor if is_ready(tensor) else Copies(self.place.staged, moves_only=True).read(tensor)
@@ -105,10 +104,8 @@ class BackendBinding:
         tag = self._checked_tag(peer, tag, "source")
         if self.hooks is None:
             return self._recv(tensor, peer, tag, asynchronous)
-        source = -1 if peer is None else peer
-        return self.hooks.around(
-            HookOpName.RECV, True, [], [tensor], source, lambda: self._recv(tensor, peer, tag, asynchronous)
-        )
+        run = partial(self._recv, tensor, peer, tag, asynchronous)
+        return self.hooks.around(HookOpName.RECV, True, [], [tensor], -1 if peer is None else peer, run)
 
     def _recv(self, tensor: torch.Tensor, peer: int | None, tag: int, asynchronous: bool) -> Work:
         limit_s, dense, finish = self.timeout_s, tensor, None
@@ -129,9 +126,8 @@ class BackendBinding:
         if not 0 <= peer < size:
             raise ConfigError(f"Invalid {role} rank {peer}: the group's ranks are 0 to {size - 1}")
         if peer == rank:
-            raise ConfigError(
-                f"Invalid {role} rank: {role} rank should not be the same as the rank of the current process."
-            )
+            text = f"Invalid {role} rank: {role} rank should not be the same as the rank of the current process."
+            raise ConfigError(text)
         return tag
 
 
@@ -190,10 +186,8 @@ def all_reduce_sparse(
         with torch.no_grad():
             indices = gather(mine.indices().t(), counts, run)
             values = gather(mine.values(), counts, run)
-            total = torch.sparse_coo_tensor(
-                indices.t(), values, tensor.shape, device=values.device, check_invariants=False
-            )
-            tensor.copy_(total.coalesce())
+            options = {"device": values.device, "check_invariants": False}
+            tensor.copy_(torch.sparse_coo_tensor(indices.t(), values, tensor.shape, **options).coalesce())
 
     if run_part is not None:
         return submit(Lowered(first, lambda: exchange(run_part), [tensor], ()), async_op)

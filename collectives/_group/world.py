@@ -214,9 +214,8 @@ def default_group() -> ProcessGroup:
     """Returns the group of all ranks. Raises ConfigError before `init_process_group`."""
     default = _world.get().default
     if default is None:
-        raise ConfigError(
-            "Default process group has not been initialized, please make sure to call init_process_group."
-        )
+        text = "Default process group has not been initialized, please make sure to call init_process_group."
+        raise ConfigError(text)
     return default
 
 

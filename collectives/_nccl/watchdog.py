@@ -124,15 +124,13 @@ class NcclWork(Work):
         if not self._done and asyncio._get_running_loop() is not None:
             raise BlockingInLoop("Work.wait", "await work")
         if not self._enqueued.wait(limit.wait_s()):
-            raise CollectiveTimeout(
-                self.title, "the wait timed out before the operation started; the operation continues, wait again"
-            )
+            text = "the wait timed out before the operation started; the operation continues, wait again"
+            raise CollectiveTimeout(self.title, text)
         pause = threading.Event()
         while not self.poll():
             if limit.expired():
-                raise CollectiveTimeout(
-                    self.title, "the wait timed out; the device is still busy with the operation, wait again"
-                )
+                text = "the wait timed out; the device is still busy with the operation, wait again"
+                raise CollectiveTimeout(self.title, text)
             pause.wait(NCCL_WORK_POLL_S)
 
     def is_completed(self) -> bool:

@@ -188,16 +188,14 @@ def check_same_dtype(tensors: Iterable[torch.Tensor]) -> None:
     """Raises unless all dtypes are equal; a complex dtype may be mixed with the real one of the same width."""
     dtypes = {tensor.dtype for tensor in tensors}
     if len(dtypes) > 1 and len({dtype.to_real() for dtype in dtypes}) > 1:
-        raise ConfigError(
-            f"Invalid usage of tensors with different dtypes. Found {', '.join(sorted(map(str, dtypes)))}"
-        )
+        text = f"Invalid usage of tensors with different dtypes. Found {', '.join(sorted(map(str, dtypes)))}"
+        raise ConfigError(text)
 
 
 def check_num_tensors(tensors: Sequence[torch.Tensor], size: int, what: str, name: str) -> None:
     if len(tensors) != size:
-        raise ConfigError(
-            f"{what}: `{name}` has {len(tensors)} tensors, but the group has {size} ranks; pass one for each rank"
-        )
+        text = f"{what}: `{name}` has {len(tensors)} tensors, but the group has {size} ranks; pass one for each rank"
+        raise ConfigError(text)
 
 
 def check_same_count(tensor: torch.Tensor, count: int, what: str, name: str, other: str) -> None:

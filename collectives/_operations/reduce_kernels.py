@@ -206,9 +206,8 @@ def canonical_op(op: object) -> tuple[ReduceOp, Factor | None]:
     elif not isinstance(op, ReduceOp) and hasattr(op, "op"):
         factor = op.__getstate__()[1]  # type: ignore[index]
     if factor is None:
-        raise ConfigError(
-            "PREMUL_SUM needs a factor: a number, or a tensor of one element. Pass op=_make_nccl_premul_sum(factor)"
-        )
+        text = "PREMUL_SUM needs a factor: a number, or a tensor of one element. Pass op=_make_nccl_premul_sum(factor)"
+        raise ConfigError(text)
     return found, factor
 
 

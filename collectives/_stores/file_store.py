@@ -160,9 +160,8 @@ class FileTable:
                 if exc.errno not in (errno.EWOULDBLOCK, errno.EACCES, errno.EINTR):
                     raise
             if deadline.expired():
-                raise DistStoreError(
-                    f"the lock of {self.path} was not free in time; is a process stopped that uses the file?"
-                )
+                text = f"the lock of {self.path} was not free in time; is a process stopped that uses the file?"
+                raise DistStoreError(text)
             time.sleep(next(pauses))
 
     # ------------------------------------------------------------ within `locked`
@@ -246,9 +245,8 @@ def _system_errors(path: str) -> Iterator[None]:
         if isinstance(exc, DistStoreError):
             raise
         hint = " (all users of the store have closed it, or the file was removed)" if exc.errno == errno.ENOENT else ""
-        raise DistStoreError(
-            f"the file of a store cannot be used: {path}: {own_shortage(exc) or exc.strerror}{hint}"
-        ) from exc
+        text = f"the file of a store cannot be used: {path}: {own_shortage(exc) or exc.strerror}{hint}"
+        raise DistStoreError(text) from exc
 
 
 __all__ = ["FileStore"]

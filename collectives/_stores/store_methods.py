@@ -69,9 +69,8 @@ def _at_once(store: Any, operation: StoreOperation[object], offers: Offers) -> o
 
 def _method(store: Any, name: str, offers: Offers) -> Callable[..., Any]:
     if not offers(name):
-        raise DistStoreError(
-            f"{type(store).__name__} has no method {name}(), which is needed here; add it to the class"
-        )
+        text = f"{type(store).__name__} has no method {name}(), which is needed here; add it to the class"
+        raise DistStoreError(text)
     return getattr(store, name)  # type: ignore[no-any-return]
 
 

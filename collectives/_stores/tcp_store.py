@@ -222,9 +222,8 @@ class TCPStore(Store):
         self._host = host_name
         self._world_size = world_size
         if master_listen_fd is not None:
-            raise ConfigError(
-                "master_listen_fd is not supported, as gRPC opens its own socket. Pass port=0 to have a port chosen."
-            )
+            text = "master_listen_fd is not supported, as gRPC opens its own socket. Pass port=0 to have a port chosen."
+            raise ConfigError(text)
         if not 0 <= port < 2**16:
             raise ConfigError(f"port must have value from 0 to 65535 but was {port}.")
         if world_size == 0:

@@ -58,9 +58,8 @@ def new_folder(path: Path) -> Iterator[Path]:
     try:
         with _locked(folder) as is_free:
             if not is_free or not _remove_all_but(path, folder):
-                raise ConfigError(
-                    f"another checkpoint.save() to {path} is running: wait until it ends, or use another path"
-                )
+                text = f"another checkpoint.save() to {path} is running: wait until it ends, or use another path"
+                raise ConfigError(text)
             yield folder
     finally:
         if _published(path) != folder:
@@ -102,9 +101,8 @@ def writing(folder: Path) -> Iterator[None]:
                 "checkpoint is intact"
             ) from exc
         if (shortage := own_shortage(exc)) is not None:
-            raise CheckpointError(
-                f"writing the checkpoint into {folder} failed: {shortage}. The previous checkpoint is intact"
-            ) from exc
+            text = f"writing the checkpoint into {folder} failed: {shortage}. The previous checkpoint is intact"
+            raise CheckpointError(text) from exc
         raise CheckpointError(
             f"writing the checkpoint into {folder} failed ({type(exc).__name__}: {str(exc)[:300]}); its disk has "
             f"{_free_mib(folder)}. The previous checkpoint is intact. Make room, and save again"

@@ -126,9 +126,8 @@ class Digests:
                     raise self._damaged(name, number * CHUNK_BYTES)
                 self._compared.add((name, number))
         except OSError as exc:
-            raise CheckpointError(
-                f"the file {path} of a checkpoint cannot be read: {own_shortage(exc) or exc.strerror or exc}"
-            ) from exc
+            text = f"the file {path} of a checkpoint cannot be read: {own_shortage(exc) or exc.strerror or exc}"
+            raise CheckpointError(text) from exc
 
     def _check_kind(self, name: str) -> None:
         """Refuses names that are not files of this folder: reading a pipe would block, and a device has no end."""
@@ -320,9 +319,8 @@ class StoredEntries:
         wanted = tuple(entry.shape) if isinstance(entry, Tensor) else None
         if shape != wanted:
             stored, expected = (f"a tensor {size}" if size is not None else "no tensor" for size in (shape, wanted))
-            raise ConfigError(
-                f"the entry {key!r} of the checkpoint is {stored}, but the object to load it into has {expected}"
-            )
+            text = f"the entry {key!r} of the checkpoint is {stored}, but the object to load it into has {expected}"
+            raise ConfigError(text)
 
     def _missing(self, key: str) -> str:
         known = sorted(self._metadata.state_dict_metadata)

@@ -73,9 +73,8 @@ class LocalOptimizer:
         parameters = self._parameters
         gradients = _gradients_of(context_id, parameters)
         if gradients is not None and parameters[0].is_cuda:  # their memory may be of the streams of earlier calls
-            keep_for_current_streams(
-                [one for one in gradients if one is not None and one.is_cuda and not one.is_sparse]
-            )
+            dense = [one for one in gradients if one is not None and one.is_cuda and not one.is_sparse]
+            keep_for_current_streams(dense)
         if not self._lock.acquire(blocking=False):
             self._begin_alone("step")
         try:
@@ -150,9 +149,8 @@ class LocalOptimizer:
             with blocking():
                 taken = self._lock.acquire(timeout=-1 if wait_s is None else wait_s)
             if not taken:
-                raise DeadlineExceeded(
-                    f"{what} of a distributed optimizer waited for another one's step on this worker"
-                )
+                text = f"{what} of a distributed optimizer waited for another one's step on this worker"
+                raise DeadlineExceeded(text)
 
     def _set_options(self, options: Sequence[Group]) -> None:
         for group, changed in zip(self.optim.param_groups, options, strict=True):

@@ -153,12 +153,9 @@ def scatter_state(
     saved: Sequence[Group] = state_dict["param_groups"]
     sizes, saved_sizes = [len(g["params"]) for g in groups], [len(g["params"]) for g in saved]
     if sizes != saved_sizes:
-        raise ConfigError(
-            f"the state has parameter groups of {saved_sizes} parameters, but this optimizer has groups of {sizes}"
-        )
-    keys = [
-        key for group in saved for key in group["params"]
-    ]  # the keys of the parameters in the saved state, by number
+        text = f"the state has parameter groups of {saved_sizes} parameters, but this optimizer has groups of {sizes}"
+        raise ConfigError(text)
+    keys = [key for group in saved for key in group["params"]]  # of the parameters in the saved state, by number
     parts = []
     for shard in shards:
         local = {keys[number]: index for index, number in enumerate(shard.flat_numbers())}

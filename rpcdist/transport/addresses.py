@@ -195,9 +195,8 @@ class PortRange(NamedTuple):
         match = _RANGE.match(text)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
         if not 1 <= first <= last < 2**16:
-            raise ConfigError(
-                f"{source} must be a port or a range of ports such as '29600-29700', but it is {text[:80]!r}"
-            )
+            why = f"{source} must be a port or a range of ports such as '29600-29700', but it is {text[:80]!r}"
+            raise ConfigError(why)
         return cls(first, last)
 
     @classmethod

@@ -186,9 +186,8 @@ class Connector:
             TransportError, TimeoutError: the handshake failed; the caller then falls back to gRPC.
         """
         async with asyncio.timeout(limit.wait_s()):
-            used, handshake = await open_proven(
-                connect, wanted.address, self._credentials, wanted.role, wanted.expected
-            )
+            own, address = self._credentials, wanted.address
+            used, handshake = await open_proven(connect, address, own, wanted.role, wanted.expected)
         channel = SocketChannel(used, wanted.address)
         return self._link(wanted, channel, handshake, None, tcp)
 
@@ -200,9 +199,8 @@ class Connector:
 
         async def open_one(index: int) -> None:
             purpose = socket_purpose(PAYLOAD_TAKER, payload_purpose(session_id, (index, count)))
-            opened[index], _ = await open_proven(
-                partial(connect_tcp, *place), wanted.address, self._credentials, SOCKET_ROLE, wanted.expected, purpose
-            )
+            own, expected, connect = self._credentials, wanted.expected, partial(connect_tcp, *place)
+            opened[index], _ = await open_proven(connect, wanted.address, own, SOCKET_ROLE, expected, purpose)
 
         try:  # in parallel: each of them takes several round trips
             async with asyncio.timeout(SIDE_ATTEMPT_LIMIT_S), asyncio.TaskGroup() as group:

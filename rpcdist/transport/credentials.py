@@ -93,9 +93,8 @@ class Credentials:
         text = f"the record {key!r} in the store at {place} "
         proof, colon, value = record[len(_MARK) :].partition(b":")
         if not record.startswith(_MARK) or not colon or len(proof) != _HEX_CHARS:
-            raise AuthenticationFailed(
-                f"{text}is not signed: a process with another version of rpcdist wrote it, or {_STRANGER}"
-            )
+            why = f"{text}is not signed: a process with another version of rpcdist wrote it, or {_STRANGER}"
+            raise AuthenticationFailed(why)
         if not hmac.compare_digest(proof, self._record_proof(key, value)):
             source = self.token_source or "the job token of this process"
             raise AuthenticationFailed(

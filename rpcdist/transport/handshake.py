@@ -230,9 +230,8 @@ class ServerHandshake(HandshakeSide):
         """
         step = self._open(message)
         if step == "refusal" and self._state != "start":
-            self._refused_by_peer(
-                message.refusal, f"the client, which calls itself {printable(self._hello.identity.name)!r},"
-            )
+            name = printable(self._hello.identity.name)
+            self._refused_by_peer(message.refusal, f"the client, which calls itself {name!r},")
             return None
         if step == "hello" and self._state == "start":
             return self._receive_hello(message.hello)
@@ -294,9 +293,8 @@ class ServerHandshake(HandshakeSide):
                 f"the client sees the connection as {printable(self._hello.channel)!r}, the server as "
                 f"{channel!r}: a process or network between them relays it or translates addresses",
             )
-        reason = self._certificate_refusal(
-            proof.certificate, b"client", channel, identity_from_proto(self._hello.identity)
-        )
+        client = identity_from_proto(self._hello.identity)
+        reason = self._certificate_refusal(proof.certificate, b"client", channel, client)
         if reason is not None:
             return self._refuse(Code.CERTIFICATE, reason, f"{who} is refused: {reason}")
         reason = None if self._accept is None else self._accept(self._hello)

@@ -34,9 +34,8 @@ def identity_to_proto(identity: Identity) -> pb.Identity:
 def identity_from_proto(message: pb.Identity) -> Identity:
     """The identity in a message; raises `ProtocolViolation` if its name or id is out of bounds."""
     if message.id < -1 or not (is_name(message.name) or (message.id == -1 and message.name == "")):
-        raise ProtocolViolation(
-            f"an identity has a malformed name ({printable(message.name[:40])!r}) or id ({message.id})"
-        )
+        text = f"an identity has a malformed name ({printable(message.name[:40])!r}) or id ({message.id})"
+        raise ProtocolViolation(text)
     return Identity(message.name, message.id, message.incarnation)
 
 

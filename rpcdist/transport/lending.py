@@ -480,9 +480,8 @@ class Borrower:
         mapped = self._known.get(number)
         if mapped is None or number in self._in_use or num_bytes > mapped.size_bytes:
             problem = "is not known" if mapped is None else "is in use" if number in self._in_use else "is too small"
-            raise ProtocolViolation(
-                f"a message names segment {number} for a buffer of {num_bytes} bytes, but this segment {problem}"
-            )
+            text = f"a message names segment {number} for a buffer of {num_bytes} bytes, but this segment {problem}"
+            raise ProtocolViolation(text)
         self._in_use.add(number)
         append = self.ended.append if mapped.size_bytes <= RETURN_TOGETHER_BYTES else self.ended.appendleft
         at_end = AtEnd(append, (number, mapped.size_bytes, _num_forks))

@@ -50,9 +50,7 @@ from rpcdist.waiters import ends_within
 
 logger = logging.getLogger(__name__)
 
-_OWN_KINDS = frozenset(
-    ("heartbeat", "chunk_credit", "transfer_aborted", "segment_news", "segment_answer", "segment_offer")
-)
+_OWN_KINDS = {"heartbeat", "chunk_credit", "transfer_aborted", "segment_news", "segment_answer", "segment_offer"}
 
 
 TURNS_TO_READ: Final = 3

@@ -352,9 +352,8 @@ class Striping:
             self._is_used, count = True, len(connections)
             writers = connections[: num_used(total, count)]
             num = num_stripes(total, count)
-            transfer = StripedTransfer(
-                number, ordinal, buffers, list(accumulate(sizes)), count, iter(range(num)), len(writers)
-            )
+            ends, numbers = list(accumulate(sizes)), iter(range(num))
+            transfer = StripedTransfer(number, ordinal, buffers, ends, count, numbers, len(writers))
             self._transfers[number] = transfer
         for connection in reversed(writers):  # the last ones carry large messages only, which makes them fast
             connection.put((transfer, transfer.next_stripe() if num == len(writers) else None))

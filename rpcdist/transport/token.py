@@ -167,9 +167,8 @@ def _token_of_file(path: Path) -> bytes:
             f"in every process of the job, or {FILE_VARIABLE} to a file that you can write. {_ADVICE}"
         ) from exc
     if token is None:
-        raise ConfigError(
-            f"the token file {path} disappeared while it was read. Set {TOKEN_VARIABLE} instead, or try again."
-        )
+        text = f"the token file {path} disappeared while it was read. Set {TOKEN_VARIABLE} instead, or try again."
+        raise ConfigError(text)
     return token
 
 
@@ -186,9 +185,8 @@ def _read(path: Path) -> bytes | None:
     try:
         return _checked(content.decode(), f"the token file {path}")
     except UnicodeDecodeError as exc:
-        raise ConfigError(
-            f"the token file {path} does not contain text. Remove it, so that rpcdist creates a new one."
-        ) from exc
+        why = f"the token file {path} does not contain text. Remove it, so that rpcdist creates a new one."
+        raise ConfigError(why) from exc
 
 
 def _check_private(status: os.stat_result, path: Path) -> None:

@@ -189,9 +189,8 @@ class MessageState:
     def post(self, receive: PostedReceive) -> None:
         error = None if receive.peer is None else self._refused_before(receive, receive.peer)
         if error is not None:
-            error.add_note(
-                f"{_REFUSED_BEFORE} This receive got no message; the next receive gets the one that was sent for it."
-            )
+            text = f"{_REFUSED_BEFORE} This receive got no message; the next receive gets the one that was sent for it."
+            error.add_note(text)
             self.complete(receive, error)
             return
         self._keep(receive)

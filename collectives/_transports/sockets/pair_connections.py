@@ -151,9 +151,8 @@ def _usual_number(mine: str, theirs: str) -> int:
 
 
 _MAGIC: Final = b"rpcC"
-_HEADER: Final = struct.Struct(
-    f"<4sIIQQ{FINGERPRINT_BYTES}s"
-)  # magic, round, detail, sequence, payload bytes, fingerprint
+_HEADER: Final = struct.Struct(f"<4sIIQQ{FINGERPRINT_BYTES}s")
+"""Magic, round, detail, sequence, payload bytes, fingerprint."""
 HEADER_BYTES: Final = _HEADER.size
 
 

@@ -180,9 +180,8 @@ def _error_for(code: grpc.StatusCode, details: str, address: str) -> RpcdistErro
     if code is grpc.StatusCode.CANCELLED:
         return TransportError(f"the connection with {address} was closed")
     if code is grpc.StatusCode.UNIMPLEMENTED:
-        return ProtocolViolation(
-            f"{address} does not serve this call: it still joins its job, or it is not a worker of this version"
-        )
+        text = f"{address} does not serve this call: it still joins its job, or it is not a worker of this version"
+        return ProtocolViolation(text)
     if code in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INVALID_ARGUMENT):
         return ProtocolViolation(f"{address}: {connect_reason(details)}")
     return TransportError(f"{address}: {code.name}: {details}")
@@ -209,9 +208,8 @@ def _stream_error(exc: Exception, address: str, had_answered: bool = True) -> Rp
     if not isinstance(exc, grpc.RpcError):
         return TransportError(f"the connection with {address} is closed: {exc}")
     if had_answered and exc.code() in _BROKEN:
-        return TransportError(
-            f"the connection with {address} broke: {connect_reason(exc.details() or exc.code().name)}"
-        )
+        text = f"the connection with {address} broke: {connect_reason(exc.details() or exc.code().name)}"
+        return TransportError(text)
     return error_of(exc, address)
 
 

@@ -151,9 +151,8 @@ async def _read(pipe: HandshakePipe) -> pb.Handshake:
     try:
         return pb.Handshake.FromString(data)
     except DecodeError as exc:
-        raise ProtocolViolation(
-            f"the {len(data)} bytes that arrived are not a handshake. Is the peer an rpcdist process?"
-        ) from exc
+        text = f"the {len(data)} bytes that arrived are not a handshake. Is the peer an rpcdist process?"
+        raise ProtocolViolation(text) from exc
 
 
 async def _until_read(pipe: HandshakePipe) -> None:

@@ -69,9 +69,8 @@ class SocketPipe:
             return None
         (size,) = _LENGTH.unpack(head)
         if size > MAX_HANDSHAKE_BYTES:
-            raise ProtocolViolation(
-                f"{self._address} announced a handshake message of {size} bytes, which is too large"
-            )
+            text = f"{self._address} announced a handshake message of {size} bytes, which is too large"
+            raise ProtocolViolation(text)
         return await self._read_exactly(size)
 
     async def write(self, data: bytes) -> None:
@@ -148,9 +147,8 @@ class SocketPipe:
     def _broken(self, exc: OSError) -> TransportError:
         if isinstance(exc, ssl.SSLError) and not isinstance(exc, ssl.SSLEOFError | ssl.SSLZeroReturnError):
             source = f" This process uses {self._tls_source}." if self._tls_source else ""
-            return AuthenticationFailed(
-                f"TLS with {self._address} failed ({exc.reason or exc}): it {UNTRUSTED_CERTIFICATE}{source}"
-            )
+            text = f"TLS with {self._address} failed ({exc.reason or exc}): it {UNTRUSTED_CERTIFICATE}{source}"
+            return AuthenticationFailed(text)
         return TransportError(f"the connection with {self._address} broke: {exc.strerror or exc}")
 
 

@@ -159,6 +159,5 @@ def _private_key(path: str | os.PathLike[str], pem: bytes) -> PrivateKey:
         return key
     if isinstance(key, ec.EllipticCurvePrivateKey) and isinstance(key.curve, _CURVES):
         return key
-    raise ConfigError(
-        f"the key {path} must be an RSA key with {MIN_RSA_BITS} bits or more, or an EC key on P-256, P-384 or P-521"
-    )
+    text = f"the key {path} must be an RSA key with {MIN_RSA_BITS} bits or more, or an EC key on P-256, P-384 or P-521"
+    raise ConfigError(text)

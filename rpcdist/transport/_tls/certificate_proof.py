@@ -108,9 +108,8 @@ def chain_refusal(chain: Sequence[x509.Certificate], authorities: Sequence[x509.
         return f"the certificate of {subject!r} is valid only from {chain[0].not_valid_before_utc:%Y-%m-%d %H:%M} UTC"
     rules = PolicyBuilder().store(Store(list(authorities))).time(now)
     # Certificates of `openssl req -x509` do not state the purpose of their key, and OpenSSL accepts them in TLS.
-    of_authorities = ExtensionPolicy.webpki_defaults_ca().may_be_present(
-        x509.KeyUsage, Criticality.AGNOSTIC, _signs_certificates
-    )
+    defaults, may = ExtensionPolicy.webpki_defaults_ca(), Criticality.AGNOSTIC
+    of_authorities = defaults.may_be_present(x509.KeyUsage, may, _signs_certificates)
     rules = rules.extension_policies(ca_policy=of_authorities, ee_policy=ExtensionPolicy.permit_all())
     try:
         rules.build_client_verifier().verify(chain[0], list(chain[1:]))

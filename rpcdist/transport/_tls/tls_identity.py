@@ -64,9 +64,8 @@ class TlsIdentity:
             latest[0] = certificate
             return _server_configuration(certificate)
 
-        return grpc.dynamic_ssl_server_credentials(
-            _server_configuration(latest[0]), newer, require_client_authentication=True
-        )
+        first = _server_configuration(latest[0])
+        return grpc.dynamic_ssl_server_credentials(first, newer, require_client_authentication=True)
 
 
 def _server_configuration(certificate: Certificate) -> Any:

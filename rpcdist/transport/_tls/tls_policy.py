@@ -122,9 +122,8 @@ class TlsPolicy:
         if tls is not None and (text == "off") == tls:
             text = "auto" if tls else "off"
         if text not in ("auto", "always", "off"):
-            raise ConfigError(
-                f"{TLS_VARIABLE} must be 'auto', 'always' or 'off', or name certificate files, but it is {text!r}"
-            )
+            why = f"{TLS_VARIABLE} must be 'auto', 'always' or 'off', or name certificate files, but it is {text!r}"
+            raise ConfigError(why)
         if files is not None and text == "off":
             raise ConfigError(f"TLS is off, so {files} would have no effect. Remove one of the two settings")
         return cls(cast(TlsMode, text), _networks(os.environ.get(TRUSTED_NETWORKS_VARIABLE, "")), files)
