@@ -113,10 +113,6 @@ class Context:
         self._sends: dict[int, RecordedSend] = {}
         self._recvs: dict[int, tuple[RecordedRecv, Node]] = {}
 
-    def __repr__(self) -> str:
-        state = "released" if self.is_released else f"{len(self._sends)} sends, {len(self._recvs)} recvs"
-        return f"<Context {self.id} [{state}]>"
-
     # ------------------------------------------------------------ for calls (`CallContext`)
 
     def for_call(self, to: int) -> tuple[Context | _Muted | None, int]:

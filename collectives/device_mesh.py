@@ -25,6 +25,8 @@ from rpcdist.errors import ConfigError
 __all__ = ["DeviceMesh", "init_device_mesh"]
 
 Dimension = int | str
+Names = tuple[str, ...] | None
+Groups = tuple[ProcessGroup, ...]
 
 
 class DeviceMesh:
@@ -57,30 +59,25 @@ class DeviceMesh:
         ranks = torch.as_tensor(mesh, dtype=torch.int64, device="cpu").clone()
         check_device_type(device_type)
         names = checked_names(mesh_dim_names, ranks.dim())
-        self._set(device_type, ranks, names, (), ranks[None], {})
         set_up_world(device_type)
+        self._set(device_type, ranks[None], names, (), {})
         check_ranks(ranks)
         backends = {self._dimension(key): name for key, name in (backend_override or {}).items()}
         self._groups = tuple(self._make_groups(dim, backends.get(dim)) for dim in range(ranks.dim()))
 
     def _set(
-        self,
-        device_type: str,
-        ranks: torch.Tensor,
-        names: tuple[str, ...] | None,
-        groups: tuple[ProcessGroup, ...],
-        slices: torch.Tensor,
-        flattened: dict[str, DeviceMesh],
+        self, device_type: str, slices: torch.Tensor, names: Names, groups: Groups, flattened: dict[str, DeviceMesh]
     ) -> None:
-        """Sets all attributes.
+        """Sets all attributes; the mesh is the slice that contains this rank, otherwise the first slice.
 
         Args:
             slices: all parts of the whole mesh that have these dimensions, concatenated; every rank makes the groups of
                 all of them.
             flattened: the meshes that `_flatten` made from the whole mesh and its parts, by name.
         """
+        own = (slices == get_rank()).reshape(len(slices), -1).any(1).nonzero().flatten().tolist()
         self.device_type = device_type
-        self.mesh = ranks
+        self.mesh = slices[own[0] if own else 0].clone()
         self.mesh_dim_names = names
         self._groups = groups
         self._slices = slices
@@ -102,17 +99,10 @@ class DeviceMesh:
 
     @classmethod
     def _part(
-        cls,
-        device_type: str,
-        slices: torch.Tensor,
-        names: tuple[str, ...] | None,
-        groups: tuple[ProcessGroup, ...],
-        flattened: dict[str, DeviceMesh],
+        cls, device_type: str, slices: torch.Tensor, names: Names, groups: Groups, flattened: dict[str, DeviceMesh]
     ) -> DeviceMesh:
-        """Returns the slice that contains this rank, otherwise the first slice."""
         made = cls.__new__(cls)
-        own = (slices == get_rank()).flatten(1).any(1).nonzero().flatten().tolist()
-        made._set(device_type, slices[own[0] if own else 0].clone(), names, groups, slices, flattened)
+        made._set(device_type, slices, names, groups, flattened)
         return made
 
     @staticmethod
@@ -394,7 +384,7 @@ def check_device_type(device_type: str) -> None:
         )
 
 
-def checked_names(names: Sequence[str] | None, ndim: int) -> tuple[str, ...] | None:
+def checked_names(names: Sequence[str] | None, ndim: int) -> Names:
     if names is None:
         return None
     unique = tuple(names)

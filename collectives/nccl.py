@@ -115,8 +115,7 @@ class NcclBackend(GroupBackend):
         context.process.close_at_exit(self)
 
     def __repr__(self) -> str:
-        device = self._runtime.device
-        return f"<NcclBackend rank {self.context.rank} of {self.context.size} on {device}, {self._watchdog!r}>"
+        return f"<NcclBackend rank {self.context.rank} of {self.context.size} on {self._runtime.device}>"
 
     # ------------------------------------------------------------ making
 

@@ -279,10 +279,9 @@ def _file_handler(url: str, timeout: Timeout | None = None, **_: object) -> Iter
 
 
 def _rank_and_size(scheme: str, query: dict[str, str]) -> tuple[int, int]:
-    if "rank" not in query:
-        raise _error(scheme, "rank parameter missing")
-    if "world_size" not in query:
-        raise _error(scheme, "world size parameter missing")
+    for name in ("rank", "world_size"):
+        if name not in query:
+            raise _error(scheme, f"{name.replace('_', ' ')} parameter missing")
     rank, world_size = _number("rank", query["rank"]), _number("world_size", query["world_size"])
     _check_rank(scheme, rank, world_size)
     return rank, world_size

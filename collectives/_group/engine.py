@@ -166,10 +166,6 @@ class Engine(StateKeeper):
         self._waker = Waker()
         self.wakeup_fd = self._waker.fileno()
 
-    def __repr__(self) -> str:
-        phase = "failed" if self.state.failure is not None else "busy" if self._busy else "idle"
-        return f"<Engine of group {self.state.group!r}: {phase}, #{self.state.sequence}, {len(self._jobs)} queued>"
-
     # ------------------------------------------------------------ submitting
 
     def submit(

@@ -65,7 +65,7 @@ class EngineBackend(GroupBackend):
 
     def __repr__(self) -> str:
         medium = type(self._transport).__name__.removesuffix("Transport")
-        return f"<{type(self).__name__} rank {self.context.rank} of {self.context.size}, {medium}, {self._engine!r}>"
+        return f"<{type(self).__name__} rank {self.context.rank} of {self.context.size}, {medium}>"
 
     def submit(
         self,

@@ -195,10 +195,6 @@ class GroupState:
         self.last_ended = 0.0
         self._opened = False
 
-    def __repr__(self) -> str:
-        phase = "failed" if self.failure else "closing" if self.refusal else "open" if self._opened else "being made"
-        return f"<GroupState of {self.group!r}: rank {self.rank} of {len(self.world_ranks)}, {phase}, #{self.sequence}>"
-
     # ------------------------------------------------------------ events: they return the actions
 
     def open(self) -> GroupActions:

@@ -48,31 +48,13 @@ _WIDER: Final = {torch.float16: torch.float32, torch.bfloat16: torch.float32, to
 """Dtypes that MPI lacks. They are reduced in wider ones, which rounds once instead of once for every rank."""
 
 _TYPES: Final = {
-    torch.uint8: "UINT8_T",
-    torch.int8: "INT8_T",
-    torch.int16: "INT16_T",
-    torch.int32: "INT32_T",
-    torch.int64: "INT64_T",
-    torch.uint16: "UINT16_T",
-    torch.uint32: "UINT32_T",
-    torch.uint64: "UINT64_T",
-    torch.float32: "FLOAT",
-    torch.float64: "DOUBLE",
-    torch.complex64: "C_FLOAT_COMPLEX",
+    torch.uint8: "UINT8_T", torch.int8: "INT8_T", torch.int16: "INT16_T", torch.int32: "INT32_T",
+    torch.int64: "INT64_T", torch.uint16: "UINT16_T", torch.uint32: "UINT32_T", torch.uint64: "UINT64_T",
+    torch.float32: "FLOAT", torch.float64: "DOUBLE", torch.complex64: "C_FLOAT_COMPLEX",
     torch.complex128: "C_DOUBLE_COMPLEX",
-}
+}  # fmt: skip
 
-_OPS: Final = {
-    ReduceOp.SUM: "SUM",
-    ReduceOp.AVG: "SUM",
-    ReduceOp.PREMUL_SUM: "SUM",
-    ReduceOp.PRODUCT: "PROD",
-    ReduceOp.MIN: "MIN",
-    ReduceOp.MAX: "MAX",
-    ReduceOp.BAND: "BAND",
-    ReduceOp.BOR: "BOR",
-    ReduceOp.BXOR: "BXOR",
-}
+_OTHER_NAMES: Final = {ReduceOp.AVG: "SUM", ReduceOp.PREMUL_SUM: "SUM", ReduceOp.PRODUCT: "PROD"}
 
 
 def load_mpi() -> ModuleType:
@@ -115,7 +97,8 @@ def wire_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def mpi_op(mpi: ModuleType, op: ReduceOp, dtype: torch.dtype) -> object:
-    return getattr(mpi, _OPS[reduce_kernels.BOOL_OPS[op] if dtype is torch.bool else op])
+    used = reduce_kernels.BOOL_OPS[op] if dtype is torch.bool else op
+    return getattr(mpi, _OTHER_NAMES.get(used, used.name))
 
 
 def as_bytes(mpi: ModuleType, tensor: torch.Tensor) -> list[object]:

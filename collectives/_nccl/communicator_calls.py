@@ -23,7 +23,7 @@ import torch
 
 from rpcdist.collectives._operations import reduce_kernels
 from rpcdist.collectives._operations.dense import joined
-from rpcdist.collectives._operations.operation import Kind, Operation, ReduceOp
+from rpcdist.collectives._operations.operation import Kind, Operation, ReduceOp, by_kind
 from rpcdist.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -151,18 +151,11 @@ def _load_nccl() -> ModuleType:
 
 # These numbers are NCCL's binary interface.
 _UINT8: Final = 1
-_DATATYPES: Final = {
-    torch.int8: 0,
-    torch.uint8: _UINT8,
-    torch.int32: 2,
-    torch.uint32: 3,
-    torch.int64: 4,
-    torch.uint64: 5,
-    torch.float16: 6,
-    torch.float32: 7,
-    torch.float64: 8,
-    torch.bfloat16: 9,
-}
+_DTYPES: Final = (
+    torch.int8, torch.uint8, torch.int32, torch.uint32, torch.int64, torch.uint64, torch.float16, torch.float32,
+    torch.float64, torch.bfloat16,
+)  # fmt: skip
+_DATATYPES: Final = {dtype: number for number, dtype in enumerate(_DTYPES)}
 _SUM, _PRODUCT, _MAX, _MIN, _AVG = range(5)
 _OPS: Final = {
     ReduceOp.SUM: _SUM,
@@ -190,17 +183,17 @@ class _Form:
     op: int
     finish: Callable[[torch.Tensor, int], object] | None = None
 
-    def count(self, tensor: torch.Tensor) -> int:
-        return tensor.nbytes // self.dtype.itemsize
+    def arguments(self, tensor: torch.Tensor) -> tuple[int, int, int]:
+        """The number of elements, the data type and the operation, for calls of NCCL."""
+        return tensor.nbytes // self.dtype.itemsize, _DATATYPES[self.dtype], self.op
 
 
 def native_form(op: ReduceOp, dtype: torch.dtype, version: int) -> _Form | None:
     """Returns how NCCL of that version reduces; None if it cannot."""
     reduce_kernels.reducer(op, dtype)
     if dtype is torch.bool:
-        return _Form(
-            torch.uint8, _BOOL_OPS[reduce_kernels.BOOL_OPS[op]], _keep_last_bit if op is ReduceOp.BXOR else None
-        )
+        finish = _keep_last_bit if op is ReduceOp.BXOR else None
+        return _Form(torch.uint8, _BOOL_OPS[reduce_kernels.BOOL_OPS[op]], finish)
     numbers = reduce_kernels.REAL_OF.get(dtype, dtype) if op in reduce_kernels.SUMS else dtype
     if numbers not in _DATATYPES or op not in _OPS:
         return None
@@ -223,9 +216,7 @@ class NcclCalls:
         self._communicator = communicator
         self._rank = rank
         self._size = size
-        self._calls: dict[Kind, Callable[[Operation, int], list[torch.Tensor]]] = {
-            kind: getattr(self, f"_{kind.title}") for kind in Kind
-        }
+        self._calls: dict[Kind, Callable[[Operation, int], list[torch.Tensor]]] = by_kind(self)
 
     def enqueue(self, operation: Operation, stream: torch.cuda.Stream) -> list[torch.Tensor]:
         """Call it with `stream` as torch's current stream. Returns tensors that must live until it is done."""
@@ -260,9 +251,7 @@ class NcclCalls:
             self._communicator.allGather(source.data_ptr(), gathered.data_ptr(), source.nbytes, _UINT8, stream)
             self._combine(operation, list(gathered.chunk(self._size)), target)
             return [source, gathered]
-        self._communicator.allReduce(
-            source.data_ptr(), target.data_ptr(), form.count(source), _DATATYPES[form.dtype], form.op, stream
-        )
+        self._communicator.allReduce(source.data_ptr(), target.data_ptr(), *form.arguments(source), stream)
         self._finish(form, target)
         return [source]
 
@@ -274,10 +263,7 @@ class NcclCalls:
         if form is None:
             return self._reduce_at_root(operation, source, stream)
         target = operation.outputs[0] if self._rank == root else source  # NCCL does not write on other ranks
-        datatype = _DATATYPES[form.dtype]
-        self._communicator.reduce(
-            source.data_ptr(), target.data_ptr(), form.count(source), datatype, form.op, root, stream
-        )
+        self._communicator.reduce(source.data_ptr(), target.data_ptr(), *form.arguments(source), root, stream)
         if self._rank == root:
             self._finish(form, target)
         return [source]
@@ -301,10 +287,7 @@ class NcclCalls:
             return [*chunks, *gathered]
         whole = joined(chunks) if len({chunk.numel() for chunk in chunks}) == 1 else None
         if whole is not None:
-            datatype = _DATATYPES[form.dtype]
-            self._communicator.reduceScatter(
-                whole.data_ptr(), target.data_ptr(), form.count(target), datatype, form.op, stream
-            )
+            self._communicator.reduceScatter(whole.data_ptr(), target.data_ptr(), *form.arguments(target), stream)
         else:
             self._reduce_each(form, chunks, target, stream)
         self._finish(form, target)
@@ -312,14 +295,11 @@ class NcclCalls:
 
     def _reduce_each(self, form: _Form, chunks: list[torch.Tensor], target: torch.Tensor, stream: int) -> None:
         """Reduces chunks that are not adjacent or differ in length, by one reduction to every rank, all at once."""
-        datatype = _DATATYPES[form.dtype]
         with self._runtime.grouped():
             for root, chunk in enumerate(chunks):
                 if chunk.numel():
-                    to = target if root == self._rank else chunk
-                    self._communicator.reduce(
-                        chunk.data_ptr(), to.data_ptr(), form.count(chunk), datatype, form.op, root, stream
-                    )
+                    to = (target if root == self._rank else chunk).data_ptr()
+                    self._communicator.reduce(chunk.data_ptr(), to, *form.arguments(chunk), root, stream)
 
     def _combine(self, operation: Operation, parts: Sequence[torch.Tensor], target: torch.Tensor) -> None:
         op = operation.reduce_op
@@ -337,9 +317,8 @@ class NcclCalls:
         source, target = operation.inputs[0], operation.outputs[0]
         for begin in range(0, target.nbytes, _MOST_BROADCAST_BYTES):
             count = min(_MOST_BROADCAST_BYTES, target.nbytes - begin)
-            self._communicator.broadcast(
-                source.data_ptr() + begin, target.data_ptr() + begin, count, _UINT8, operation.root, stream
-            )
+            from_, to = source.data_ptr() + begin, target.data_ptr() + begin
+            self._communicator.broadcast(from_, to, count, _UINT8, operation.root, stream)
         return []
 
     def _all_gather(self, operation: Operation, stream: int) -> list[torch.Tensor]:

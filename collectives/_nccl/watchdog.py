@@ -147,10 +147,6 @@ class NcclWork(Work):
         if self._event is not None and not self._done:
             self._runtime.current_stream().wait_event(self._event)
 
-    def when_done(self, callback: Callable[[Work], object]) -> None:
-        """As in `Work`, on the group's watchdog thread, when the device is done."""
-        super().when_done(callback)
-
     def result(self) -> list[torch.Tensor]:
         """Returns the output tensors, for which the current stream waits."""
         self.wait()
@@ -185,10 +181,6 @@ class NcclWatchdog(StateKeeper):
         self._closing = False
         self._thread = threading.Thread(target=self._watch, name=f"rpcdist nccl {state.group}", daemon=True)
         self._thread.start()
-
-    def __repr__(self) -> str:
-        phase = "failed" if self.state.failure is not None else f"{len(self._pending)} pending"
-        return f"<NcclWatchdog of group {self.state.group!r}: {phase}, #{self.state.sequence}>"
 
     # ------------------------------------------------------------ registering (any thread)
 

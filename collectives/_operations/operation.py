@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum, IntEnum
-from typing import Final, SupportsIndex, TypeGuard, cast
+from typing import Any, Final, SupportsIndex, TypeGuard, cast
 
 import torch
 
@@ -98,6 +98,12 @@ _IN_PLACE: Final = frozenset((Kind.ALL_REDUCE, Kind.REDUCE, Kind.BROADCAST))
 _TITLES: Final = {kind: kind.name.lower() for kind in Kind}
 _FINGERPRINT: Final = struct.Struct("<QQqBBBx")
 FINGERPRINT_BYTES: Final = _FINGERPRINT.size
+
+
+def by_kind(owner: object, prefix: str = "_") -> dict[Kind, Any]:
+    """Returns the methods of an object that are named after the kinds."""
+    return {kind: getattr(owner, f"{prefix}{kind.title}") for kind in Kind}
+
 
 dtype_code: Final[Callable[[torch.dtype], int]] = _CODES.__getitem__
 """Returns the number of a dtype in messages. Raises KeyError for a dtype that groups do not carry."""

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 
 from rpcdist.collectives._operations import reduce_kernels
-from rpcdist.collectives._operations.operation import Kind, Operation, ReduceOp
+from rpcdist.collectives._operations.operation import Kind, Operation, ReduceOp, by_kind
 from rpcdist.collectives._transports.transport_base import (
     Control,
     PartControl,
@@ -88,9 +88,7 @@ class HierarchicalTransport(Transport):
         self._local = _Part(local, hosts[self._host])
         self._between = None if between is None else _Part(between, leaders_of(hosts))
         self._everyone = _Part(everyone, tuple(range(self.size)))
-        self._runners: dict[Kind, Callable[[Operation, Control], None]] = {
-            kind: getattr(self, f"_{kind.title}") for kind in Kind
-        }
+        self._runners: dict[Kind, Callable[[Operation, Control], None]] = by_kind(self)
 
     def run(self, operation: Operation, control: Control) -> None:
         self._runners[operation.kind](operation, control)

@@ -44,4 +44,3 @@ def test_a_piece_of_a_whole_tensor_is_that_tensor() -> None:
     tensor = torch.arange(4)
     assert Piece(0, 0, 4, 7).of(tensor) is tensor
     assert Piece(0, 1, 3, 0).of(tensor).tolist() == [1, 2]
-    assert repr(Piece(2, 1, 3, 5)) == "2[1:3]@5"

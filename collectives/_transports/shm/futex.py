@@ -28,16 +28,8 @@ def _load() -> ctypes._NamedFuncPointer | None:
         call = ctypes.CDLL(None, use_errno=True).syscall
     except (OSError, AttributeError, TypeError):
         return None
-    call.restype = ctypes.c_long
-    call.argtypes = (
-        ctypes.c_long,
-        ctypes.c_void_p,
-        ctypes.c_long,
-        ctypes.c_ulong,
-        ctypes.c_void_p,
-        ctypes.c_void_p,
-        ctypes.c_long,
-    )
+    number, pointer = ctypes.c_long, ctypes.c_void_p
+    call.restype, call.argtypes = number, (number, pointer, number, ctypes.c_ulong, pointer, pointer, number)
     return call
 
 

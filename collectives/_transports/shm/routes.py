@@ -236,9 +236,6 @@ class Piece:
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if self.stop - self.start == tensor.numel() else tensor[self.start : self.stop]
 
-    def __repr__(self) -> str:
-        return f"{self.tensor}[{self.start}:{self.stop}]@{self.offset}"
-
 
 @lru_cache(maxsize=256)
 def cut(counts: tuple[int, ...], limit: int) -> tuple[tuple[Piece, ...], ...]:

@@ -154,9 +154,8 @@ def barrier(rank: int, size: int) -> Plan:
     rounds = []
     distance = 1
     while distance < size:
-        rounds.append(
-            Round((SendStep((rank + distance) % size, NOTHING),), (ReceiveStep((rank - distance) % size, NOTHING),))
-        )
+        ahead, behind = (rank + distance) % size, (rank - distance) % size
+        rounds.append(Round((SendStep(ahead, NOTHING),), (ReceiveStep(behind, NOTHING),)))
         distance *= 2
     return tuple(rounds)
 
@@ -314,25 +313,19 @@ def _reduce_parts(rank: int, size: int, parts: Sequence[Region]) -> Plan:
     rounds = []
     for step in range(size - 1):
         leaving, coming = parts[(rank - 1 - step) % size], parts[(rank - 2 - step) % size]
-        rounds.append(
-            Round(
-                (SendStep((rank + 1) % size, leaving),),
-                (ReceiveStep((rank - 1) % size, coming, operand=coming),),
-                coming if step == size - 2 else None,
-            )
-        )
+        receive = ReceiveStep((rank - 1) % size, coming, operand=coming)
+        final = coming if step == size - 2 else None
+        rounds.append(Round((SendStep((rank + 1) % size, leaving),), (receive,), final))
     return tuple(rounds)
 
 
 def _gather_parts(rank: int, size: int, parts: Sequence[Region]) -> Plan:
     """Gives all ranks all parts; at the start each rank has part `rank`."""
-    return tuple(
-        Round(
-            (SendStep((rank + 1) % size, parts[(rank - step) % size]),),
-            (ReceiveStep((rank - 1) % size, parts[(rank - 1 - step) % size]),),
-        )
-        for step in range(size - 1)
-    )
+    rounds = []
+    for step in range(size - 1):
+        leaving, coming = parts[(rank - step) % size], parts[(rank - 1 - step) % size]
+        rounds.append(Round((SendStep((rank + 1) % size, leaving),), (ReceiveStep((rank - 1) % size, coming),)))
+    return tuple(rounds)
 
 
 def ring_all_gather(rank: int, size: int, counts: Sequence[int]) -> Plan:
@@ -357,13 +350,8 @@ def ring_reduce_scatter(rank: int, size: int, counts: Sequence[int]) -> Plan:
         chunk = (rank - 2 - step) % size
         last = step == size - 2
         coming = Region(size if last else size + 1 + step % 2, 0, counts[chunk])
-        rounds.append(
-            Round(
-                (SendStep((rank + 1) % size, leaving),),
-                (ReceiveStep((rank - 1) % size, coming, operand=Region(chunk, 0, counts[chunk])),),
-                coming if last else None,
-            )
-        )
+        receive = ReceiveStep((rank - 1) % size, coming, operand=Region(chunk, 0, counts[chunk]))
+        rounds.append(Round((SendStep((rank + 1) % size, leaving),), (receive,), coming if last else None))
         leaving = coming
     return tuple(rounds)
 

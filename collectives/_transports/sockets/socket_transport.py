@@ -18,7 +18,7 @@ import torch
 
 from rpcdist.collectives._operations import reduce_kernels
 from rpcdist.collectives._operations.dense import copy_bytes, memory_of
-from rpcdist.collectives._operations.operation import Kind, Operation, ReduceOp
+from rpcdist.collectives._operations.operation import Kind, Operation, ReduceOp, by_kind
 from rpcdist.collectives._operations.reduce_kernels import reducer
 from rpcdist.collectives._transports.sockets.pair_connections import HEADER_BYTES, OperationFrame, PairConnections
 from rpcdist.collectives._transports.sockets.plan_runner import PlanBuffer, PlanRunner, Scratch
@@ -91,9 +91,7 @@ class SocketTransport(Transport):
         self._spin_policy = SpinPolicy(ranks_here(rank, addresses))
         self._peer = 1 - rank if size == 2 else -1
         self._messages: dict[tuple[int, torch.dtype, int], _MessageBuffers] = {}
-        self._buffers: dict[Kind, Callable[[Operation], list[torch.Tensor]]] = {
-            kind: getattr(self, f"_for_{kind.title}") for kind in Kind
-        }
+        self._buffers: dict[Kind, Callable[[Operation], list[torch.Tensor]]] = by_kind(self, "_for_")
 
     def run(self, operation: Operation, control: Control) -> None:
         if self._is_small_exchange(operation):

@@ -107,15 +107,7 @@ class Reduction:
         finish: finishes the reduced numbers, such as by dividing them; may be None.
     """
 
-    __slots__ = (
-        "_combine",
-        "_finish",
-        "_received_first",
-        "_slices",
-        "deferred",
-        "memory",
-        "slice_bytes",
-    )  # fmt: skip
+    __slots__ = ("_combine", "_finish", "_received_first", "_slices", "deferred", "memory", "slice_bytes")
 
     def __init__(
         self,
