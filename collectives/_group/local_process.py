@@ -85,11 +85,6 @@ class LocalProcess:
             register_at_exit(self._at_exit)
             self._open_backends.add(backend)
 
-    def close_backends(self) -> None:
-        if os.getpid() == self._pid:  # after a fork the backends belong to the parent
-            for backend in list(self._open_backends):
-                backend.close(CLOSE_STEP_LIMIT_S)
-
 
 def _open_sockets(host: str) -> tuple[Node, SocketHub]:
     from rpcdist.transport import acquire_node  # loads gRPC
@@ -109,8 +104,9 @@ def _close_sockets(node: Node, hub: SocketHub) -> None:
 
 def _close_all(process: weakref.ref[LocalProcess]) -> None:
     living = process()
-    if living is not None:
-        living.close_backends()
+    if living is not None and os.getpid() == living._pid:  # after a fork the backends belong to the parent
+        for backend in list(living._open_backends):
+            backend.close(CLOSE_STEP_LIMIT_S)
 
 
 def bind_host(store: Store) -> str:

@@ -42,7 +42,7 @@ from rpcdist.collectives._group.state import (
 from rpcdist.errors import ProtocolViolation, RankLost, RpcdistError
 from rpcdist.time_limits import ANSWER_LIMIT_S, CLOSE_STEP_LIMIT_S, GROUP_ANSWER_LIMIT_S, GROUP_SILENCE_LIMIT_S
 from rpcdist.transport import Node
-from rpcdist.transport._channels.stream_sockets import receive_some, send_all
+from rpcdist.transport._channels.stream_sockets import break_when_silent, keep_alive, receive_some, send_all
 from rpcdist.transport._tls.tls_socket import StreamSocket
 
 MAX_MESSAGE_BYTES: Final = 64 * 1024
@@ -156,15 +156,8 @@ def _notice_silence(sock: StreamSocket) -> None:
     """Makes the kernel end a connection whose peer is cut off."""
     if sock.family not in (socket.AF_INET, socket.AF_INET6):
         return
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (
-        ("TCP_KEEPIDLE", GROUP_SILENCE_LIMIT_S // 4),
-        ("TCP_KEEPINTVL", GROUP_SILENCE_LIMIT_S // 4),
-        ("TCP_KEEPCNT", 3),
-        ("TCP_USER_TIMEOUT", GROUP_SILENCE_LIMIT_S * 1000),
-    ):
-        if hasattr(socket, name):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    keep_alive(sock, GROUP_SILENCE_LIMIT_S // 4, GROUP_SILENCE_LIMIT_S // 4)
+    break_when_silent(sock, GROUP_SILENCE_LIMIT_S)
 
 
 logger = logging.getLogger(__name__)

@@ -11,11 +11,6 @@ LEAST_OWED_BYTES: Final = 1 << 20
 """Small messages may wait for a peer up to twice that, however low its limit is."""
 
 
-def memory_of_machine_bytes() -> int:
-    """The size of this machine's memory: no peer can send more than that at once."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
 class AnnouncedBytes:
     """The count for one peer, on all its sessions together. Any thread may use it.
 
@@ -26,7 +21,8 @@ class AnnouncedBytes:
 
     def __init__(self, limit_bytes: int | None = None, refusal: str = "") -> None:
         self._refusal = refusal
-        self._limit_bytes = memory_of_machine_bytes() if limit_bytes is None else limit_bytes
+        memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # no peer can send more at once
+        self._limit_bytes = memory_bytes if limit_bytes is None else limit_bytes
         self._num_bytes = 0
         self._num_mapped = 0
         self._num_owed = self._num_small = 0  # parts of `_num_bytes`; see `owe`

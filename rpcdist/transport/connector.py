@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import grpc.aio
 
@@ -51,6 +51,8 @@ from rpcdist.transport.striping import PAYLOAD_TAKER, payload_purpose
 from rpcdist.transport.unix_sockets import local_name
 
 logger = logging.getLogger(__name__)
+
+_NO_ANSWER: Final = "no process answered. Check that the process runs, and that a firewall does not block the port"
 
 
 class _Wanted(NamedTuple):
@@ -137,9 +139,7 @@ class Connector:
             except TimeoutError as exc:
                 # The deadline may leave the last attempt no time; the attempt before it is then the one that says why.
                 if not reason or time.monotonic() - began >= LONGEST_PAUSE_S:
-                    reason = (
-                        "no process answered. Check that the process runs, and that a firewall does not block the port"
-                    )
+                    reason = _NO_ANSWER
                 raise ConnectFailed(address, own_shortage() or reason, timeout_s) from exc
             except AuthenticationFailed:
                 raise

@@ -96,16 +96,9 @@ class ClientHandshake(HandshakeSide):
             raise ConfigError(f"a purpose is printable text of up to {MAX_PURPOSE_BYTES} bytes, not {purpose[:80]!r}")
         self._expected = expected
         self._stream_port = 0
-        self._hello = pb.Hello(
-            version=PROTOCOL_VERSION,
-            nonce=secrets.token_bytes(NONCE_BYTES),
-            job=job,
-            role=role,
-            identity=identity_to_proto(self._identity),
-            purpose=purpose,
-            channel=channel,
-            package=self._package,
-        )
+        nonce, me = secrets.token_bytes(NONCE_BYTES), identity_to_proto(self._identity)
+        self._hello = pb.Hello(version=PROTOCOL_VERSION, nonce=nonce, job=job, role=role, identity=me, purpose=purpose)
+        self._hello.channel, self._hello.package = channel, self._package
 
     @property
     def other_way(self) -> tuple[Identity, int] | None:
@@ -264,13 +257,9 @@ class ServerHandshake(HandshakeSide):
         self._record(self._nonce, self._stream_port, peer, self._identity)
         self._peer = peer
         self._state = "challenge sent"
-        challenge = pb.Challenge(
-            nonce=self._nonce,
-            proof=self._proof(b"server"),
-            identity=identity_to_proto(self._identity),
-            stream_port=self._stream_port,
-            certificate=self._shown_certificate(b"server", self._seen_channel()),
-        )
+        me, shown = identity_to_proto(self._identity), self._shown_certificate(b"server", self._seen_channel())
+        challenge = pb.Challenge(nonce=self._nonce, proof=self._proof(b"server"), identity=me, certificate=shown)
+        challenge.stream_port = self._stream_port
         return pb.Handshake(challenge=challenge)
 
     def _receive_proof(self, proof: pb.Proof) -> pb.Handshake:

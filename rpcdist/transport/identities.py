@@ -41,11 +41,8 @@ def identity_from_proto(message: pb.Identity) -> Identity:
 
 def identity_fields(identity: Identity) -> tuple[bytes, bytes, bytes]:
     """The form of an identity in the transcript of a handshake."""
-    return (
-        identity.name.encode(),
-        identity.id.to_bytes(8, "big", signed=True),
-        identity.incarnation.to_bytes(8, "big"),
-    )
+    id, incarnation = identity.id.to_bytes(8, "big", signed=True), identity.incarnation.to_bytes(8, "big")
+    return identity.name.encode(), id, incarnation
 
 
 def matches(expected: Identity | None, peer: Identity) -> bool:

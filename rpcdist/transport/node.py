@@ -16,7 +16,7 @@ from typing import TypeVar
 from google.protobuf.descriptor import ServiceDescriptor
 
 from rpcdist.at_exit import register_at_exit, unregister_at_exit
-from rpcdist.errors import ConfigError
+from rpcdist.errors import ConfigError, on_error
 from rpcdist.ids import Identity, new_incarnation
 from rpcdist.inspection import Strangers
 from rpcdist.own_shortage import names_shortage, raise_descriptor_limit
@@ -38,10 +38,6 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
-def _job_of_environment() -> str:
-    return os.environ.get("RPCDIST_JOB") or "default"
-
-
 @dataclass(frozen=True, slots=True)
 class NodeOptions:
     """Settings of the transport, fixed when a node is made.
@@ -57,7 +53,7 @@ class NodeOptions:
     """
 
     token: str | None = field(default=None, repr=False)  # reprs reach logs
-    job: str = field(default_factory=_job_of_environment)
+    job: str = field(default_factory=lambda: os.environ.get("RPCDIST_JOB") or "default")
     peer_timeout_s: float = PEER_TIMEOUT_S
     tls: bool | TlsOptions | None = None
     ports: str | None = None
@@ -82,12 +78,8 @@ class Node:
         raise_descriptor_limit()
         me = Identity(f"pid-{os.getpid()}.{socket.gethostname()}"[:120], -1, new_incarnation())
         self.options = options
-        token, source, policy = (
-            options.token,
-            describe_token_source(options.token),
-            TlsPolicy.of_environment(options.tls),
-        )
-        self.credentials = Credentials(job_token(token), options.job, me, source, policy)
+        token, source = job_token(options.token), describe_token_source(options.token)
+        self.credentials = Credentials(token, options.job, me, source, TlsPolicy.of_environment(options.tls))
         self.io = IoLoop()
         self._addresses: dict[str, int] = {}  # the number of users of each address
         self._roles = Roles(self.io)
@@ -104,10 +96,6 @@ class Node:
         self._num_shares = 0
         self._shares_lock = threading.Lock()
         self._serving_lock = threading.Lock()  # held by `serve` and `stop_serving`, which wait for the loop
-
-    def __repr__(self) -> str:
-        counts = f"{len(self.links)} links out, {len(self.sessions)} sessions in"
-        return f"<Node {self.identity.name} at {self.address} [{counts}]>"
 
     @property
     def address(self) -> str | None:
@@ -280,11 +268,8 @@ def acquire_node(options: NodeOptions | None = None) -> Node:
                 node = Node(options or NodeOptions()).start_loop()
             _shared = weakref.ref(node)
         elif options is not None:
-            try:
+            with on_error(node.release):
                 _check_same(node, options)
-            except ConfigError:
-                node.release()
-                raise
         return node
 
 

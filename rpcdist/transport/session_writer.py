@@ -44,11 +44,6 @@ FLUSH_FRAMES: Final = 32  # at this length of the queue a sending thread writes,
 MAX_PUTS: Final = 3  # limit on envelopes that a thread writes itself: a message and the first chunks of its buffers
 
 
-def can_linger(message: WireMessage) -> bool:
-    """Whether it may wait for the next message: it is a `remote()`, whose caller will probably ask for the value."""
-    return message.__class__ is CallMessage and message.result is not None
-
-
 def is_urgent(message: WireMessage) -> bool:
     """Whether the message deserves its own write, so that the peer can begin at once."""
     if not isinstance(message, rpc_pb2.Message):
@@ -106,11 +101,12 @@ class SessionWriter:
         # So in any order, this thread or the task sees the message.
         if self._flushing == get_ident():
             return
+        is_remote = message.__class__ is CallMessage and message.result is not None
         if self._awake:
             if self._outgoing.num_frames >= FLUSH_FRAMES:  # otherwise the peer would wait for the loop
                 self.flush()
-        elif not transfer and can_linger(message) and self._outgoing.num_frames < FLUSH_FRAMES:
-            self._linger()  # the next message or a tick writes it
+        elif not transfer and is_remote and self._outgoing.num_frames < FLUSH_FRAMES:
+            self._linger()  # the next message or a tick writes it: the caller will probably ask for the value
         else:
             self._shield.run(self._write_or_wake if is_urgent(message) and self._is_idle() else self._wake_task)
 

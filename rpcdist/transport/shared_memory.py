@@ -17,14 +17,17 @@ import os
 import socket
 import struct
 import time
+from functools import partial
 from typing import Final
 
 from rpcdist.at_exit import AtEnd
+from rpcdist.errors import on_error
 from rpcdist.time_limits import MIN_WAIT_S
 from rpcdist.transport.memory_copies import declare
 
 _OFFER: Final = struct.Struct("<8sQ")
 _MAGIC: Final = b"rpcdshm1"
+_NEEDED_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _F_SEAL_FUTURE_WRITE: Final = 0x10  # in Python's fcntl from 3.13 on
 _MAX_DESCRIPTORS: Final = 4  # more than one is refused, but must be received to be closed
 
@@ -85,7 +88,7 @@ class Segment:
         """
         try:
             actual_bytes = os.fstat(descriptor).st_size
-            sealed = _is_sealed(descriptor)
+            sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _NEEDED_SEALS == _NEEDED_SEALS
         except OSError as exc:
             os.close(descriptor)
             raise SegmentError(f"the received descriptor is not shared memory: {exc.strerror}") from exc
@@ -186,19 +189,15 @@ def accept(sock: socket.socket, timeout_s: float) -> Segment:
 def _receive(sock: socket.socket, limit: float) -> tuple[bytes, list[int]]:
     message = b""
     descriptors: list[int] = []
-    try:
+    with on_error(partial(_close_all, descriptors)):
         while len(message) < _OFFER.size:
             sock.settimeout(max(MIN_WAIT_S, limit - time.monotonic()))
-            data, more, _, _ = socket.recv_fds(
-                sock, _OFFER.size - len(message), _MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
-            )
+            wanted = _OFFER.size - len(message)
+            data, more, _, _ = socket.recv_fds(sock, wanted, _MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
             descriptors += more
             if not data:
                 break
             message += data
-    except OSError:
-        _close_all(descriptors)
-        raise
     return message, descriptors
 
 
@@ -208,13 +207,7 @@ def _close_all(descriptors: list[int]) -> None:
 
 
 def _seal(descriptor: int, further: int = 0) -> None:
-    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL | further
-    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
-
-
-def _is_sealed(descriptor: int) -> bool:
-    needed = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-    return fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & needed == needed
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _NEEDED_SEALS | fcntl.F_SEAL_SEAL | further)
 
 
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14; older kernels refuse it, and provide pages when they are touched

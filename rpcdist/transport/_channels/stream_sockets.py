@@ -30,11 +30,6 @@ from rpcdist.waiters import wake
 logger = logging.getLogger(__name__)
 
 _BACKLOG: Final = 512
-_KEEP_ALIVE: Final = (
-    (socket.TCP_KEEPIDLE, KEEP_ALIVE_S),
-    (socket.TCP_KEEPINTVL, KEEP_ALIVE_S // 3),
-    (socket.TCP_KEEPCNT, 3),
-)
 
 
 def listen_tcp(host: str, port: int = 0) -> socket.socket:
@@ -172,8 +167,13 @@ def tune(connection: socket.socket) -> None:
     if connection.family not in (socket.AF_INET, socket.AF_INET6):
         return
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    keep_alive(connection, KEEP_ALIVE_S, KEEP_ALIVE_S // 3)
+
+
+def keep_alive(connection: socket.socket | TlsSocket, idle_s: int, interval_s: int) -> None:
+    """Makes the kernel probe a silent peer, and break the connection after three probes without an answer."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in _KEEP_ALIVE:
+    for option, value in ((socket.TCP_KEEPIDLE, idle_s), (socket.TCP_KEEPINTVL, interval_s), (socket.TCP_KEEPCNT, 3)):
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 

@@ -101,11 +101,9 @@ class UnaryServices(grpc.GenericRpcHandler):
                 if num_bytes > CALL_BYTES:
                     self._count(peer, num_bytes - CALL_BYTES, context)
                 return data, undo
-            except Overloaded as exc:
+            except RpcdistError as exc:
                 if undo is not None:
                     undo()
-                await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(exc))
-            except RpcdistError as exc:
                 await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(exc))
             except Exception as exc:
                 logger.exception("the handler of %s failed", path)

@@ -114,16 +114,11 @@ class CertificateFiles:
                 f"the certificate {options.certificate} does not have the DNS name {options.server_name}, which all "
                 "certificates of a job need in addition; TlsOptions(server_name=...) sets another name"
             )
-        certificate = Certificate(
-            # Not the files themselves: OpenSSL does not accept the comments that they may have, nor a second
-            # certificate in the file of the key.
-            key=key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()),
-            chain=_pem(chain),
-            authority=_pem(authorities),
-            fingerprint=fingerprint(chain[0].public_bytes(Encoding.DER)),
-            renew_at=chain[0].not_valid_after_utc,
-            server_name=options.server_name,
-        )
+        # Not the files themselves: OpenSSL does not accept the comments that they may have, nor a second certificate in
+        # the file of the key.
+        pem_key = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+        shown, renew_at = fingerprint(chain[0].public_bytes(Encoding.DER)), chain[0].not_valid_after_utc
+        certificate = Certificate(pem_key, _pem(chain), _pem(authorities), shown, renew_at, options.server_name)
         return certificate, CertificateProver(chain, key, authorities, self._job)
 
 

@@ -33,13 +33,9 @@ _SCHEME: Final = "rpcdist"
 _MAX_CERTIFICATES: Final = 8
 _PSS: Final = padding.PSS(padding.MGF1(hashes.SHA256()), padding.PSS.DIGEST_LENGTH)
 MALFORMED: Final = (
-    ValueError,
-    TypeError,
-    UnsupportedAlgorithm,
-    x509.InvalidVersion,
-    x509.DuplicateExtension,
+    ValueError, TypeError, UnsupportedAlgorithm, x509.InvalidVersion, x509.DuplicateExtension,
     x509.UnsupportedGeneralNameType,
-)
+)  # fmt: skip
 """The errors of `cryptography` for certificates that it cannot parse, when they are examined."""
 
 
