@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -129,5 +130,5 @@ def _copied(gradient: torch.Tensor) -> torch.Tensor:
         return gradient.clone(memory_format=torch.contiguous_format)
     indices = gradient._indices().clone(memory_format=torch.contiguous_format)
     values = gradient._values().clone(memory_format=torch.contiguous_format)
-    options = {"device": values.device, "check_invariants": False, "is_coalesced": gradient.is_coalesced()}
-    return torch.sparse_coo_tensor(indices, values, gradient.shape, **options)
+    checks: dict[str, Any] = {"check_invariants": False, "is_coalesced": gradient.is_coalesced()}
+    return torch.sparse_coo_tensor(indices, values, gradient.shape, device=values.device, **checks)

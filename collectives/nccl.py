@@ -175,7 +175,19 @@ class NcclBackend(GroupBackend):
             work = self._register(operation, timeout_s, keep, result)
             if self._check:
                 self._compare(operation, work)
-            self._enqueue(work, asynchronous, lambda stream: self._calls.enqueue(operation, stream), finish)
+            stream = self._stream(asynchronous)
+            try:
+                with self._runtime.on(stream):
+                    kept = self._calls.enqueue(operation, stream)
+                    if finish is not None:
+                        finish()
+                work.enqueued(stream, kept)
+            except self._runtime.errors as exc:
+                raise self._broken(exc).error(work.title) from exc
+            except ValueError as exc:  # an invalid reduction, on all ranks
+                error = ConfigError(f"{work.title}: {exc}")
+                self._watchdog.forget(work, error)
+                raise error from exc
         if not asynchronous:
             self._settle(work, operation.kind is Kind.BARRIER)
         return work
@@ -185,9 +197,9 @@ class NcclBackend(GroupBackend):
     ) -> NcclWork:
         def make(number: int) -> NcclWork:
             dtype = str(operation.dtype or "").removeprefix("torch.")
-            sizes = [[tensor.numel() for tensor in each] for each in (operation.inputs, operation.outputs)]
+            reads, writes = ([tensor.numel() for tensor in each] for each in (operation.inputs, operation.outputs))
             detail = operation.reduce_op.name if operation.reduce_op is not None else ""
-            record = Record(self.context.name, number, operation.kind.title, dtype, *sizes, detail)
+            record = Record(self.context.name, number, operation.kind.title, dtype, reads, writes, detail)
             record.mark_started()
             title = f"{describe_fingerprint(operation.fingerprint(number))} of group {self.context.name!r}"
             blocking = self._blocking_wait or operation.kind is Kind.BARRIER
@@ -195,27 +207,6 @@ class NcclBackend(GroupBackend):
             return NcclWork(title, number, self._runtime, deadline, keep, record, blocking=blocking, result=result)
 
         return self._watchdog.register(make, collective=True)
-
-    def _enqueue(
-        self,
-        work: NcclWork,
-        asynchronous: bool,
-        call: Callable[[torch.cuda.Stream], list[torch.Tensor]],
-        finish: Callable[[], None] | None,
-    ) -> None:
-        stream = self._stream(asynchronous)
-        try:
-            with self._runtime.on(stream):
-                keep = call(stream)
-                if finish is not None:
-                    finish()
-            work.enqueued(stream, keep)
-        except self._runtime.errors as exc:
-            raise self._broken(exc).error(work.title) from exc
-        except ValueError as exc:  # an invalid reduction, on all ranks
-            error = ConfigError(f"{work.title}: {exc}")
-            self._watchdog.forget(work, error)
-            raise error from exc
 
     def _compare(self, operation: Operation, work: NcclWork) -> None:
         """Runs the slow check of `NcclOptions.check`: publishes this rank's operation and reads those of all ranks."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -186,7 +187,7 @@ def all_reduce_sparse(
         with torch.no_grad():
             indices = gather(mine.indices().t(), counts, run)
             values = gather(mine.values(), counts, run)
-            options = {"device": values.device, "check_invariants": False}
+            options: dict[str, Any] = {"device": values.device, "check_invariants": False}
             tensor.copy_(torch.sparse_coo_tensor(indices.t(), values, tensor.shape, **options).coalesce())
 
     if run_part is not None:

@@ -176,13 +176,21 @@ class Engine(StateKeeper):
         finish: Callable[[], None] | None,
         result: list[torch.Tensor] | None,
     ) -> Work:
+        state = self.state
         with self._lock:
             here = not (asynchronous or self._busy or self._jobs)
             if not (here or self._has_worker()):
                 while self._busy:
                     self._changed.wait(IDLE_RECHECK_S)
                 here = True
-            job = self._make_job(operation, timeout_s, finish, result)
+            fork.check_not_forked()
+            if state.refusal is not None:
+                raise state.refusal.error(f"{operation.kind.title} #{state.sequence + 1} of group {state.group!r}")
+            state.sequence = sequence = state.sequence + 1
+            record = record_of(state.group, sequence, operation)
+            self._recorder.note(record)  # looked up each time: metrics may have been enabled meanwhile
+            deadline = Deadline.after(self._timeout_s if timeout_s is None else timeout_s)
+            job = Job(self, operation, sequence, deadline, finish, record, result)
             if here:
                 self._busy = True
             else:
@@ -196,23 +204,6 @@ class Engine(StateKeeper):
         if not asynchronous:
             job.work.wait()
         return job.work
-
-    def _make_job(
-        self,
-        operation: Operation,
-        timeout_s: float | None,
-        finish: Callable[[], None] | None,
-        result: list[torch.Tensor] | None,
-    ) -> Job:
-        fork.check_not_forked()
-        state = self.state
-        if state.refusal is not None:
-            raise state.refusal.error(f"{operation.kind.title} #{state.sequence + 1} of group {state.group!r}")
-        state.sequence = sequence = state.sequence + 1
-        record = record_of(state.group, sequence, operation)
-        self._recorder.note(record)  # looked up each time: metrics may have been enabled meanwhile
-        deadline = Deadline.after(self._timeout_s if timeout_s is None else timeout_s)
-        return Job(self, operation, sequence, deadline, finish, record, result)
 
     def _has_worker(self) -> bool:
         """Whether a thread runs the operations that the caller does not; the system may be unable to start one."""

@@ -6,7 +6,7 @@ import os
 import threading
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from rpcdist._launch.placement import launcher_variable
 from rpcdist.at_exit import register_at_exit, unregister_at_exit
@@ -19,12 +19,6 @@ if TYPE_CHECKING:
     from rpcdist.transport import Node
     from rpcdist.transport.credentials import Credentials
     from rpcdist.transport.sockets import SocketHub
-
-
-class Closable(Protocol):
-    """A backend that is closed when the process ends."""
-
-    def close(self, timeout_s: float) -> None: ...
 
 
 class LocalProcess:
@@ -45,7 +39,7 @@ class LocalProcess:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._num_shares = 0  # of the sockets
-        self._open_backends: weakref.WeakSet[Closable] = weakref.WeakSet()
+        self._open_backends: weakref.WeakSet[Any] = weakref.WeakSet()
         self._at_exit = partial(_close_all, weakref.ref(self))
 
     def acquire_sockets(self, host: str) -> None:
@@ -74,7 +68,7 @@ class LocalProcess:
         finally:
             node.release()
 
-    def close_at_exit(self, backend: Closable) -> None:
+    def close_at_exit(self, backend: Any) -> None:
         """Closes a backend that is still open at exit, so that its peers see a rank that left, not one that died.
 
         Call it after the backend has begun to use the transport: exit handlers run in reverse order, and closing the

@@ -126,12 +126,8 @@ _COMBINE: Final[dict[ReduceOp, Combine]] = {
     ReduceOp.BXOR: torch.bitwise_xor,
 }
 BOOL_OPS: Final = {
-    ReduceOp.SUM: ReduceOp.BOR,
-    ReduceOp.MAX: ReduceOp.BOR,
-    ReduceOp.BOR: ReduceOp.BOR,
-    ReduceOp.PRODUCT: ReduceOp.BAND,
-    ReduceOp.MIN: ReduceOp.BAND,
-    ReduceOp.BAND: ReduceOp.BAND,
+    **dict.fromkeys((ReduceOp.SUM, ReduceOp.MAX, ReduceOp.BOR), ReduceOp.BOR),
+    **dict.fromkeys((ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.BAND), ReduceOp.BAND),
     ReduceOp.BXOR: ReduceOp.BXOR,
 }
 """The operation on bytes of 0 or 1 that reduces bools."""

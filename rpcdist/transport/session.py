@@ -428,11 +428,16 @@ class Session:
         Args:
             on_sent: called with this session and the number of the transfer when the message is in the queue.
         """
-        write = partial(self._writer.write_after, lambda: on_sent(self, self.send(message, buffers)))
+        write = partial(self._writer.write_after, partial(self._send_request, message, buffers, on_sent))
         if self._direct is not None:
             return self._direct.read_while_waiting(is_waiting, timeout_s, None, write)
         write()
         return False
+
+    def _send_request(
+        self, message: WireMessage, buffers: Sequence[LargeBuffer], on_sent: Callable[[Session, int], object]
+    ) -> None:
+        on_sent(self, self.send(message, buffers))
 
     def read_along_with(self, other: object) -> None:
         """Makes this thread also read this session while it reads the other one; see `SocketReader.read_along`."""

@@ -137,12 +137,11 @@ class ShmTransport(Transport):
         publishes = path.publishes
         if reduces and self._stages_own(operation):
             publishes = (*publishes, (self.rank, self._own_offset(path)))
-        sources = [(tensor.data_ptr(), tensor.nbytes) for tensor in operation.inputs]
         targets = [(tensor.data_ptr(), tensor.nbytes) for tensor in operation.outputs]
-        step, steps = 0, num_steps((sources or targets)[0][1], path.slice_bytes)
+        step, steps = 0, num_steps((operation.inputs or operation.outputs)[0].nbytes, path.slice_bytes)
         while step < steps:
             half = self._signals.begin_step()
-            self._publish(operation, publishes, step, path.slice_bytes, sources, half)
+            self._publish(operation, publishes, step, path.slice_bytes, half)
             if uneven and step == 0:
                 self._signals.publish_sizes(half, operation)
             self._signals.synchronise(control)
@@ -154,31 +153,24 @@ class ShmTransport(Transport):
                 self._take(path, step, targets, self._buffers.address[half])
             step += 1
         if path.own is not None and not reduces:
-            (source, num_bytes), (target, _) = sources[path.own[0]], targets[path.own[1]]
-            if source != target:
-                copy_bytes(target, source, num_bytes)
+            source, (target, _) = operation.inputs[path.own[0]], targets[path.own[1]]
+            if source.data_ptr() != target:
+                copy_bytes(target, source.data_ptr(), source.nbytes)
 
     def _publish(
-        self,
-        operation: Operation,
-        publishes: tuple[tuple[int, int], ...],
-        step: int,
-        slice_bytes: int,
-        sources: list[tuple[int, int]],
-        half: int,
+        self, operation: Operation, publishes: tuple[tuple[int, int], ...], step: int, slice_bytes: int, half: int
     ) -> None:
         buffer = self._buffers.address[half][self.rank]
         for source, offset in publishes:
-            address, num_bytes = sources[source]
-            start, stop = span(step, slice_bytes, num_bytes)
+            tensor = operation.inputs[source]
+            start, stop = span(step, slice_bytes, tensor.nbytes)
             if start == stop:
                 continue
             if operation.reduce_op is _PREMUL_SUM:
-                tensor = operation.inputs[source]
                 own = tensor.view(-1)[start // tensor.itemsize : stop // tensor.itemsize]
                 self._publish_product(operation, own, half, offset)
             else:
-                copy_bytes(buffer + offset, address + start, stop - start)
+                copy_bytes(buffer + offset, tensor.data_ptr() + start, stop - start)
 
     def _take(self, path: Route, step: int, targets: list[tuple[int, int]], buffers: list[int]) -> None:
         for peer, offset, target in path.takes:
