@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from inside_agents import current_agent
 from table_walk import grown, tables
 
 from rpcdist import rpc
-from rpcdist.rpc._current import current_agent
 
 BOUNDED = (
     ".dispatcher._answers._logged",  # one entry for each account

@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 import torch
+from inside_groups import World, use_world
 from torch import nn
 
 from rpcdist import collectives
 from rpcdist.collectives import HashStore, PrefixStore, Store
 from rpcdist.collectives._group.elastic_rounds import MAX_PROCESSES, Candidate, ClosedRound, ElasticRecords
-from rpcdist.collectives._group.world import World, use_world
 from rpcdist.collectives.elastic_group import ElasticGroup
 from rpcdist.errors import AuthenticationFailed, CollectiveMismatch, JobEnded, RendezvousError
 from rpcdist.ids import Identity
@@ -81,17 +81,19 @@ def test_what_a_stranger_says_of_the_job_is_not_believed(key: str, signer: str) 
 
 @pytest.mark.parametrize("names", [b"stranger ", b"\xff\xfe" * 9, b"x " * 10**6], ids=["a name", "no text", "too long"])
 @pytest.mark.parametrize("is_added", [True, False])
-def test_names_that_a_stranger_puts_on_the_list_are_waited_for_by_nobody(names: bytes, is_added: bool) -> None:
+def test_names_that_a_stranger_puts_on_the_list_are_waited_for_by_nobody(
+    names: bytes, is_added: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A name without a record used to be waited for, for as long as the store waits."""
     store = HashStore()
     with elastic_group(store, num_ranks=2) as elastic:
-        register = elastic._records.register
+        register = ElasticRecords.register
 
-        def register_and_be_attacked(number: int, own: Candidate) -> None:
-            register(number, own)
+        def register_and_be_attacked(records: ElasticRecords, number: int, own: Candidate) -> None:
+            register(records, number, own)
             (store.append if is_added else store.set)("elastic/0/came", names)
 
-        elastic._records.register = register_and_be_attacked  # type: ignore[method-assign]
+        monkeypatch.setattr(ElasticRecords, "register", register_and_be_attacked)
         with pytest.raises(AuthenticationFailed, match="'elastic/0/came' of processes"):
             elastic.form(0, is_new=True)
 
@@ -183,13 +185,13 @@ def test_rounds_that_are_closed_without_a_process_end_at_the_limit(monkeypatch: 
     monkeypatch.setattr("rpcdist.collectives.elastic_group.GROUP_TIMEOUT_S", 0.2 * UNIT_S)
     store = HashStore()
     with elastic_group(store, num_ranks=2) as elastic:
-        register = elastic._records.register
+        register = ElasticRecords.register
 
-        def register_too_late(number: int, own: Candidate) -> None:
+        def register_too_late(theirs: ElasticRecords, number: int, own: Candidate) -> None:
             written_by(records(), store, f"{number}/closed", ClosedRound((SOMEBODY,), {}).to_json().encode())
-            register(number, own)
+            register(theirs, number, own)
 
-        elastic._records.register = register_too_late  # type: ignore[method-assign]
+        monkeypatch.setattr(ElasticRecords, "register", register_too_late)
         with pytest.raises(RendezvousError, match="were closed without this process"):
             elastic.form(0, is_new=True)
 

@@ -11,6 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 from full_sets import FULL
+from inside_agents import Agent, reserved_bytes
 from peer_timeouts import CALM_S, LIMIT_S, UNIT_S
 
 from rpcdist import rpc
@@ -18,7 +19,6 @@ from rpcdist._proto import rpc_pb2
 from rpcdist.deadline import NEVER
 from rpcdist.errors import Overloaded, WorkerLost
 from rpcdist.ids import Identity
-from rpcdist.rpc._agent import Agent
 from rpcdist.rpc._serving import active_calls, answers
 from rpcdist.rpc._serving.active_calls import CALL_BYTES, NUM_UNCOUNTED, ActiveCall, ActiveCalls
 from rpcdist.rpc._serving.dispatcher import MAX_FUNCTION_CHARS
@@ -73,13 +73,13 @@ def call_back(caller: str, depth: int) -> int:
 
 def account_of(agent: Agent, name: str) -> AnnouncedBytes:
     """The counts that an agent keeps for a worker that has called it."""
-    found = [session.account for session in agent.connections.taken if session.peer.name == name]
+    found: list[AnnouncedBytes] = [session.account for session in agent.connections.taken if session.peer.name == name]
     assert found, f"worker {name!r} has not called yet"
     return found[0]
 
 
 def held_by(agent: Agent, name: str) -> int:
-    return account_of(agent, name)._num_bytes
+    return reserved_bytes(account_of(agent, name))
 
 
 def flood(worker: str) -> list[rpc.Future[None]]:
@@ -144,10 +144,10 @@ def test_a_refused_call_under_the_number_of_another_one_takes_nothing_from_it(mo
     assert calls.add(first) is None
     assert "accepts" in str(calls.add(second))
     calls.remove(second)
-    assert calls.find(session, 7) is first and session.account._num_bytes == CALL_BYTES
+    assert calls.find(session, 7) is first and reserved_bytes(session.account) == CALL_BYTES
     calls.remove(first)
     calls.remove(first)
-    assert calls.find(session, 7) is None and session.account._num_bytes == 0
+    assert calls.find(session, 7) is None and reserved_bytes(session.account) == 0
 
 
 def test_the_arguments_of_calls_that_run_are_counted() -> None:
@@ -169,11 +169,11 @@ def test_a_flood_whose_caller_dies_leaves_nothing() -> None:
             eventually(lambda: len(agent.dispatcher.calls) == NUM_CALLS)
         account = account_of(agent, "a")
         eventually(lambda: agent.pool.facts().queued > NUM_CALLS - 100)  # after their entry in the table
-        assert account._num_bytes >= (NUM_CALLS - NUM_UNCOUNTED) * CALL_BYTES
+        assert reserved_bytes(account) >= (NUM_CALLS - NUM_UNCOUNTED) * CALL_BYTES
         cluster.kill("a")
         eventually(lambda: not agent.connections.taken)
         Work.is_over.set()
-        eventually(lambda: not len(agent.dispatcher.calls) and not account._num_bytes)
+        eventually(lambda: not len(agent.dispatcher.calls) and not reserved_bytes(account))
         eventually(lambda: not agent.pool.has_queue)
         assert all(isinstance(call.exception(LIMIT_S), RuntimeError) for call in calls)
 
@@ -192,7 +192,7 @@ def test_two_calls_of_one_number_end_the_session_and_count_for_nothing() -> None
         with pytest.raises(WorkerLost, match="was lost"):
             call.wait()
         Work.is_over.set()
-        eventually(lambda: not len(agent.dispatcher.calls) and not account._num_bytes)
+        eventually(lambda: not len(agent.dispatcher.calls) and not reserved_bytes(account))
 
 
 def test_calls_that_fail_do_not_fill_the_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from inside_agents import current_agent
 
 from rpcdist import collectives, rpc
 from rpcdist.errors import CallRefused, ConfigError, RpcdistError
 from rpcdist.rpc._api import named_groups
 from rpcdist.rpc._api.named_groups import _own_groups, _where_is
-from rpcdist.rpc._current import current_agent
 from rpcdist.testing import LIMIT_S, InProcessCluster, WorkerPool, eventually
 
 NUM_CALLS = 1000
@@ -53,8 +53,19 @@ def test_questions_take_no_thread_each(cluster: InProcessCluster) -> None:
         assert [each.exception(LIMIT_S) for each in asked] == [None] * NUM_CALLS
         assert not any(each.value() for each in asked)
         assert agent.pool.facts().threads < before + 40
-        eventually(lambda: not _own_groups()._questions, "no question is left")
-        assert not _own_groups()._addresses and not _own_groups()._num_made
+        eventually(lambda: not num_questions(), "no question is left")
+        assert not num_addresses()
+
+
+def num_questions() -> int:
+    """The questions that wait here for a group to be made."""
+    return len(_own_groups()._questions)
+
+
+def num_addresses() -> int:
+    """The groups of which this process knows something."""
+    groups = _own_groups()
+    return len(groups._addresses) + len(groups._num_made)
 
 
 def test_questions_end_with_the_session_of_the_member(
@@ -64,10 +75,10 @@ def test_questions_end_with_the_session_of_the_member(
     members: list[list[object]] = [["a", incarnation_of(cluster, "a")], ["evil", incarnation_of(cluster, "evil")]]
     cluster.run("evil", questions, members, NUM_CALLS)
     with cluster.use("a") as agent:
-        eventually(lambda: len(_own_groups()._questions) == NUM_CALLS, "all wait")
+        eventually(lambda: num_questions() == NUM_CALLS, "all wait")
         cluster.kill("evil")
         eventually(lambda: not agent.dispatcher.calls, "the calls of the dead member have ended")
-        eventually(lambda: not _own_groups()._questions, "nothing waits for it")
+        eventually(lambda: not num_questions(), "nothing waits for it")
 
 
 def test_the_store_of_a_group_is_told_to_its_members_alone(cluster: InProcessCluster) -> None:

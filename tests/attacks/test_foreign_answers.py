@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from chunk_envelopes import chunk_envelope
+from inside_agents import agent_of, control_outbox, peers_of
 
 from rpcdist import rpc
 from rpcdist._proto import rpc_pb2, rref_pb2, value_pb2
@@ -180,10 +181,10 @@ def test_control_messages_are_acknowledged_by_their_receiver() -> None:
     with InProcessCluster("victim", "callee", "attacker") as cluster:
         assert cluster.run("victim", rpc.rpc_sync, "callee", whoami) == "callee"
         assert cluster.run("victim", rpc.rpc_sync, "attacker", whoami) == "attacker"
-        peer = cluster._agents["victim"].router._peers[1]
-        unacknowledged = peer._control.add(rref_pb2.RRefMessage(creation_probe=rref_pb2.CreationProbe()))
+        peer = peers_of(agent_of(cluster, "victim"))[1]
+        unacknowledged = control_outbox(peer).add(rref_pb2.RRefMessage(creation_probe=rref_pb2.CreationProbe()))
         inject(cluster, [rpc_pb2.Message(ack=rpc_pb2.Ack(control_seq=1 << 40))])
-        assert list(peer._control._unacknowledged) == [unacknowledged]
+        assert control_outbox(peer).to_resend() == [unacknowledged]
         peer.acknowledged(unacknowledged.control_seq)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from inside_agents import agent_of
 from peer_timeouts import CALM_S, LIMIT_S
 
 from rpcdist import autograd, rpc
@@ -102,7 +103,7 @@ def test_a_neighbour_that_speaks_of_what_another_was_sent_ends_its_session_and_c
                 [to_b] = [id for id, send in worker.contexts.find(context)._sends.items() if send.to == SECOND]
                 rpc.rpc_sync("c", abs, (-1,))
             tell(cluster, FIRST)
-            [at_first] = [one for one in cluster._agents["a"].connections.taken if one.peer.name == "c"]
+            [at_first] = [one for one in agent_of(cluster, "a").connections.taken if one.peer.name == "c"]
             forged = PassMessage()
             forged.verdicts = {to_b: 0}
             with cluster.use("c") as agent:

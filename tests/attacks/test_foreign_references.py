@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from inside_agents import agent_of, control_outbox, handle_of, peers_of
 from peer_timeouts import CALM_S, LIMIT_S
 
 from rpcdist import rpc
@@ -63,7 +64,8 @@ def receive(rref: Any) -> None:
 
 
 def share_of(rref: Any) -> ReferenceShare:
-    return ReferenceShare(rref._handle.state.rref, rref._handle.state.id)
+    state = handle_of(rref)
+    return ReferenceShare(state.rref, state.id)
 
 
 def fetch(cluster: InProcessCluster, share: ReferenceShare, at: str = "attacker") -> Any:
@@ -103,7 +105,7 @@ def test_a_value_goes_only_to_who_holds_the_share_that_he_names(cluster: InProce
     that counts its references.
     """
     rref = create(cluster, "user")
-    share, own = share_of(rref), UniqueId(ATTACKER, new_number(0), cluster._agents["attacker"].identity.incarnation)
+    share, own = share_of(rref), UniqueId(ATTACKER, new_number(0), agent_of(cluster, "attacker").identity.incarnation)
     for fork in (share.fork, own, share.rref, UniqueId(USER, 1, share.fork.incarnation)):
         with pytest.raises(RRefError, match=REFUSED):
             use(cluster, ReferenceShare(share.rref, fork))
@@ -150,7 +152,7 @@ def test_a_share_ends_and_is_counted_by_the_word_of_its_holder_alone(cluster: In
 
 def test_only_its_creator_gives_up_a_creation(cluster: InProcessCluster) -> None:
     """After a peer had named the reference, its call was refused, although its creator was about to make it."""
-    incarnation = cluster._agents["user"].identity.incarnation
+    incarnation = agent_of(cluster, "user").identity.incarnation
     share = ReferenceShare(*(UniqueId(USER, new_number(0), incarnation) for _ in range(2)))
     say(
         cluster,
@@ -198,18 +200,18 @@ def test_a_share_that_is_there_already_ends_the_session_that_brings_it(cluster: 
         **about(share),
         parent=id_to_pb(UniqueId(ATTACKER, 1, 1)),
         owner=OWNER,
-        owner_incarnation=cluster._agents["owner"].identity.incarnation,
+        owner_incarnation=agent_of(cluster, "owner").identity.incarnation,
     )
     call = rpc_pb2.Call(id=1 << 40, function="builtins:abs", arguments=value_pb2.Value(rrefs=[fork]))
     with cluster.use("attacker") as agent:
         assert rpc.rpc_sync("user", abs, (-1,)) == 1
         session = agent.router.session_with(USER)
-        [at_user] = [one for one in cluster._agents["user"].connections.taken if one.peer.name == "attacker"]
+        [at_user] = [one for one in agent_of(cluster, "user").connections.taken if one.peer.name == "attacker"]
         assert session is not None
         session.send(rpc_pb2.Message(call=call))
         eventually(lambda: at_user.closed_reason, "the session has ended", LIMIT_S)
         assert "but this worker already has it" in str(at_user.closed_reason)
-    cluster._agents["user"].rrefs.drain()
+    agent_of(cluster, "user").rrefs.drain()
     assert tells(cluster, rref) == "secret"
     del rref
 
@@ -239,7 +241,7 @@ def test_a_share_is_announced_before_its_value_is_asked_for_also_to_a_worker_tha
     known = False
     with cluster.use("user") as agent:
         router, knows = agent.router, agent.directory.knows
-        assert router._peers.get(ATTACKER) is None
+        assert ATTACKER not in peers_of(agent)
         monkeypatch.setattr(agent.directory, "knows", lambda worker: (known or worker != ATTACKER) and knows(worker))
 
         async def nothing(worker: int) -> None:
@@ -248,13 +250,12 @@ def test_a_share_is_announced_before_its_value_is_asked_for_also_to_a_worker_tha
         monkeypatch.setattr(router, "_send_to_stranger", nothing)
         for _ in range(2):
             router.send_control(ATTACKER, request)
-        assert router._peers.get(ATTACKER) is None
+        assert ATTACKER not in peers_of(agent)
         known = True
         peer = router.peer(ATTACKER)  # as any peer that fetches it causes it to be made
-        assert [message.rref for message in peer._control._unacknowledged] == [request, request]
-        assert router._for_strangers == {}
+        assert [message.rref for message in control_outbox(peer).to_resend()] == [request, request]
         assert rpc.rpc_sync("attacker", abs, (-1,)) == 1
-        eventually(lambda: len(peer._control) == 0, "the messages have been acknowledged", LIMIT_S)
+        eventually(lambda: len(control_outbox(peer)) == 0, "the messages have been acknowledged", LIMIT_S)
 
 
 def of_a_third_worker(count: int) -> value_pb2.Value:
@@ -274,7 +275,7 @@ def test_references_that_weigh_too_little_are_refused_before_there_is_anything_o
 ) -> None:
     """A message of 255 KB with 5,000 of them took 14.5 MB, for as long as its sender liked."""
     with cluster.use("user") as agent:
-        shell, sender = agent.rrefs, cluster._agents["attacker"].identity
+        shell, sender = agent.rrefs, agent_of(cluster, "attacker").identity
         for weight in (0, 2_000_000):
             value = of_a_third_worker(5000)
             value.weight = bytes(weight)
@@ -286,7 +287,7 @@ def test_references_that_weigh_too_little_are_refused_before_there_is_anything_o
 def test_a_reference_takes_no_more_than_it_is_counted_for(cluster: InProcessCluster) -> None:
     count = FREE_BYTES // REFERENCE_BYTES
     with cluster.use("user") as agent:
-        shell, sender = agent.rrefs, cluster._agents["attacker"].identity
+        shell, sender = agent.rrefs, agent_of(cluster, "attacker").identity
         value = of_a_third_worker(count)
         gc.collect()
         tracemalloc.start()

@@ -11,10 +11,10 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as torch_distributed
+from inside_groups import GroupContext
 
 from rpcdist import rpc
 from rpcdist.collectives import HashStore, PrefixStore, TorchStoreAdapter
-from rpcdist.collectives._group.backend_contract import GroupContext
 from rpcdist.collectives._group.bootstrap import exchange_values
 from rpcdist.collectives._group.group_watch import GroupWatch
 from rpcdist.collectives._stores.store_base import SignedRecords

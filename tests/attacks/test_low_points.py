@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import socket
 from pathlib import Path
 
 import pytest
 import torch
+from inside_agents import heard_senders
 from values_helpers import encode
 
 from rpcdist import rpc
@@ -116,7 +118,7 @@ def test_what_is_kept_of_a_worker_goes_with_its_replacement() -> None:
         def incarnations() -> set[int]:
             """Of worker c, as far as b keeps something of them."""
             with cluster.use("b") as agent:
-                return {sender.incarnation for sender in agent._control._applied if sender.worker == 2}
+                return {sender.incarnation for sender in heard_senders(agent) if sender.worker == 2}
 
         for _ in range(3):
             with cluster.use("c") as agent:
@@ -180,14 +182,18 @@ def test_a_world_has_a_size_that_can_be_counted() -> None:
     assert verdict.outcome == pb.JoinReply.Outcome.ID_OUT_OF_RANGE and len(table) == 0 and table.world_size is None
 
 
-def test_a_full_disk_ends_a_log_and_not_the_job(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_ends_a_log_and_not_the_job(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The launcher ended all ranks, with the words of the system alone."""
     log = JobOutput(log_dir=tmp_path).open("a", 0)
-    assert log._file is not None
-    log._file.close()
-    log._file = open("/dev/full", "wb", buffering=0)
-    for number in range(3):
-        log.write("stdout", b"line %d\n" % number)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # of all files of this process
+    try:
+        for number in range(3):
+            log.write("stdout", b"line %d\n" % number)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     log.close()
     assert log.tail(3) == "line 0\nline 1\nline 2\n"
     assert [text.partition(":")[0] for text in caplog.messages] == [f"the log {tmp_path / 'a.0.log'} ends here"]

@@ -20,23 +20,29 @@ import grpc.aio
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding
+from inside_agents import current_agent
 from own_certificates import DAY, OwnAuthority, OwnCertificate, rsa_key
 from socket_hubs import read_exactly, write_all
-from transport_nodes import LIMIT_S, Nodes, Recorder, kind_of, open_link
+from transport_nodes import (
+    LIMIT_S,
+    Nodes,
+    Recorder,
+    kind_of,
+    open_link,
+    socket_of,
+)
 
 from rpcdist import rpc
 from rpcdist._proto import handshake_pb2 as pb
 from rpcdist.errors import AuthenticationFailed, ConfigError, ConnectFailed
 from rpcdist.ids import Identity, new_incarnation
 from rpcdist.rpc._agent import ROLE
-from rpcdist.rpc._current import current_agent
 from rpcdist.testing import WorkerPool, eventually
 from rpcdist.transport import Node, TlsOptions
-from rpcdist.transport._channels.channel import CHANNELS_VARIABLE
 from rpcdist.transport._channels.grpc_channel import connect_grpc
 from rpcdist.transport._tls.certificate_files import CertificateFiles
 from rpcdist.transport._tls.tls_identity import TlsIdentity
-from rpcdist.transport._tls.tls_policy import TLS_VARIABLE, TlsPolicy
+from rpcdist.transport._tls.tls_policy import TlsPolicy
 from rpcdist.transport.keys import SESSION_PATH
 from rpcdist.transport.sockets import SocketHub
 
@@ -46,8 +52,8 @@ CHANNELS = ["grpc", "tcp", "local"]
 
 @pytest.fixture(params=CHANNELS)
 def channel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv(CHANNELS_VARIABLE, request.param)
-    monkeypatch.setenv(TLS_VARIABLE, "always")
+    monkeypatch.setenv("RPCDIST_CHANNELS", request.param)
+    monkeypatch.setenv("RPCDIST_TLS", "always")
     return str(request.param)
 
 
@@ -114,7 +120,7 @@ def test_a_certificate_alone_is_not_enough(nodes: Nodes, worker: Any, tmp_path: 
 @pytest.mark.parametrize("kind", ["another authority", "expired"])
 def test_strangers_end_in_the_tls_handshake(worker: Any, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """They believe the server, so it is the server that turns them away."""
-    monkeypatch.setenv(CHANNELS_VARIABLE, "grpc")
+    monkeypatch.setenv("RPCDIST_CHANNELS", "grpc")
     issuer = OwnAuthority() if kind == "another authority" else AUTHORITY
     bad = issuer.issue("trainer", period=(-2 * DAY, -DAY) if kind == "expired" else (-DAY, DAY)).shown()
     server, client = worker("ps", serve=True), worker("trainer")
@@ -125,12 +131,12 @@ def test_strangers_end_in_the_tls_handshake(worker: Any, monkeypatch: pytest.Mon
     pattern = r"does not trust the certificate .*, or they have expired by the peer.s clock"
     with pytest.raises(ConnectFailed, match=pattern):
         open_link(client, server, handler=Recorder(), retry=False)
-    assert server._server.strangers.unproven == 0 and not server.sessions
+    assert server.strangers.unproven == 0 and not server.sessions
 
 
 @pytest.mark.parametrize("kind", ["another authority", "expired", "another server name"])
 def test_a_server_is_refused_in_the_tls_handshake(worker: Any, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    monkeypatch.setenv(CHANNELS_VARIABLE, "grpc")
+    monkeypatch.setenv("RPCDIST_CHANNELS", "grpc")
     server, client = worker("ps"), worker("trainer")
     good, why = server.credentials.tls.certificate(), "certificate of another authority"
     bad = OwnAuthority().issue("ps").shown()
@@ -230,7 +236,7 @@ async def relayed(target: str, shown: OwnCertificate) -> AsyncIterator[tuple[str
 def test_a_relay_with_the_certificate_of_another_worker_is_found_out(
     worker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(CHANNELS_VARIABLE, "grpc")
+    monkeypatch.setenv("RPCDIST_CHANNELS", "grpc")
     server, client = worker("ps", serve=True), worker("trainer")
 
     async def attempt() -> ForgingRelay:
@@ -248,14 +254,14 @@ def test_a_relay_with_the_certificate_of_another_worker_is_found_out(
 
 
 def fingerprints(link: Any) -> str:
-    return str(link.session._channel._socket.ends())
+    return str(socket_of(link.session).ends())
 
 
 def test_renewed_files_count_from_the_next_connection_on(
     worker: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(CHANNELS_VARIABLE, "tcp")
-    monkeypatch.setenv(TLS_VARIABLE, "always")
+    monkeypatch.setenv("RPCDIST_CHANNELS", "tcp")
+    monkeypatch.setenv("RPCDIST_TLS", "always")
     server, client = worker("ps", serve=True), worker("trainer")
     before = open_link(client, server, handler=Recorder())
     new = {name: AUTHORITY.issue(name) for name in ("ps", "trainer")}
@@ -332,7 +338,7 @@ def test_files_that_have_gone_leave_what_was_there(worker: Any, tmp_path: Path) 
 
 
 def test_a_process_whose_certificate_expires_says_so(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(CHANNELS_VARIABLE, "grpc")
+    monkeypatch.setenv("RPCDIST_CHANNELS", "grpc")
     server, client = worker("ps", serve=True), worker("trainer")
     files = client.credentials._files
     ended = files._certificate._replace(renew_at=files._certificate.renew_at - 2 * DAY)
@@ -387,20 +393,20 @@ def test_a_missing_file_and_a_missing_server_name_are_named(nodes: Nodes, tmp_pa
 
 def test_the_environment_names_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     files = AUTHORITY.issue("w").write(tmp_path / "w")
-    monkeypatch.setenv(TLS_VARIABLE, f"certificate={files.certificate}")
+    monkeypatch.setenv("RPCDIST_TLS", f"certificate={files.certificate}")
     with pytest.raises(ConfigError, match="key and authority are missing"):
         TlsPolicy.of_environment()
     named = f"certificate={files.certificate},key={files.key},authority={files.authority}"
-    monkeypatch.setenv(TLS_VARIABLE, f"{named},color=blue")
+    monkeypatch.setenv("RPCDIST_TLS", f"{named},color=blue")
     with pytest.raises(ConfigError, match=r"an unknown word.*color"):
         TlsPolicy.of_environment()
-    monkeypatch.setenv(TLS_VARIABLE, f"always,{named},server_name=w.example.com")
+    monkeypatch.setenv("RPCDIST_TLS", f"always,{named},server_name=w.example.com")
     policy = TlsPolicy.of_environment()
     assert (policy.mode, policy.files) == ("always", replace(files, server_name="w.example.com"))
-    monkeypatch.setenv(TLS_VARIABLE, f"off,{named}")
+    monkeypatch.setenv("RPCDIST_TLS", f"off,{named}")
     with pytest.raises(ConfigError, match="TLS is off"):
         TlsPolicy.of_environment()
-    monkeypatch.setenv(TLS_VARIABLE, named)
+    monkeypatch.setenv("RPCDIST_TLS", named)
     assert TlsPolicy.of_environment().files == files == TlsPolicy.of_environment(files).files
     with pytest.raises(ConfigError, match="TLS is off"):
         TlsPolicy.of_environment(False)
@@ -411,7 +417,7 @@ def test_the_environment_names_files(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 @pytest.mark.parametrize("unix", [False, True])
 def test_sockets_of_the_collectives(nodes: Nodes, worker: Any, unix: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(TLS_VARIABLE, "always")
+    monkeypatch.setenv("RPCDIST_TLS", "always")
     hubs = [SocketHub(node) for node in (worker("a"), worker("b"), worker("c", claimed="a"), nodes.make("d"))]
     try:
         hubs[0].open("127.0.0.1")

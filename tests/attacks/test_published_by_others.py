@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from inside_published import extracts_of, hosts_of, origin_of, pinned_by
 
 from rpcdist import rpc
 from rpcdist.errors import CallRefused, ConfigError, TransportError
@@ -38,9 +39,7 @@ def publisher_of(cluster: InProcessCluster) -> Publisher:
     with cluster.use("trainer"):
         weights = Published("policy")
         weights.publish({"a": torch.ones(4)})
-        origin = weights._origin
-        assert origin is not None
-        return origin
+        return origin_of(weights)
 
 
 def test_a_peer_keeps_a_bounded_number_of_versions_from_being_overwritten(cluster: InProcessCluster) -> None:
@@ -53,7 +52,7 @@ def test_a_peer_keeps_a_bounded_number_of_versions_from_being_overwritten(cluste
             ask(origin.source_name, "begin_fetch", f"evil/{number}", 1, 1.0, timeout=LIMIT_S).wait()
         with pytest.raises(CallRefused, match="'evil' has 16 sources"):
             ask(origin.source_name, "begin_fetch", "evil/x", 1, 1.0, timeout=LIMIT_S).wait()
-    assert len(origin._pins) == MAX_SOURCES_OF_WORKER
+    assert len(pinned_by(origin)) == MAX_SOURCES_OF_WORKER
 
 
 def test_a_peer_adds_a_bounded_number_of_hosts_to_the_chain(
@@ -69,7 +68,7 @@ def test_a_peer_adds_a_bounded_number_of_hosts_to_the_chain(
             ask(origin.source_name, "join", name, "", None, names, timeout=LIMIT_S).wait()
         with pytest.raises(CallRefused, match="'evil' has 16 sources"):
             ask(origin.source_name, "join", "evil/x", "", None, names, timeout=LIMIT_S).wait()
-    assert len(origin._hosts) == MAX_SOURCES_OF_WORKER
+    assert len(hosts_of(origin)) == MAX_SOURCES_OF_WORKER
 
 
 def test_a_peer_makes_a_bounded_number_of_extracts_which_end(
@@ -79,8 +78,7 @@ def test_a_peer_makes_a_bounded_number_of_extracts_which_end(
     with cluster.use("trainer"):
         weights = Published("policy")
         weights.publish({"a": torch.ones(4096)})
-        origin = weights._origin
-        assert origin is not None
+        origin = origin_of(weights)
     with cluster.use("evil"):
         there = rpc.get_actor(actor_name("policy", 0), LIMIT_S)
 
@@ -94,7 +92,7 @@ def test_a_peer_makes_a_bounded_number_of_extracts_which_end(
         with monkeypatch.context() as short:
             short.setattr(_hosts, "IDLE_LIMIT_S", 0.0)
             cluster.run("trainer", weights.publish, {"a": torch.ones(4096)})
-        assert not origin._extracts
+        assert not extracts_of(origin)
         for size in range(4095, 4091, -1):
             describe("", size)
         with pytest.raises(CallRefused, match="4 times the memory of the versions of 'trainer'"):
@@ -167,9 +165,9 @@ def test_a_source_is_spoken_for_by_its_worker_alone(cluster: InProcessCluster) -
         ):
             with pytest.raises(CallRefused, match="'evil' cannot speak for worker"):
                 ask(source, method, *arguments, timeout=LIMIT_S).wait()
-    assert list(origin._hosts) == [name] == list(origin._pins)
+    assert hosts_of(origin) == [name] == pinned_by(origin)
     cluster.run("g0", copy.leave)
-    eventually(lambda: not origin._hosts, "it has left the chain")
+    eventually(lambda: not hosts_of(origin), "it has left the chain")
 
 
 def test_a_version_that_nobody_can_have_seen_stops_no_publisher(cluster: InProcessCluster) -> None:

@@ -22,7 +22,6 @@ from rpcdist._proto import rpc_pb2
 from rpcdist.errors import TransportError
 from rpcdist.testing import free_port
 from rpcdist.transport import Node, connector
-from rpcdist.transport._channels.channel import CHANNELS_VARIABLE
 from rpcdist.transport._channels.stream_sockets import connect_tcp, listen_tcp
 from rpcdist.transport.hub_connector import HubAddress
 from rpcdist.transport.sockets import SocketHub
@@ -108,7 +107,7 @@ def test_a_session_is_not_relayed(
     to_unix: bool,
 ) -> None:
     caplog.set_level(logging.INFO)
-    monkeypatch.setenv(CHANNELS_VARIABLE, "local" if from_unix else "tcp")
+    monkeypatch.setenv("RPCDIST_CHANNELS", "local" if from_unix else "tcp")
     server, answers, port, heard = hub._node, Recorder(), free_port(), tmp_path / "heard"
     assert isinstance(server, Node)
     listener = listening(local_name(f"127.0.0.1:{port}") if from_unix else None)

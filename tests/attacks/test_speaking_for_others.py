@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
+from inside_agents import agent_of, turn_queues
 from peer_timeouts import CALM_S, LIMIT_S
 
 from rpcdist import rpc
@@ -66,7 +67,7 @@ def test_nobody_ends_the_calls_of_another_worker_at_an_actor() -> None:
         actor = cluster.run("c", partial(rpc.remote, "a", Journal, (), serial=True, name="journal"))
         cluster.run("c", lambda: actor.rpc_sync().note("first"))
         with cluster.use("a") as agent:
-            [queue] = [found._queue for found in agent.actors._by_rref.values()]
+            [queue] = turn_queues(agent)
             of_c = next(iter(queue._callers.values()))
         with cluster.use("b"):
             there = rpc.get_actor("journal")
@@ -116,10 +117,10 @@ def test_where_functions_are_listed_nobody_stops_a_worker_unless_that_is_listed(
 
 def test_who_is_there_is_said_by_the_coordinator_alone() -> None:
     with InProcessCluster("a", "b", "c", peer_timeout=CALM_S) as cluster:
-        gone = membership_pb2.Departure(identity=identity_to_proto(cluster._agents["a"].identity), reason="forged")
-        members = members_to_bytes([Member(cluster._agents["c"].identity, "127.0.0.1:9")])
+        gone = membership_pb2.Departure(identity=identity_to_proto(agent_of(cluster, "a").identity), reason="forged")
+        members = members_to_bytes([Member(agent_of(cluster, "c").identity, "127.0.0.1:9")])
         news = membership_pb2.MembershipMessage(version=1 << 40, members=members, departures=[gone])
-        before = cluster._agents["b"].directory.living()
+        before = agent_of(cluster, "b").directory.living()
         with cluster.use("c") as agent:
             for worker in ("a", "b"):
                 rpc.rpc_sync(worker, abs, (-1,))  # connects
@@ -128,7 +129,7 @@ def test_who_is_there_is_said_by_the_coordinator_alone() -> None:
                 session.send(rpc_pb2.Message(membership=news))
                 rpc.rpc_sync(worker, abs, (-1,))  # comes after it
         for name in ("a", "b"):
-            directory = cluster._agents[name].directory
+            directory = agent_of(cluster, name).directory
             assert directory.living() == before and directory.losses() == {}
         with cluster.use("b"):
             assert rpc.rpc_sync("a", abs, (-1,)) == rpc.rpc_sync("c", abs, (-1,)) == 1

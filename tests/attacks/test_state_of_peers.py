@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from inside_agents import ThreadPool
 from peer_timeouts import CALM_S, LIMIT_S
 from rref_world import Action, NotedProtocol, Send
 
@@ -24,7 +25,6 @@ from rpcdist.errors import CallRefused, UnknownWorker, WorkerLost
 from rpcdist.ids import ProcessId, UniqueId
 from rpcdist.private_files import FOLDER_VARIABLE
 from rpcdist.rpc._calling.result_streams import DEFAULT_WINDOW
-from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.rpc._membership.barrier import CONTRIBUTE
 from rpcdist.rpc._rref import owner
 from rpcdist.rpc._rref.messages import Message, MessageKind, Reason

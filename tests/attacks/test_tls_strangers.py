@@ -99,7 +99,7 @@ def test_a_stranger_ends_before_any_of_our_code(nodes: Nodes, server: Node, reac
 
     for path in (SESSION_PATH, "/grpc.health.v1.Health/Check", "/rpcdist.Store/Get"):
         assert asyncio.run(attempt(path)) is grpc.StatusCode.UNAVAILABLE
-    assert reached == [] and server._server.strangers.unproven == 0
+    assert reached == [] and server.strangers.unproven == 0
     assert open_link(nodes.make("client"), server).peer == server.identity
     assert reached == [SESSION_PATH]
 

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import torch
+from inside_agents import current_agent, mapped_bytes, reader_of, reserved_bytes
 
 from rpcdist import rpc
-from rpcdist.rpc._current import current_agent
 from rpcdist.testing import LIMIT_S
 
 ANSWER_BYTES = 1 << 20
@@ -59,7 +59,7 @@ def read_on(worker: str) -> None:
 def _lead(worker: str) -> Any:
     agent = current_agent()
     session: Any = agent.router.session_with(agent.directory.resolve(worker))
-    return session._direct._reader
+    return reader_of(session)
 
 
 def ask(worker: str, function: Any, num_calls: int, *arguments: Any) -> None:
@@ -92,7 +92,7 @@ def read_streams() -> list[str]:
 def account_of(worker: str) -> list[int]:
     """The bytes in the account of a worker, and those in lent memory; empty if it has no session here."""
     sessions: list[Any] = [session for session in current_agent().connections.taken if session.peer.name == worker]
-    return [sessions[0].account._num_bytes, sessions[0].account._num_mapped] if sessions else []
+    return [count(sessions[0].account) for count in (reserved_bytes, mapped_bytes)] if sessions else []
 
 
 def num_served() -> tuple[int, int]:

@@ -12,6 +12,7 @@ import torch
 from full_sets import num_examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from inside_agents import agent_of
 from torch import Tensor
 
 import rpcdist.autograd as autograd
@@ -247,7 +248,7 @@ def test_a_worker_that_sent_nothing_of_what_is_named_says_so(cluster: InProcessC
     x = torch.rand(3, requires_grad=True)
     with cluster.use("a"), autograd.context() as context_id:
         loss = rpc_sync("b", product, (x, x)).sum()
-        hooks: Any = cluster._agents["b"].autograd
+        hooks: Any = agent_of(cluster, "b").autograd
         hooks.contexts.find(context_id)._sends.clear()
         other = rpc.rpc_async("b", product, (x.detach(), x.detach()))
         with pytest.raises(autograd.BackwardError, match="1 messages of the autograd context are unknown here"):

@@ -7,13 +7,13 @@ from typing import Any, cast
 
 import pytest
 import torch
+from inside_agents import Agent
 from torch import Tensor
 
 from rpcdist import autograd, rpc
 from rpcdist._proto import autograd_pb2
 from rpcdist.autograd import _context, _pass_message
 from rpcdist.autograd._context import Releases
-from rpcdist.rpc._agent import Agent
 from rpcdist.rpc._devices.gpu_sharing import GpuSharing
 from rpcdist.rpc._values import DeviceRoute
 from rpcdist.testing import InProcessCluster, eventually

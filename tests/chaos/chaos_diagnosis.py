@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from rpcdist.rpc._current import current_agent
+from inside_agents import current_agent
 
 __all__ = ["state_of_this_process"]
 

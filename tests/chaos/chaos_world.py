@@ -15,12 +15,12 @@ from chaos_diagnosis import state_of_this_process
 from chaos_drivers import quiet_calls, reach, start_drivers, stop_drivers
 from chaos_functions import close_books, open_books
 from chaos_hostile import attack
+from inside_agents import current_agent
 from network_cable import enter_namespace
 from rpc_victim_functions import address as address_of_this_worker
 from rpc_victim_functions import left_behind, sees
 
 from rpcdist import rpc
-from rpcdist.rpc._current import current_agent
 from rpcdist.testing import Pending, Worker, WorkerPool, eventually
 from rpcdist.testing.worker_pool import join, leave
 

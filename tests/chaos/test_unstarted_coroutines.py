@@ -7,8 +7,9 @@ import threading
 import warnings
 from typing import Any
 
+from inside_agents import current_agent
+
 from rpcdist import rpc
-from rpcdist.rpc._current import current_agent
 from rpcdist.testing import LIMIT_S, InProcessCluster, eventually
 
 rpc_async: Any = rpc.rpc_async

@@ -8,10 +8,10 @@ from datetime import timedelta
 from typing import TypeVar
 
 import collectives_local as collectives_local  # registers the backend
+from inside_groups import World, use_world
 
 from rpcdist import collectives
 from rpcdist.collectives import HashStore, Store
-from rpcdist.collectives._group.world import World, use_world
 
 __all__ = ["LIMIT_S", "run_ranks"]
 

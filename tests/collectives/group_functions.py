@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from inside_groups import GroupContext
 from leak_guard import LeakGuard
 from own_shortages import no_free_descriptor
 from transport_in_memory import reference, wide
@@ -21,7 +22,6 @@ from transport_in_memory import reference, wide
 from rpcdist.collectives import FileStore
 from rpcdist.collectives._group import engine_backend
 from rpcdist.collectives._group.backend_binding import BackendBinding
-from rpcdist.collectives._group.backend_contract import GroupContext
 from rpcdist.collectives._operations.lowering import Place
 from rpcdist.collectives._operations.operation import DTYPES, Kind, Operation, ReduceOp
 from rpcdist.collectives._operations.reduce_kernels import unsupported

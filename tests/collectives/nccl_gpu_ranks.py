@@ -12,9 +12,9 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 from backend_contract import check_moves, check_reductions
+from inside_groups import GroupContext
 
 from rpcdist.collectives import FileStore, PrefixStore
-from rpcdist.collectives._group.backend_contract import GroupContext
 from rpcdist.collectives._operations.operation import Kind, Operation, ReduceOp
 from rpcdist.collectives.nccl import NcclBackend, NcclOptions
 from rpcdist.errors import CollectiveTimeout, GroupAborted

@@ -13,13 +13,16 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from rpcdist.collectives._transports.p2p.message_state import MessageState
 from rpcdist.collectives._transports.p2p.messenger import Connect, Messenger
+from rpcdist.collectives._transports.p2p.progress_engine import ProgressEngine
 from rpcdist.collectives.work import Work
 
 __all__ = [
     "BIG",
     "LIMIT_S",
     "Mesh",
+    "engine_of",
     "in_threads",
     "irecv",
     "isend",
@@ -28,6 +31,7 @@ __all__ = [
     "recv",
     "send",
     "slow_socket",
+    "state_of",
     "tcp_pair",
 ]
 
@@ -119,6 +123,16 @@ def in_threads(*functions: Callable[[], object], limit_s: float = LIMIT_S) -> li
     return results
 
 
+def state_of(member: Messenger) -> MessageState:
+    """The tables of connections and messages, which no public interface shows."""
+    return member._state
+
+
+def engine_of(member: Messenger) -> ProgressEngine:
+    """The part that moves the bytes, on waiting threads or on a thread of its own."""
+    return member._progress
+
+
 _numbers: WeakKeyDictionary[Messenger, Counter[str]] = WeakKeyDictionary()
 
 
@@ -126,7 +140,7 @@ def title_of(member: Messenger, verb: str, peer: int | None, tag: int) -> str:
     """Names a call like the backend, and counts the calls of each kind."""
     numbers = _numbers.setdefault(member, Counter())
     numbers[verb] += 1
-    whom = "any rank" if peer is None else f"rank {member._state.ranks[peer]}"
+    whom = "any rank" if peer is None else f"rank {state_of(member).ranks[peer]}"
     return f"{verb} #{numbers[verb]} {'to' if verb == 'send' else 'from'} {whom} with tag {tag} of group 'test'"
 
 
@@ -186,7 +200,7 @@ def slow_socket(made: Mesh, *limits: int | BaseException) -> Socket:
     a, b = made.members
     send(a, number(0), 1)
     recv(b, number(0), 0)
-    connection = a._state.outgoing[1]
+    connection = state_of(a).outgoing[1]
     sock = Socket(connection.sock, *limits)
     connection.sock = sock  # type: ignore[assignment]
     if limits:

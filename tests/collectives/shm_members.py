@@ -12,12 +12,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from inside_groups import Control, TransportMismatch, TransportTimeout
 from shared_cases import Case, check, make_operation
 
 from rpcdist.collectives._operations.operation import Kind, Operation, ReduceOp
 from rpcdist.collectives._transports.shm.routes import Layout
 from rpcdist.collectives._transports.shm.shm_transport import ShmTransport
-from rpcdist.collectives._transports.transport_base import Control, TransportMismatch, TransportTimeout
 from rpcdist.deadline import Deadline
 from rpcdist.transport import shared_memory
 

@@ -6,15 +6,16 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
+from inside_groups import Control
 from socket_hubs import LIMIT_S, hubs
 
 from rpcdist.collectives._operations.operation import Operation
 from rpcdist.collectives._transports.sockets.socket_transport import SocketTransport
-from rpcdist.collectives._transports.transport_base import Control
 from rpcdist.deadline import Deadline
 
-__all__ = ["FakeControl", "Ranks", "Running", "socket_ranks"]
+__all__ = ["FakeControl", "Ranks", "Running", "connections_of", "socket_ranks"]
 
 
 class FakeControl(Control):
@@ -88,6 +89,11 @@ class Running:
             thread.join(LIMIT_S + 5)
             assert not thread.is_alive(), f"rank {rank} hangs"
         return self._errors
+
+
+def connections_of(transport: SocketTransport) -> dict[Any, Any]:
+    """The open ones, by place; a test may replace them by others."""
+    return transport._connections._open
 
 
 class Ranks:

@@ -24,7 +24,8 @@ from rpcdist.collectives._group.agreement import (
     _outcome,
     agreement,
 )
-from rpcdist.collectives._stores.store_operations import Add, Contents, Get, Missing, StoreOperation
+from rpcdist.collectives._stores.store_operations import Contents
+from rpcdist.collectives.store import Add, Get, Missing, StoreOperation
 
 INTERRUPTIONS = 10 if FULL else 2
 """How often a process may be interrupted by another one, where every order is tried."""

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from inside_groups import GroupContext
 from socket_hubs import open_hub
 
 from rpcdist.collectives import HashStore, PrefixStore
 from rpcdist.collectives._api.default_group import _until_all_have_it
 from rpcdist.collectives._group import bootstrap
-from rpcdist.collectives._group.backend_contract import GroupContext
 from rpcdist.collectives._group.bootstrap import agree
 from rpcdist.collectives._group.group_watch import GroupWatch, connect_watch
 from rpcdist.collectives._group.state import LEFT

@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.distributed as theirs
 from collectives_ranks import run_ranks
+from inside_groups import World, use_world
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import rpcdist.autograd
 import rpcdist.collectives as ours
-from rpcdist.collectives._group.world import World, use_world
 from rpcdist.errors import CollectiveError, CollectiveTimeout, ConfigError
 from rpcdist.parallel import DistributedDataParallel
 

@@ -15,10 +15,10 @@ import pytest
 import torch
 from collectives_local import LocalBackend
 from collectives_ranks import LIMIT_S, run_ranks
+from inside_groups import World, current_world, use_world
 
 import rpcdist.collectives as c
 from rpcdist.collectives import HashStore, ProcessGroup, Store, functional
-from rpcdist.collectives._group.world import World, current_world, use_world
 from rpcdist.errors import CollectiveMismatch, GroupAborted, RendezvousError, StoreTimeout
 
 

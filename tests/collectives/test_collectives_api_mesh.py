@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 from collectives_ranks import run_ranks
+from inside_groups import World, use_world
 
 import rpcdist.collectives as c
 from rpcdist.collectives import DeviceMesh, ProcessGroup, init_device_mesh
-from rpcdist.collectives._group.world import World, use_world
 from rpcdist.errors import ConfigError
 
 

@@ -10,11 +10,11 @@ import torch
 from collectives_ranks import run_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from inside_groups import current_world
 
 import rpcdist.collectives as c
 from rpcdist.collectives import ReduceOp
 from rpcdist.collectives._group.flight_records import FlightRecorder
-from rpcdist.collectives._group.world import current_world
 from rpcdist.errors import CollectiveMismatch, ConfigError, RankLost
 
 BACKENDS = ["tcp", "local"]  # operations with parts, and without

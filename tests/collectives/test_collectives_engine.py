@@ -14,19 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+from inside_groups import Control, Transport, TransportMismatch, TransportPeerLost, TransportTimeout
 
 from rpcdist.collectives import flight_recorder
 from rpcdist.collectives._group.engine import Engine
 from rpcdist.collectives._group.flight_records import FlightRecorder
 from rpcdist.collectives._group.state import GroupFailure, GroupState, Reporter
 from rpcdist.collectives._operations.operation import Kind, Operation, ReduceOp
-from rpcdist.collectives._transports.transport_base import (
-    Control,
-    Transport,
-    TransportMismatch,
-    TransportPeerLost,
-    TransportTimeout,
-)
 from rpcdist.collectives.work import Work
 from rpcdist.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, GroupAborted, RankLost
 from rpcdist.private_files import FOLDER_VARIABLE

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from inside_groups import Control, Transport, TransportMismatch, TransportPeerLost
 from transport_in_memory import MemoryControl, memory_transports, reference, run_ranks
 
 from rpcdist.collectives._operations.operation import Kind, Operation, ReduceOp
@@ -15,13 +16,7 @@ from rpcdist.collectives._transports.hierarchical import (
     index_of_host,
     leaders_of,
 )
-from rpcdist.collectives._transports.transport_base import (
-    Control,
-    SingleRankTransport,
-    Transport,
-    TransportMismatch,
-    TransportPeerLost,
-)
+from rpcdist.collectives._transports.transport_base import SingleRankTransport
 
 LEADERS = [
     pytest.param([0, 0, 2, 2], id="two hosts"),

@@ -12,6 +12,7 @@ from rpcdist.collectives._group.state import GroupActions, GroupFailure, GroupSt
 from rpcdist.collectives._group.watch import Message, StateKeeper, Watch, encoded
 from rpcdist.errors import CollectiveMismatch, CollectiveTimeout, RankLost
 from rpcdist.transport import Node, acquire_node
+from rpcdist.transport._tls.tls_socket import StreamSocket
 
 LIMIT_S = 10.0
 SIZE = 4
@@ -47,13 +48,18 @@ class Star:
         self.listeners = [Listener() for _ in range(SIZE)]
         self.watches = [Watch(node, rank, WORLD, "g", self.listeners[rank]) for rank in range(SIZE)]
         pairs = {rank: socket.socketpair() for rank in range(1, SIZE)}
+        self.inner: dict[int, StreamSocket] = {rank: pair[0] for rank, pair in pairs.items()}
         self.outer = {rank: pair[1] for rank, pair in pairs.items()}
-        self.watches[0].take_connections({rank: pair[0] for rank, pair in pairs.items()}, LIMIT_S)
+        self.watches[0].take_connections(self.inner, LIMIT_S)
         for rank, sock in self.outer.items():
             self.watches[rank].take_connections({0: sock}, LIMIT_S)
 
     def failure(self, rank: int) -> GroupFailure:
         return self.listeners[rank].failures.get(timeout=LIMIT_S)
+
+    async def leave(self, rank: int) -> None:
+        """The end of its watch, on the loop."""
+        await self.watches[rank]._close(9)
 
     def close(self) -> None:
         for watch in reversed(self.watches):
@@ -92,8 +98,8 @@ def test_the_death_of_a_rank_reaches_the_others(star: Star) -> None:
 
 def test_the_death_of_rank_0_reaches_all(star: Star, node: Node) -> None:
     async def die() -> None:
-        for connection in star.watches[0]._connections.values():
-            connection.sock.shutdown(socket.SHUT_RDWR)
+        for sock in star.inner.values():
+            sock.shutdown(socket.SHUT_RDWR)
 
     node.run(die(), LIMIT_S)
     for rank in range(1, SIZE):
@@ -107,7 +113,7 @@ def test_rank_0_tells_of_a_death_also_when_it_leaves_at_once(star: Star, node: N
 
     async def die_and_leave() -> None:
         star.outer[1].shutdown(socket.SHUT_RDWR)
-        await star.watches[0]._close(9)
+        await star.leave(0)
 
     node.run(die_and_leave(), LIMIT_S)
     for rank in (2, 3):
@@ -120,8 +126,8 @@ def test_a_rank_that_leaves_beside_rank_0_is_not_lost(star: Star, node: Node) ->
     """The end of its connection lies behind its farewell, which nobody has read yet."""
 
     async def leave() -> None:
-        await star.watches[1]._close(9)
-        await star.watches[0]._close(9)
+        await star.leave(1)
+        await star.leave(0)
 
     node.run(leave(), LIMIT_S)
     for rank in (2, 3):

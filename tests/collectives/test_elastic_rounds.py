@@ -7,10 +7,10 @@ from __future__ import annotations
 from datetime import timedelta
 
 import pytest
+from inside_groups import World, use_world
 
 from rpcdist.collectives import HashStore
 from rpcdist.collectives._group.elastic_rounds import Candidate, ClosedRound, awaited, close, is_complete
-from rpcdist.collectives._group.world import World, use_world
 from rpcdist.collectives.elastic_group import ElasticGroup
 from rpcdist.errors import AuthenticationFailed, ConfigError, JobEnded, RendezvousError
 

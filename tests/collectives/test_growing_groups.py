@@ -12,12 +12,12 @@ from typing import TypeVar
 import pytest
 import torch
 from collectives_ranks import LIMIT_S, run_ranks
+from inside_groups import World, current_world, use_world
 
 import rpcdist.collectives as c
 from rpcdist.collectives import HashStore
-from rpcdist.collectives._group.world import World, current_world, use_world
-from rpcdist.collectives._stores.derived_stores import PrefixStore
 from rpcdist.collectives._stores.store_base import SignedRecords
+from rpcdist.collectives.store import PrefixStore
 from rpcdist.errors import AuthenticationFailed, ConfigError, RankLost, RendezvousError, StoreTimeout
 
 T = TypeVar("T")

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from inside_groups import GroupContext
 
 from rpcdist.collectives import HashStore
-from rpcdist.collectives._group.backend_contract import GroupContext
 from rpcdist.collectives._mpi.mpi_transport import load_mpi
 from rpcdist.collectives._operations.dense import joined
 from rpcdist.collectives.mpi import MpiBackend

@@ -11,10 +11,10 @@ from typing import TypeVar
 import pytest
 import torch
 from backend_contract import check_moves, check_reductions, values
+from inside_groups import GroupContext
 from nccl_stand_in import LIMIT_S, StandInError, StandInRuntime, StandInWorld
 
 from rpcdist.collectives import HashStore, PrefixStore
-from rpcdist.collectives._group.backend_contract import GroupContext
 from rpcdist.collectives._group.state import GroupFailure, Reporter
 from rpcdist.collectives._nccl.communicator_calls import native_form
 from rpcdist.collectives._operations.operation import Kind, Operation, ReduceOp

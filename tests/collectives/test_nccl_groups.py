@@ -9,11 +9,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 from collectives_ranks import run_ranks
+from inside_groups import GroupContext
 from nccl_stand_in import StandInRuntime, StandInWorld
 
 import rpcdist.collectives as c
 from rpcdist.collectives import HashStore, ProcessGroup, flight_recorder, nccl
-from rpcdist.collectives._group.backend_contract import GroupContext
 from rpcdist.collectives._nccl.communicator_calls import CudaRuntime, nccl_is_usable
 from rpcdist.collectives.backends import default_backend
 from rpcdist.collectives.nccl import NcclBackend

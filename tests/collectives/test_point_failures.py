@@ -11,7 +11,21 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from point_pairs import BIG, LIMIT_S, Mesh, in_threads, irecv, isend, mesh, number, recv, send, tcp_pair
+from point_pairs import (
+    BIG,
+    LIMIT_S,
+    Mesh,
+    engine_of,
+    in_threads,
+    irecv,
+    isend,
+    mesh,
+    number,
+    recv,
+    send,
+    state_of,
+    tcp_pair,
+)
 
 from rpcdist.collectives._transports.p2p.messenger import Messenger
 from rpcdist.collectives._transports.p2p.requests import HEADER_BYTES, MESSAGE, pack_header
@@ -86,7 +100,7 @@ def test_a_sleeping_receiver_hears_of_the_end() -> None:
         recv(b, number(0), 0)
 
         def end() -> None:
-            eventually(lambda: b._progress.sleeping)
+            eventually(lambda: engine_of(b).sleeping)
             cut(made, 0, 1)
 
         in_threads(lambda: prompt(lambda: recv(b, number(0), 0), RankLost, "rank 0"), end)
@@ -257,8 +271,8 @@ def test_a_receive_that_raises_what_was_refused_says_that_it_took_no_message() -
         a, b = made.members
         send(a, torch.zeros(3), 1)
         prompt(lambda: recv(b, number(0), 0), CollectiveMismatch, "rank 0 sent 12 bytes")
-        a._state.outgoing[1].refusals_read_at = 0.0  # it is time to look for them
-        a._state.read_refusals(a._state.outgoing[1], time.monotonic())
+        state_of(a).outgoing[1].refusals_read_at = 0.0  # it is time to look for them
+        state_of(a).read_refusals(state_of(a).outgoing[1], time.monotonic())
         with pytest.raises(CollectiveMismatch, match="rank 1 receives 4 bytes") as caught:
             recv(a, number(0), 1)
         assert "This receive got no message" in caught.value.__notes__[0]
@@ -271,7 +285,7 @@ def test_a_send_that_fails_with_an_earlier_refusal_ends_when_its_message_has_lef
         a, b = made.members
         send(a, number(0), 1)
         prompt(lambda: recv(b, torch.zeros(3), 0), CollectiveMismatch, "rank 0 sent 4 bytes")
-        a._state.outgoing[1].refusals_read_at = 0.0
+        state_of(a).outgoing[1].refusals_read_at = 0.0
         sent, got = torch.rand(size), torch.zeros(size)
         sending = isend(a, sent, 1)
         recv(b, got, 0)
@@ -399,7 +413,7 @@ def test_the_leader_keeps_the_limits_of_the_others() -> None:
         a, b = made.members
 
         def short() -> None:
-            eventually(lambda: b._progress.sleeping)
+            eventually(lambda: engine_of(b).sleeping)
             with pytest.raises(CollectiveTimeout):
                 recv(b, number(0), 0, 1, SHORT_S)
             send(a, number(0), 1, 2)
@@ -462,7 +476,7 @@ def test_a_forked_child_cannot_wait_for_its_parents_work() -> None:
     with mesh(2) as made:
         _, b = made.members
         work = irecv(b, number(0), 0)
-        with b._entrance, b._lock:  # as another thread may have held them at the fork
+        with engine_of(b).entrance, engine_of(b).lock:  # as another thread may have held them at the fork
             child = os.fork()
             if child == 0:
                 signal.alarm(round(LIMIT_S))
@@ -506,7 +520,7 @@ def test_close_while_a_thread_is_blocked() -> None:
         a = made.members[0]
 
         def close() -> None:
-            eventually(lambda: a._progress.sleeping)
+            eventually(lambda: engine_of(a).sleeping)
             a.close()
 
         in_threads(lambda: prompt(lambda: recv(a, number(0), 1), GroupAborted, "destroyed"), close)

@@ -12,7 +12,7 @@ from types import FrameType
 import pytest
 import torch
 from full_sets import FULL, FULL_ONLY
-from point_pairs import LIMIT_S, in_threads, irecv, isend, mesh, number, recv, send, slow_socket
+from point_pairs import LIMIT_S, engine_of, in_threads, irecv, isend, mesh, number, recv, send, slow_socket, state_of
 
 from rpcdist.collectives._transports.p2p import messenger, progress_engine
 from rpcdist.errors import CollectiveError, GroupAborted, RankLost
@@ -32,7 +32,7 @@ def test_an_interrupted_receive_leaves_the_others() -> None:
         other = irecv(b, number(0), 0, 2)
 
         def interrupt() -> None:
-            eventually(lambda: len(b._state.pending) == 2 and b._progress.sleeping)
+            eventually(lambda: len(state_of(b).pending) == 2 and engine_of(b).sleeping)
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
         thread = threading.Thread(target=interrupt)
@@ -42,7 +42,7 @@ def test_an_interrupted_receive_leaves_the_others() -> None:
         thread.join(LIMIT_S)
         send(a, number(1), 1, 2)
         assert other.wait(LIMIT_S)
-        eventually(lambda: not b._state.pending)
+        eventually(lambda: not state_of(b).pending)
         send(a, number(1), 1, 1)
         recv(b, number(0), 0, 1)
 
@@ -74,12 +74,13 @@ def test_an_interrupt_while_the_leader_takes_a_lock(name: str, number_of_time: i
         a, b = made.members
         got = number(-1)
         other = irecv(b, got, 0, 2)
-        engine = b._progress
+        engine = engine_of(b)
+        locks = engine.lock, engine.entrance
         setattr(engine, name, InterruptingLock(getattr(engine, name), number_of_time))
 
         def wake_again_and_again() -> None:
             for num_sent in range(10):  # each of them is a turn
-                eventually(lambda: engine.sleeping and b._state.matcher.num_messages == num_sent)  # noqa: B023
+                eventually(lambda: engine.sleeping and state_of(b).matcher.num_messages == num_sent)  # noqa: B023
                 send(a, number(4), 1, 3)
 
         sender = threading.Thread(target=wake_again_and_again)
@@ -89,7 +90,7 @@ def test_an_interrupt_while_the_leader_takes_a_lock(name: str, number_of_time: i
         sender.join(LIMIT_S)
         send(a, number(5), 1, 2)
         assert other.wait(LIMIT_S) and got == 5
-        eventually(lambda: not (b._state.pending or b._lock.locked() or b._entrance.locked()))
+        eventually(lambda: not (state_of(b).pending or any(lock.locked() for lock in locks)))
 
 
 @pytest.mark.usefixtures("only_callers")
@@ -98,7 +99,7 @@ def test_an_interrupted_read_is_named_to_every_thread() -> None:
         a, b = made.members
         send(a, number(1), 1)
         other = irecv(b, number(0), 0, 2)
-        connection = b._state.incoming[0]
+        connection = state_of(b).incoming[0]
 
         def receive() -> bool:
             raise KeyboardInterrupt

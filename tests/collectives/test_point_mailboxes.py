@@ -12,7 +12,7 @@ from contextlib import closing, contextmanager
 
 import pytest
 import torch
-from point_pairs import BIG, LIMIT_S, in_threads, irecv, isend, number, recv, send
+from point_pairs import BIG, LIMIT_S, in_threads, irecv, isend, number, recv, send, state_of
 from socket_hubs import hubs, open_hub
 
 from rpcdist.collectives._transports.p2p.messenger import Messenger, open_messenger
@@ -136,7 +136,7 @@ def test_a_killed_process_is_noticed_at_once_although_its_forked_child_lives() -
             assert ForkedProcess.__name__ in words
             (child,) = (int(word) for word in words if word.isdigit())
             try:
-                assert select.select([member._state.incoming[1].sock], [], [], LIMIT_S)[0], "the long message begins"
+                assert select.select([state_of(member).incoming[1].sock], [], [], LIMIT_S)[0], "the long message begins"
                 peer.process.kill()
                 killed = time.monotonic()
                 pending = irecv(member, number(0), 1, 9)

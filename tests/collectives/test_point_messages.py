@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from point_pairs import BIG, LIMIT_S, Mesh, in_threads, irecv, isend, mesh, number, recv, send
+from point_pairs import BIG, LIMIT_S, Mesh, engine_of, in_threads, irecv, isend, mesh, number, recv, send, state_of
 
 from rpcdist.collectives._operations.operation import DTYPES
 from rpcdist.collectives._transports.p2p import progress_engine
@@ -130,7 +130,7 @@ def test_nothing_is_read_ahead_unless_a_send_is_stuck() -> None:
         send(b, number(1), 0, 9)
         recv(a, number(0), 1, 9)
         assert not stuck.is_completed()
-        assert b._state.matcher.num_messages == 0, "nobody asked for it"
+        assert state_of(b).matcher.num_messages == 0, "nobody asked for it"
         recv(b, torch.zeros(BIG), 0)
         assert stuck.wait()
 
@@ -144,11 +144,11 @@ def test_what_is_read_ahead_is_limited() -> None:
         recv(b, torch.zeros(size, dtype=torch.uint8), 0, 0)
         irecv(a, number(0), 1, 101)  # makes a read, until b's message is through
         assert stuck.wait()
-        assert 0 < b._state.matcher.buffered_bytes(0) <= limit + size
+        assert 0 < state_of(b).matcher.buffered_bytes(0) <= limit + size
         for index in range(1, 40):
             recv(b, torch.zeros(size, dtype=torch.uint8), 0, index)
         assert all(work.wait() for work in outwards)
-        assert b._state.matcher.buffered_bytes(0) == 0
+        assert state_of(b).matcher.buffered_bytes(0) == 0
         send(b, number(0), 0, 101)
 
 
@@ -299,11 +299,12 @@ def test_the_own_thread_starts_when_it_is_needed_and_sleeps(pair: Mesh) -> None:
     a, b = pair.members
     send(a, number(1), 1)
     recv(b, number(0), 0)
-    assert b._progress.thread is None
+    assert engine_of(b).thread is None
     work = irecv(b, number(0), 0)
     send(a, number(1), 1)
     assert work.wait(LIMIT_S)
-    assert b._progress.thread is not None and b._progress.thread.is_alive()
+    thread = engine_of(b).thread
+    assert thread is not None and thread.is_alive()
 
 
 @pytest.fixture

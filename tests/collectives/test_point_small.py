@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from point_pairs import in_threads, irecv, isend, mesh, number, recv, send, slow_socket
+from point_pairs import in_threads, irecv, isend, mesh, number, recv, send, slow_socket, state_of
 
 from rpcdist.collectives._transports.p2p import messenger
 from rpcdist.errors import CollectiveMismatch, RankLost
@@ -39,7 +39,7 @@ def test_a_message_whose_send_fails_with_an_earlier_refusal_is_sent_whole(asynch
         send(a, number(0), 1)
         with pytest.raises(CollectiveMismatch):
             recv(b, torch.zeros(3), 0)
-        a._state.outgoing[1].refusals_read_at = 0.0  # it is time to look for them
+        state_of(a).outgoing[1].refusals_read_at = 0.0  # it is time to look for them
         sock.limits = [20]
         with pytest.raises(CollectiveMismatch, match="rank 1 receives 12 bytes"):
             isend(a, number(5), 1).wait() if asynchronous else send(a, number(5), 1)

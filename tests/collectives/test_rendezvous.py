@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch.distributed
 from forked_program import ForkedProgram
+from inside_groups import World, use_world
 
 from rpcdist import collectives
 from rpcdist.collectives import (
@@ -25,7 +26,6 @@ from rpcdist.collectives import (
     register_rendezvous_handler,
     rendezvous,
 )
-from rpcdist.collectives._group.world import World, use_world
 from rpcdist.collectives.rendezvous import ATTEMPT_VARIABLE, job_attempt, open_rendezvous
 from rpcdist.errors import ConfigError, ConnectFailed
 from rpcdist.testing import Program, WorkerPool, free_port

@@ -11,13 +11,13 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from inside_groups import TransportMismatch, TransportPeerLost, TransportTimeout
 from socket_hubs import LIMIT_S, hubs, read_exactly, read_some
 from socket_ranks import FakeControl, Ranks, socket_ranks
 
 from rpcdist.collectives._operations.operation import Kind, Operation, ReduceOp
 from rpcdist.collectives._transports.sockets.pair_connections import HEADER_BYTES, OperationFrame
 from rpcdist.collectives._transports.sockets.socket_transport import SocketTransport
-from rpcdist.collectives._transports.transport_base import TransportMismatch, TransportPeerLost, TransportTimeout
 from rpcdist.errors import GroupAborted
 
 SUM = ReduceOp.SUM

@@ -9,12 +9,12 @@ import socket
 
 import pytest
 from group_functions import EVERY_KIND, operation_for
-from socket_ranks import Ranks, socket_ranks
+from inside_groups import TransportPeerLost
+from socket_ranks import Ranks, connections_of, socket_ranks
 from transport_in_memory import reference
 
 from rpcdist.collectives._operations.operation import Kind, Operation
 from rpcdist.collectives._transports.sockets.pair_connections import HEADER_BYTES
-from rpcdist.collectives._transports.transport_base import TransportPeerLost
 from rpcdist.errors import GroupAborted
 
 SIZE, FAULTY = 3, 0  # the root of operations that have one
@@ -100,10 +100,10 @@ class SlowSocket(BadSocket):
 
 def spoil(ranks: Ranks, make: type[BadSocket], *arguments: int) -> list[BadSocket]:
     """Replaces the connections of the faulty rank."""
-    connections = ranks.transports[FAULTY]._connections._open
+    connections = connections_of(ranks.transports[FAULTY])
     for place, real in list(connections.items()):
-        connections[place] = make(real, *arguments)  # type: ignore[arg-type, assignment]
-    return list(connections.values())  # type: ignore[arg-type]
+        connections[place] = make(real, *arguments)
+    return list(connections.values())
 
 
 def operations(kind: Kind, count: int) -> list[Operation]:

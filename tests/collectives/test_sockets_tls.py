@@ -13,21 +13,21 @@ from itertools import pairwise
 import pytest
 import torch
 from group_functions import EVERY_KIND, operation_for
-from point_pairs import in_threads, isend, number, recv, send
+from inside_groups import TransportPeerLost, TransportTimeout
+from point_pairs import in_threads, isend, number, recv, send, state_of
 from socket_hubs import LIMIT_S, hubs, write_all
-from socket_ranks import FakeControl, Ranks, socket_ranks
+from socket_ranks import FakeControl, Ranks, connections_of, socket_ranks
 from transport_in_memory import reference
 
 from rpcdist.collectives._operations.dense import memory_of
 from rpcdist.collectives._operations.operation import Kind, Operation
+from rpcdist.collectives._transports import transport_base
 from rpcdist.collectives._transports.p2p.messenger import Messenger, open_messenger
 from rpcdist.collectives._transports.sockets.pair_connections import OperationFrame
 from rpcdist.collectives._transports.sockets.socket_transport import SocketTransport
-from rpcdist.collectives._transports.transport_base import TransportPeerLost, TransportTimeout
 from rpcdist.errors import CollectiveTimeout, GroupAborted, RankLost
 from rpcdist.testing import eventually
 from rpcdist.testing.limits import UNIT_S
-from rpcdist.transport._tls.tls_policy import TLS_VARIABLE
 from rpcdist.transport._tls.tls_socket import TlsSocket
 
 SIZE, FAULTY = 3, 0
@@ -38,7 +38,7 @@ TOLD = GroupAborted("an operation", "another rank told the engine")
 
 @pytest.fixture(autouse=True)
 def tls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(TLS_VARIABLE, "always")
+    monkeypatch.setenv("RPCDIST_TLS", "always")
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def operations(kind: Kind, count: int) -> list[Operation]:
 
 
 def connections(ranks: Ranks, rank: int) -> list[TlsSocket]:
-    found = list(ranks.transports[rank]._connections._open.values())
+    found = list(connections_of(ranks.transports[rank]).values())
     assert found and all(isinstance(one, TlsSocket) for one in found)
     return [one for one in found if isinstance(one, TlsSocket)]
 
@@ -142,18 +142,18 @@ def test_messages_of_all_sizes_both_ways_at_once(mailboxes: tuple[Messenger, Mes
         assert all(work.wait() for work in works)
 
     in_threads(lambda: run(0), lambda: run(1))
-    assert isinstance(mailboxes[0]._state.outgoing[1].sock, TlsSocket)
+    assert isinstance(state_of(mailboxes[0]).outgoing[1].sock, TlsSocket)
 
 
 def test_a_message_that_is_encrypted_in_part_is_not_left_out(mailboxes: tuple[Messenger, Messenger]) -> None:
     """The socket is full: what comes next would else stand where the rest of a record belongs."""
     send(mailboxes[0], number(1), 1)
-    connection = mailboxes[0]._state.outgoing[1]
+    connection = state_of(mailboxes[0]).outgoing[1]
     messages = [isend(mailboxes[0], torch.zeros(4_000), 1) for _ in range(6_000)]
     eventually(lambda: connection.stream.num_owed > 0, "the socket is full")
     with pytest.raises(CollectiveTimeout):
         next(message for message in messages if not message.is_completed()).wait(0.01)
-    mailboxes[0]._withdraw(next(iter(mailboxes[0]._state.pending)))
+    mailboxes[0]._withdraw(next(iter(state_of(mailboxes[0]).pending)))
     assert connection.ended is not None and "timed out in the middle of the message" in connection.ended
     recv(mailboxes[1], got := number(0), 0)
     assert got == 1
@@ -180,12 +180,14 @@ def test_what_a_record_holds_is_read_before_a_thread_sleeps(mailboxes: tuple[Mes
 
 
 @pytest.mark.parametrize("small", [True, False])
-def test_the_rest_of_a_record_is_read_although_no_poll_tells_of_it(small: bool) -> None:
+def test_the_rest_of_a_record_is_read_although_no_poll_tells_of_it(
+    small: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two messages come in one record; the thread that has read the first must not sleep before the second."""
+    monkeypatch.setattr(transport_base, "SPIN_LIMIT_S", 0.0)
     with hubs(2) as (mine, theirs), ExitStack() as stack:
         transport = SocketTransport(1, 2, theirs, "test group", [mine.address, theirs.address], unix=False)
         stack.callback(transport.close)
-        transport._spin_policy.spin_s = transport._spin_policy._longest_s = 0.0
         if not small:
             transport._peer = -1  # the other way to run the same plan
         link = mine.connect(theirs.address, "test group/link/0.0", LIMIT_S, unix=False)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from full_sets import FULL_ONLY
-from socket_ranks import Ranks, socket_ranks
+from socket_ranks import Ranks, connections_of, socket_ranks
 
 from rpcdist.collectives._operations.operation import DTYPES, Kind, Operation, ReduceOp
 from rpcdist.collectives._operations.reduce_kernels import finish, reduce_into, unsupported
@@ -256,7 +256,7 @@ def test_large_messages_in_stripes_on_several_sockets(count: int) -> None:
             copy = tensors[0].clone()
             group.run_well([Operation(Kind.BROADCAST, (each,), (each,), root=0) for each in tensors])
             assert all(equal(each, copy) for each in tensors)
-        used = len(group.transports[0]._connections._open)
+        used = len(connections_of(group.transports[0]))
         assert used == (3 if count > 1_000_000 else 2)
 
 

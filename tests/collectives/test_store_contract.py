@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed
 from full_sets import FULL_ONLY
+from threads_at_once import WatchedThreads
 
 from rpcdist.collectives import (
     DistStoreError,
@@ -30,7 +30,6 @@ from rpcdist.collectives._stores import store_base, store_operations, store_serv
 from rpcdist.collectives._stores.store_operations import next_number
 from rpcdist.collectives.store import Add, Get, Set, StoreOperation, Wait
 from rpcdist.deadline import Deadline
-from rpcdist.testing import wait_until_asleep
 
 LIMIT_S = 20.0
 SHORT_S = 0.15
@@ -152,15 +151,9 @@ def queues(store: Store) -> Store:
 
 
 @pytest.fixture
-def threads() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(8) as pool:
+def threads() -> Iterator[WatchedThreads]:
+    with WatchedThreads(8) as pool:
         yield pool
-
-
-def all_asleep(threads: ThreadPoolExecutor) -> None:
-    """Waits until the calls have come to the point where they wait."""
-    for thread in threads._threads:
-        wait_until_asleep(thread)
 
 
 # ---------------------------------------------------------------- values
@@ -361,20 +354,20 @@ def test_multi_set_and_multi_get(store: Store) -> None:
 # ---------------------------------------------------------------- waiting
 
 
-def test_get_waits_for_the_key(store: Store, threads: ThreadPoolExecutor) -> None:
+def test_get_waits_for_the_key(store: Store, threads: WatchedThreads) -> None:
     with store_of(store) as other:
         call = threads.submit(other.get, "late")
-        all_asleep(threads)  # the call should be inside get(); either order has to work
+        threads.all_asleep()  # the call should be inside get(); either order has to work
         store.set("late", "v")
         assert call.result(LIMIT_S) == b"v"
 
 
-def test_wait_and_multi_get_wait_for_all_keys(store: Store, threads: ThreadPoolExecutor) -> None:
+def test_wait_and_multi_get_wait_for_all_keys(store: Store, threads: WatchedThreads) -> None:
     with store_of(store) as first, store_of(store) as second:
         wait = threads.submit(first.wait, ["a", "b"])
         get = threads.submit(second.multi_get, ["b", "a"])
         store.set("a", "1")
-        all_asleep(threads)
+        threads.all_asleep()
         assert not wait.done() and not get.done()
         store.set("b", "2")
         wait.result(LIMIT_S)
@@ -412,7 +405,7 @@ def test_the_timeout_of_the_store(store: Store) -> None:
     assert store.get("there") == b"1"  # the store is as good as before
 
 
-def test_a_wait_after_one_that_timed_out(store: Store, threads: ThreadPoolExecutor) -> None:
+def test_a_wait_after_one_that_timed_out(store: Store, threads: WatchedThreads) -> None:
     with pytest.raises(StoreTimeout):
         store.wait(["k"], SHORT_S)
     with store_of(store) as other:
@@ -450,10 +443,10 @@ def test_queues_beside_values(queues: Store) -> None:
     assert (queues.get("k"), queues.queue_pop("k"), queues.get("k")) == (b"value", b"1", b"value")
 
 
-def test_queue_pop_waits(queues: Store, threads: ThreadPoolExecutor) -> None:
+def test_queue_pop_waits(queues: Store, threads: WatchedThreads) -> None:
     with store_of(queues) as other:
         call = threads.submit(other.queue_pop, "q")
-        all_asleep(threads)
+        threads.all_asleep()
         queues.queue_push("q", "1")
         assert call.result(LIMIT_S) == b"1"
     queues.set_timeout(SHORT_S)
@@ -461,7 +454,7 @@ def test_queue_pop_waits(queues: Store, threads: ThreadPoolExecutor) -> None:
         queues.queue_pop("q")
 
 
-def test_each_queued_value_goes_to_one_caller(queues: Store, threads: ThreadPoolExecutor) -> None:
+def test_each_queued_value_goes_to_one_caller(queues: Store, threads: WatchedThreads) -> None:
     def pop_five(store: Store) -> list[bytes]:
         return [store.queue_pop("q") for _ in range(5)]
 
@@ -477,7 +470,7 @@ def test_each_queued_value_goes_to_one_caller(queues: Store, threads: ThreadPool
 # ---------------------------------------------------------------- several users
 
 
-def test_concurrent_adds(store: Store, threads: ThreadPoolExecutor) -> None:
+def test_concurrent_adds(store: Store, threads: WatchedThreads) -> None:
     def add(_: int) -> list[int]:
         with store_of(store) as each:
             return [each.add("n", 1) for _ in range(25)]
@@ -486,7 +479,7 @@ def test_concurrent_adds(store: Store, threads: ThreadPoolExecutor) -> None:
     assert sorted(sums) == list(range(1, 101))
 
 
-def test_concurrent_compare_set_has_one_winner(store: Store, threads: ThreadPoolExecutor) -> None:
+def test_concurrent_compare_set_has_one_winner(store: Store, threads: WatchedThreads) -> None:
     def claim(number: int) -> bool:
         with store_of(store) as each:
             return each.compare_set("leader", "", str(number)) == str(number).encode()
@@ -494,12 +487,12 @@ def test_concurrent_compare_set_has_one_winner(store: Store, threads: ThreadPool
     assert sum(threads.map(claim, range(8))) == 1
 
 
-def test_one_object_from_several_threads(store: Store, threads: ThreadPoolExecutor) -> None:
+def test_one_object_from_several_threads(store: Store, threads: WatchedThreads) -> None:
     sums = list(threads.map(lambda _: store.add("n", 1), range(40)))
     assert sorted(sums) == list(range(1, 41))
 
 
-def test_barrier(store: Store, threads: ThreadPoolExecutor) -> None:
+def test_barrier(store: Store, threads: WatchedThreads) -> None:
     came: list[int] = []
 
     def meet(number: int) -> None:

@@ -9,7 +9,14 @@ import pytest
 
 from rpcdist._proto import store_pb2
 from rpcdist.collectives._stores import store_operations
-from rpcdist.collectives._stores.store_operations import (
+from rpcdist.collectives._stores.store_service import (
+    ServedTable,
+    operation_of,
+    reply_with,
+    request_for,
+    result_of,
+)
+from rpcdist.collectives.store import (
     Add,
     Append,
     Check,
@@ -25,13 +32,6 @@ from rpcdist.collectives._stores.store_operations import (
     Set,
     StoreOperation,
     Wait,
-)
-from rpcdist.collectives._stores.store_service import (
-    ServedTable,
-    operation_of,
-    reply_with,
-    request_for,
-    result_of,
 )
 from rpcdist.errors import DistStoreError, ProtocolViolation
 from rpcdist.ids import Identity

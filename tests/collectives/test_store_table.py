@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rpcdist.collectives._stores.shared_table import StoreTable, Waiter
-from rpcdist.collectives._stores.store_operations import (
+from rpcdist.collectives._stores.store_operations import next_number
+from rpcdist.collectives.store import (
     Add,
     Append,
     Check,
@@ -25,7 +26,6 @@ from rpcdist.collectives._stores.store_operations import (
     Set,
     StoreOperation,
     Wait,
-    next_number,
 )
 from rpcdist.errors import DistStoreError
 

@@ -8,7 +8,6 @@ import signal
 import socket
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
@@ -17,12 +16,14 @@ from typing import Any
 import pytest
 from forked_program import ForkedProgram
 from full_sets import FULL_ONLY
+from threads_at_once import WatchedThreads
+from transport_nodes import unary_call
 
 from rpcdist._proto import store_pb2
 from rpcdist.collectives import DistNetworkError, DistStoreError, PrefixStore, StoreTimeout, TCPStore
 from rpcdist.collectives._stores import store_service, tcp_store
-from rpcdist.collectives._stores.store_operations import QueuePop
 from rpcdist.collectives._stores.store_service import ServedTable, request_for
+from rpcdist.collectives.store import QueuePop
 from rpcdist.errors import AuthenticationFailed, BlockingInLoop, ConfigError, ConnectFailed
 from rpcdist.ids import Identity
 from rpcdist.testing import Program, WorkerPool, eventually, free_port, wait_until_asleep
@@ -34,14 +35,13 @@ HOST = "127.0.0.1"
 LIMIT_S = 20.0
 
 
+def served_tables() -> list[ServedTable]:
+    """Those of the stores that this process serves."""
+    return list(store_service._serving.values())
+
+
 def num_waiters() -> int:
-    return sum(served.table.num_waiting for served in store_service._serving.values())
-
-
-def all_asleep(pool: ThreadPoolExecutor) -> None:
-    """Waits until the calls have come to the point where they wait."""
-    for thread in pool._threads:
-        wait_until_asleep(thread)
+    return sum(served.table.num_waiting for served in served_tables())
 
 
 # ---------------------------------------------------------------- one process
@@ -66,7 +66,7 @@ def test_nobody_there() -> None:
 
 def test_the_master_comes_later() -> None:
     port = free_port()
-    with ThreadPoolExecutor(1) as pool:
+    with WatchedThreads(1) as pool:
         client = pool.submit(TCPStore, HOST, port, timeout=LIMIT_S)
         time.sleep(0.3)  # long enough for an attempt that is refused, which nothing here shows
         with TCPStore(HOST, port, is_master=True) as master:
@@ -81,9 +81,9 @@ def test_a_process_that_listens_and_serves_no_store_yet() -> None:
         port = int(node.serve(HOST, 0).rpartition(":")[2])
         with pytest.raises(ConnectFailed, match=r"serves no store"):
             TCPStore(HOST, port, timeout=2.0)
-        with ThreadPoolExecutor(1) as pool:
+        with WatchedThreads(1) as pool:
             client = pool.submit(TCPStore, HOST, port, timeout=LIMIT_S)
-            all_asleep(pool)
+            pool.all_asleep()
             assert not client.done()
             with TCPStore(HOST, port, is_master=True) as master, client.result(LIMIT_S) as store:
                 store.set("k", "v")
@@ -104,7 +104,7 @@ def test_a_store_that_answers_late_is_asked_again(monkeypatch: pytest.MonkeyPatc
         return await answer(self, peer, request)
 
     monkeypatch.setattr(ServedTable, "execute", late)
-    with TCPStore(HOST, 0, is_master=True) as master, ThreadPoolExecutor(1) as pool:
+    with TCPStore(HOST, 0, is_master=True) as master, WatchedThreads(1) as pool:
         with pytest.raises(ConnectFailed, match=r"after 3\.0 s.* accepts connections there, but does not answer"):
             TCPStore(HOST, master.port, timeout=3.0)
         client = pool.submit(TCPStore, HOST, master.port, timeout=LIMIT_S)
@@ -176,14 +176,14 @@ def test_each_port_has_a_table_of_its_own(multi_tenant: bool) -> None:
         for stores in (masters, clients, twins):
             assert [store.get("k") for store in stores] == [b"0", b"1", b"2"]
         assert len({store.port for store in masters}) == 3
-    assert not store_service._serving
+    assert not served_tables()
 
 
 @pytest.mark.parametrize("closed", [0, 1])
 def test_a_store_ends_without_the_others_of_its_process(closed: int) -> None:
     """Its waits end, its port is free, and so it is when the process serves there again."""
     with ExitStack() as stack:
-        pool = stack.enter_context(ThreadPoolExecutor(2))  # ends last: closed stores wait for nothing
+        pool = stack.enter_context(WatchedThreads(2))  # ends last: closed stores wait for nothing
         masters = [stack.enter_context(TCPStore(HOST, 0, is_master=True)) for _ in range(2)]
         clients = [stack.enter_context(TCPStore(HOST, master.port, timeout=LIMIT_S)) for master in masters]
         port, living = masters[closed].port, 1 - closed
@@ -227,9 +227,9 @@ def test_threads_that_open_and_close_stores_at_once() -> None:
                 assert master.list_keys() == [f"{number} {round}"]
         return number
 
-    with ThreadPoolExecutor(4) as pool:
+    with WatchedThreads(4) as pool:
         assert list(pool.map(use, range(4), timeout=LIMIT_S * 3)) == [0, 1, 2, 3]
-    assert not store_service._serving
+    assert not served_tables()
 
 
 def test_a_store_that_was_dropped_frees_its_port_when_the_next_is_made() -> None:
@@ -245,7 +245,7 @@ def test_closing_the_master_ends_the_waits_of_clients(failure: str) -> None:
     """And says what has failed there, if anything has."""
     says = f"serves it, where this had failed: {failure} It is" if failure else "serves it. It is"
     with TCPStore(HOST, 0, is_master=True) as master, TCPStore(HOST, master.port, timeout=5.0) as client:
-        with ThreadPoolExecutor(1) as pool:
+        with WatchedThreads(1) as pool:
             wait = pool.submit(client.wait, ["never"], LIMIT_S)
             eventually(lambda: num_waiters() == 1, "the client waits")
             PrefixStore("part", master).note_failure(failure)
@@ -259,10 +259,10 @@ def test_closing_the_master_ends_the_waits_of_clients(failure: str) -> None:
 
 def test_the_master_waits_for_the_workers() -> None:
     port = free_port()
-    with ThreadPoolExecutor(2) as pool:
+    with WatchedThreads(2) as pool:
         master = pool.submit(TCPStore, HOST, port, 3, True, LIMIT_S)
         with TCPStore(HOST, port, 3, timeout=LIMIT_S) as first:
-            all_asleep(pool)
+            pool.all_asleep()
             assert not master.done()
             with TCPStore(HOST, port, 3, timeout=LIMIT_S), master.result(LIMIT_S) as served:
                 served.set("k", "v")
@@ -286,7 +286,7 @@ def test_a_blocking_call_on_a_loop_says_so() -> None:
 
 def test_many_waits_at_once() -> None:
     with TCPStore(HOST, 0, is_master=True) as master, TCPStore(HOST, master.port, timeout=LIMIT_S) as client:
-        with ThreadPoolExecutor(20) as pool:
+        with WatchedThreads(20) as pool:
             calls = [pool.submit(client.get, f"k{number}") for number in range(20)]
             eventually(lambda: num_waiters() == 20, "all wait")
             master.multi_set([f"k{number}" for number in range(20)], [str(number) for number in range(20)])
@@ -313,22 +313,24 @@ def test_a_popped_value_that_its_caller_may_not_have_now_stays_the_first(
 
 
 def test_a_popped_value_of_which_its_caller_reads_a_part_stays_in_its_queue() -> None:
-    with TCPStore(HOST, 0, None, True) as master, TCPStore(HOST, master.port) as client:
+    node = acquire_node()
+    with TCPStore(HOST, 0, None, True) as master, TCPStore(HOST, master.port) as client, WatchedThreads(1) as other:
         master.queue_push("q", bytes(64 << 20))
-        serving: Any = master._access
-        asking: Any = client._access
+        access: Any = client._access
 
         async def read_a_part() -> None:
-            link = await asking._connected(LIMIT_S)
+            link = await access._connected(LIMIT_S)
             path = "/rpcdist.Store/ExecuteLarge"
             request: Any = cut(request_for(QueuePop("q"), LIMIT_S).SerializeToString(), store_pb2.Piece)
-            with link._calling(path) as metadata:
-                call: Any = link._for_unary().stream_stream(path)(request, metadata=metadata)
-                assert len(await call.read()) > 1000 and serving.table._table.contents.queues == {}
+            with unary_call(link, path) as begin:
+                call = begin(request)
+                assert len(await call.read()) > 1000
+                assert await asyncio.wrap_future(other.submit(master.queue_len, "q")) == 0
                 call.cancel()
 
-        asking._node.run(read_a_part(), LIMIT_S)
+        node.run(read_a_part(), LIMIT_S)
         eventually(lambda: master.queue_len("q") == 1)
+    node.release()
 
 
 # ---------------------------------------------------------------- several processes
@@ -396,10 +398,10 @@ def test_the_process_that_serves_is_killed_and_another_takes_its_place(worker_po
     port = free_port()  # none that the system gives to others meanwhile
     with ForkedProgram(worker_pool, SERVE, port) as server:
         assert int(server.line()) == port
-        with TCPStore(HOST, port, timeout=LIMIT_S) as client, ThreadPoolExecutor(1) as pool:
+        with TCPStore(HOST, port, timeout=LIMIT_S) as client, WatchedThreads(1) as pool:
             client.set("k", "v")
             get = pool.submit(client.get, "never")
-            all_asleep(pool)
+            pool.all_asleep()
             started = time.monotonic()
             server.signal(signal.SIGKILL)
             with pytest.raises(DistNetworkError, match=rf"store at {HOST}:{port} was lost during Get"):

@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rpcdist.collectives.torch_backend
 from rpcdist.collectives._group.callbacks import Callbacks, fail_future
-from rpcdist.collectives._torch_side import TorchWork, held
-from rpcdist.collectives.torch_backend import TorchProcessGroup
+from rpcdist.collectives._torch_side import held
+from rpcdist.collectives.torch_backend import TorchProcessGroup, TorchWork
 from rpcdist.collectives.work import Work
 from rpcdist.errors import CollectiveTimeout
 from rpcdist.testing import wait_until_asleep

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
+from inside_groups import Control, Transport, TransportMismatch, TransportTimeout
 
 from rpcdist.collectives._operations.operation import Kind, Operation, ReduceOp, describe_fingerprint
-from rpcdist.collectives._transports.transport_base import Control, Transport, TransportMismatch, TransportTimeout
 from rpcdist.deadline import Deadline
 
 T = TypeVar("T")

@@ -8,8 +8,10 @@ import io
 import os
 from contextlib import redirect_stdout
 
+from inside_agents import own_node
+from transport_nodes import tcp_port
+
 from rpcdist.__main__ import main
-from rpcdist.rpc._current import current_agent
 
 __all__ = ["diagnose", "ports_of_this_worker"]
 
@@ -32,6 +34,6 @@ def diagnose(*addresses: str, token: str | None = None, **variables: str) -> tup
 
 def ports_of_this_worker() -> tuple[int, int]:
     """The port of gRPC and that of raw connections."""
-    node = current_agent().network
-    server = node._server  # type: ignore[attr-defined]
-    return int(node.address.rpartition(":")[2]), server._streams.tcp_port  # type: ignore[union-attr]
+    node = own_node()
+    assert node.address is not None
+    return int(node.address.rpartition(":")[2]), tcp_port(node)

@@ -11,9 +11,9 @@ from contextlib import contextmanager, suppress
 
 import pytest
 from doctor_functions import diagnose
+from inside_agents import current_agent
 
 from rpcdist.__main__ import main
-from rpcdist.rpc._current import current_agent
 from rpcdist.testing import Worker, WorkerPool, free_port
 
 pytestmark = pytest.mark.multiproc

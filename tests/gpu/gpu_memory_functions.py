@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from gpu_rpc_functions import CYCLES, GPU, device_of, make_on_gpu, same, twice
+from inside_agents import current_agent
 from torch import Tensor
 
 import rpcdist.rpc as rpc
@@ -26,12 +27,17 @@ LONG_CYCLES = 3_000_000_000
 
 
 def sharing() -> Any:
-    return rpc.api._get_current_rpc_agent().gpus
+    return current_agent().gpus
+
+
+def lent_memory() -> Any:
+    """The memory that this worker lends of its GPUs; None if it never lent any."""
+    return sharing()._lent
 
 
 def reader_of(name: str, device: int = 0) -> str | None:
     """Whether a worker reads memory of a GPU of this one: empty, why not, or None while nobody asked."""
-    agent = rpc.api._get_current_rpc_agent()
+    agent = current_agent()
     identity = agent.directory.member(agent.directory.resolve(name)).identity
     answer: str | None = agent.gpus._readers.get((identity, device))
     return answer
@@ -47,7 +53,7 @@ def until_known(name: str, device: int = 0) -> None:
 
 def loans() -> list[str]:
     """The memory that this worker lends."""
-    lent = sharing()._lent
+    lent = lent_memory()
     return [] if lent is None else [str(each) for each in lent._lent.values()]
 
 
@@ -182,12 +188,12 @@ def in_order_without_events() -> None:
 
 
 def without_events() -> None:
-    memory = sharing()._lent._memory
+    memory = lent_memory()._memory
     memory.wait = lambda *arguments: None
 
 
 def with_events() -> None:
-    del sharing()._lent._memory.wait
+    del lent_memory()._memory.wait
 
 
 def several_tensors() -> None:

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from inside_agents import current_agent
 
 from rpcdist import autograd, checkpoint, collectives, rpc
 from rpcdist.errors import CheckpointError
@@ -53,7 +54,7 @@ def renew() -> None:
 
 
 def address() -> str:
-    return str(rpc.api._get_current_rpc_agent().network.address)
+    return str(current_agent().network.address)
 
 
 def wait_released() -> None:
@@ -296,4 +297,4 @@ def use_memory() -> None:
 
 def num_served() -> int:
     """The calls of others that this worker handles now."""
-    return len(rpc.api._get_current_rpc_agent().dispatcher.calls)
+    return len(current_agent().dispatcher.calls)

@@ -9,10 +9,12 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from docs_programs import run_page
+from inside_agents import current_agent
 from rpc_cluster import Cluster
 
 from rpcdist import rpc
@@ -251,7 +253,7 @@ def test_a_method_that_waits_for_a_thread_is_named_as_one(no_agent: None) -> Non
         assert method.wait() == 1
         for future in running:
             future.wait()
-        agent = cluster.run("b", rpc.api._get_current_rpc_agent)
+        agent: Any = cluster.run("b", current_agent)
         eventually(lambda: "Counting.add" in [call.function for call in agent.recorder], "it is noted after its answer")
         assert not any("_local_invoke" in call.function for call in agent.recorder)
 

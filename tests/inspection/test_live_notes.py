@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from inside_agents import Agent, current_agent
 from rpc_cluster import Cluster
 from torch import nn
 from torch.nn.functional import mse_loss
@@ -16,14 +17,12 @@ from torch.nn.functional import mse_loss
 from rpcdist import autograd, collectives, rpc
 from rpcdist._inspect.asking import Asker
 from rpcdist._proto import inspection_pb2
-from rpcdist.collectives._group.flight_records import Record
+from rpcdist.collectives.flight_recorder import Record
 from rpcdist.errors import ProtocolViolation
 from rpcdist.inspection import LiveNotes, facts_to_json, notes_from_json
 from rpcdist.parallel import DistributedDataParallel
 from rpcdist.parallel.pipeline import Pipeline
 from rpcdist.profile_ranges import span_taps
-from rpcdist.rpc._agent import Agent
-from rpcdist.rpc._current import current_agent
 from rpcdist.rpc._inspection import live_notes
 from rpcdist.rpc._inspection.live_notes import NoteTaker
 from rpcdist.testing import InProcessCluster

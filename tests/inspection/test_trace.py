@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from inside_agents import current_agent
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -25,7 +26,6 @@ import rpcdist
 from rpcdist import autograd, collectives, rpc, tracing
 from rpcdist.errors import ConfigError, NotInitialized
 from rpcdist.parallel import DistributedDataParallel, Pipeline
-from rpcdist.rpc._current import current_agent
 from rpcdist.rpc._inspection import call_records
 from rpcdist.rpc._serving.active_calls import ActiveCall
 from rpcdist.testing import InProcessCluster, eventually

@@ -26,8 +26,8 @@ from program_sessions import (
     without_notices,
 )
 
-from rpcdist import LocalCluster, rpc
-from rpcdist._launch.job_plan import RankPlan, Role
+from rpcdist import LocalCluster, Role, rpc
+from rpcdist._launch.job_plan import RankPlan
 from rpcdist._launch.local_ranks import LocalRanks
 from rpcdist._launch.output import JobOutput
 from rpcdist._launch.reports import pickle_call

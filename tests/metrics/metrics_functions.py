@@ -7,12 +7,12 @@ import urllib.request
 from typing import Any
 
 import torch
+from inside_agents import current_agent
 
 import rpcdist.collectives as dist
 from rpcdist import rpc
 from rpcdist.parallel import DistributedDataParallel
 from rpcdist.parallel.pipeline import Pipeline
-from rpcdist.rpc._current import current_agent
 
 __all__ = [
     "call",

@@ -6,17 +6,8 @@ import threading
 
 import pytest
 
-from rpcdist._counters import (
-    BUCKET_BOUNDS,
-    MAX_ERRORS,
-    MAX_NAMES,
-    OK,
-    OTHER,
-    EndedCall,
-    Histogram,
-    Histograms,
-    call_histograms,
-)
+from rpcdist._counters import BUCKET_BOUNDS, MAX_ERRORS, MAX_NAMES, OK, OTHER, EndedCall, Histograms, call_histograms
+from rpcdist.metrics import Histogram
 
 
 def noted(counts: Histograms[EndedCall], called: object, outcome: str = OK, age_s: float = 0.0) -> None:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import optim_functions as functions
 import pytest
 import torch
+from inside_agents import current_agent
 from peer_timeouts import CALM_S, LIMIT_S
 from rpc_cluster import Cluster
 from test_optim_distributed import Twins
@@ -154,7 +155,7 @@ def test_only_an_owner_that_was_asked_says_that_it_has_stepped(no_agent: None) -
 
             def answer() -> None:
                 rpc_sync("a", abs, (-1,))
-                session = rpc._current.current_agent().router.session_with(0)
+                session = current_agent().router.session_with(0)
                 assert session is not None
                 for number in range(1, 20):
                     session.send(forged.encode(context_id, number)[0])
@@ -171,16 +172,15 @@ def test_work_for_what_is_not_here_is_answered(no_agent: None) -> None:
 
         def ask(work: bytes) -> Any:
             with autograd.context() as context_id:
-                agent: Any = rpc._current.current_agent()
-                limit = autograd._interface._deadline(agent.autograd, 5.0)
-                return agent.autograd.step(context_id, {1: work}, lambda: None, limit)
+                agent: Any = current_agent()
+                return agent.autograd.step(context_id, {1: work}, lambda: None, Deadline.after(5.0))
 
         for work in (b"", b"x" * 8, (77).to_bytes(8, "little") + b"\0", bytes(9) + b"\xff\xff"):
             outcome = cluster.run("a", ask, work)[1]
             assert outcome[0] == 2, outcome
 
         def count() -> int:
-            return len(own_table()._errors)
+            return len(kept_errors())
 
         assert cluster.run("b", count) == 4
 
@@ -242,7 +242,7 @@ def test_a_restricted_owner_steps_for_nobody_who_may_not_call_that(no_agent: Non
             hooks: Any = agent.autograd
             outcomes = hooks.step(context_id, {1: work}, lambda: None, Deadline.after(LIMIT_S))
         assert outcomes[1][0] == 2 and PARAMETER.tolist() == [1.0, 1.0]
-        [error] = cluster.run("b", own_table)._errors.values()
+        [error] = cluster.run("b", kept_errors)
         assert "does not allow calls of rpcdist.optim._local_optimizer:call_local_optimizer" in str(error)
 
 
@@ -273,6 +273,12 @@ def test_nobody_steps_when_the_time_is_over_after_the_pass(no_agent: None) -> No
         with_owner(cluster, attack, NoisySGD)
 
 
+def kept_errors(table: OptimizerTable | None = None) -> list[BaseException]:
+    """The errors of steps that a table, by default this worker's, keeps for those who asked for the steps."""
+    found = own_table() if table is None else table
+    return list(found._errors.values())
+
+
 def test_the_error_of_a_step_holds_no_gradients(no_agent: None) -> None:
     def fail() -> None:
         gradient = torch.ones(3)
@@ -282,8 +288,9 @@ def test_the_error_of_a_step_holds_no_gradients(no_agent: None) -> None:
     try:
         fail()
     except ArithmeticError as error:
-        number = table.keep_error(error)
-    trace = table._errors[number].__traceback__
+        table.keep_error(error)
+    [kept] = kept_errors(table)
+    trace = kept.__traceback__
     while trace is not None:
         assert "gradient" not in trace.tb_frame.f_locals
         trace = trace.tb_next

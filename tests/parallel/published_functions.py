@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from inside_published import host_copies_of, origin_of
 from torch import Tensor, nn
 
 from rpcdist import rpc
@@ -62,8 +63,7 @@ def waits_that_each_version_ends(num_readers: int, num_versions: int) -> list[bo
     """The results of waits that only a version can end in time."""
     publisher = Published("waits")
     publisher.publish({"a": torch.ones(3)})
-    source = publisher._origin
-    assert source is not None
+    source = origin_of(publisher)
     readers = [source.reader() for _ in range(num_readers)]
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(num_readers) as threads:
         patch.setattr(_reader, "CHECK_INTERVAL_S", LIMIT_S)
@@ -158,7 +158,7 @@ def look_at_view() -> list[float]:
 
 def has_copy() -> bool:
     """Whether this worker holds versions for its host, and does not read those of another one."""
-    return any(shard.copy is not None for shard in weights()._shards)
+    return any(copy is not None for copy in host_copies_of(weights()))
 
 
 def write_to_view() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from agents_here import agents_here
+from inside_agents import Agent
 from torch import nn
 
 from rpcdist import autograd, rpc
@@ -14,7 +15,6 @@ from rpcdist.optim import DistributedOptimizer
 from rpcdist.optim._local_optimizer import own_table
 from rpcdist.parallel import Pipeline
 from rpcdist.parallel.pipeline._step_messages import receivers
-from rpcdist.rpc._agent import Agent
 from rpcdist.rpc._current import use_agent
 
 NAMES = ("ada", "bob")

@@ -15,8 +15,7 @@ from rpcdist import rpc
 from rpcdist.deadline import Deadline
 from rpcdist.errors import DeadlineExceeded, RpcdistError
 from rpcdist.parallel import Pipeline
-from rpcdist.parallel.pipeline import _pipeline, _step_execution, _step_messages
-from rpcdist.parallel.pipeline._schedules import Action
+from rpcdist.parallel.pipeline import Action, _pipeline, _step_execution, _step_messages
 from rpcdist.parallel.pipeline._step_execution import Stage, StepExecution
 from rpcdist.parallel.pipeline._step_messages import Mailbox, PipelineConfig, StepOrder, push, receivers
 from rpcdist.testing import InProcessCluster, wait_until_asleep

@@ -16,6 +16,7 @@ import published_functions as there
 import pytest
 import torch
 from docs_programs import run_page
+from inside_published import origin_of
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -613,8 +614,7 @@ def test_the_memory_of_a_publisher_goes_with_its_job() -> None:
     weights = Published("policy")
     with InProcessCluster("trainer") as cluster, cluster.use("trainer"):
         weights.publish({"a": torch.ones(3)})
-        assert weights._origin is not None
-        origin = weakref.ref(weights._origin)
+        origin = weakref.ref(origin_of(weights))
     with InProcessCluster("trainer") as cluster, cluster.use("trainer"):
         weights.publish({"a": torch.ones(3)})
         gc.collect()

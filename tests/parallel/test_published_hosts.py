@@ -12,6 +12,7 @@ from typing import Any
 import published_functions as there
 import pytest
 from full_sets import num_examples
+from inside_published import host_copies_of, hosts_of, origin_of
 from network_cable import HOST_ADDRESSES, cable_between_hosts, enter_namespace
 from torch import Tensor
 
@@ -83,16 +84,15 @@ def test_each_host_gets_the_bytes_once_from_the_one_before(job: Job, monkeypatch
 
 def test_consumers_that_are_freed_and_not_closed_are_forgotten(job: Job, caplog: pytest.LogCaptureFixture) -> None:
     assert job.publish("trainer", 1) == 1
-    origin = job.held["trainer"]._origin
-    assert origin is not None
+    origin = origin_of(job.held["trainer"])
     for _ in range(_source.MAX_SOURCES_OF_WORKER + 1):
         job.held["g0"] = Published("policy")
         assert job.pull("g0") == (1, [1.0])
-    assert len(origin._hosts) == 1
+    assert len(hosts_of(origin)) == 1
     job.held["g0"] = Published("policy")
     caplog.clear()
     assert job.publish("trainer", 2) == 2
-    eventually(lambda: not origin._hosts, "it is forgotten")
+    eventually(lambda: not hosts_of(origin), "it is forgotten")
     assert not caplog.records
     assert job.pull("g0") == (2, [2.0])
 
@@ -177,7 +177,7 @@ def test_a_publisher_that_dies_in_the_middle_leaves_the_old_version(job: Job, mo
     with monkeypatch.context() as patch:
         patch.setattr(_source.VersionSource, "chunk", dying)
         assert job.publish("trainer", 2) == 2
-        copies = [job.held[name]._shards[0].copy for name in HOSTS]
+        copies = [host_copies_of(job.held[name])[0] for name in HOSTS]
         eventually(lambda: all(copy is not None and copy._given_up == 2 for copy in copies), "all hosts have given up")
         assert [job.pull(name) for name in HOSTS] == [(1, [1.0])] * 3
     assert job.publish("trainer", 3) == 3

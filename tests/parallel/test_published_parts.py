@@ -14,6 +14,7 @@ import torch
 from full_sets import num_examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from inside_published import extracts_of, origin_of
 from test_published_hosts import chunks_sent
 from torch import Tensor, nn
 
@@ -316,14 +317,14 @@ def test_several_hosts_that_want_the_same_parts_form_a_chain(
             assert job.pull({"w": top}, version - 1, name=name, wait=version > 1) == version
             assert torch.equal(top.tensor, values_of(1)[:4, 6:9])
         assert sum(sent) == 3 * 4 * 3 * 4
-    origin = job.held["t0"]._origin
-    assert origin is not None and len(origin._extracts) == 1
+    origin = origin_of(job.held["t0"])
+    assert len(extracts_of(origin)) == 1
     job.close()
     monkeypatch.setattr(_hosts, "IDLE_LIMIT_S", 0.05)
 
     def is_dropped() -> bool:
         cluster.run("t0", lambda: job.held["t0"].publish(values))
-        return not origin._extracts
+        return not extracts_of(origin)
 
     eventually(is_dropped, "nobody wants the parts any more")
 
@@ -349,8 +350,7 @@ def test_a_dtype_of_consumers_is_made_once_before_it_travels(cluster: InProcessC
         assert half.view()["w"].dtype is torch.float16
         same = Published("model", dtype=torch.float32)
         assert same.view()["w"].dtype is torch.float32
-        origin = theirs._origin
-        assert origin is not None and [each.dtype for each in origin._extracts] == ["bfloat16", "float16"]
+        assert [each.dtype for each in extracts_of(origin_of(theirs))] == ["bfloat16", "float16"]
         half.close()
         same.close()
     model["w"].neg_()
@@ -536,8 +536,7 @@ def test_a_reader_can_connect_while_an_extract_is_made(
     """To open the listener of a source takes the loop that lets readers in."""
     theirs = Published("model")
     cluster.run("t0", lambda: theirs.publish({"w": torch.ones(1000)}))
-    origin = theirs._origin
-    assert origin is not None
+    origin = origin_of(theirs)
     was_free: list[bool] = []
     original = _source.VersionSource.__init__
 

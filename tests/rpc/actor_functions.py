@@ -10,9 +10,10 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from inside_agents import current_agent
+
 from rpcdist import rpc
 from rpcdist.rpc import Future, RRef
-from rpcdist.rpc._current import current_agent
 
 LIMIT_S = 30.0
 HOLD_US = 300_000

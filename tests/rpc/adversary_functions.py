@@ -13,13 +13,13 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import torch
+from inside_agents import Agent
 from rpc_victim_bad_input import Touching
 from rpc_victim_functions import add
 from torch import Tensor
 
 from rpcdist import autograd, rpc
 from rpcdist.errors import RpcdistError
-from rpcdist.rpc._agent import Agent
 
 CALL_LIMIT_S = 20.0
 

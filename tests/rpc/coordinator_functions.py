@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from inside_agents import current_agent
 from rpc_functions import add
 
 from rpcdist import rpc
@@ -19,12 +20,12 @@ def answers(to: str) -> bool:
 
 
 def incarnation_of(worker: int) -> int:
-    found: int = rpc.api._get_current_rpc_agent().directory.incarnation_of(worker)
+    found: int = current_agent().directory.incarnation_of(worker)
     return found
 
 
 def address_of(worker: int) -> str:
-    found: str = rpc.api._get_current_rpc_agent().directory.member(worker).address
+    found: str = current_agent().directory.member(worker).address
     return found
 
 

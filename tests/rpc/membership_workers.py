@@ -6,6 +6,7 @@ import asyncio
 
 from rpcdist._proto import membership_pb2 as pb
 from rpcdist.ids import Identity
+from rpcdist.rpc._membership.recovery import Recovery
 from rpcdist.rpc._membership.roster_messages import join_request
 from rpcdist.rpc._membership.roster_service import MembershipService
 from rpcdist.rpc._peers.directory import Member
@@ -46,3 +47,21 @@ async def settled(*tasks: asyncio.Task[pb.JoinReply]) -> list[pb.JoinReply.Outco
 async def until_waiting(service: MembershipService, number: int) -> None:
     await asyncio.sleep(0)  # one round of the loop: every handler runs up to where it waits
     assert len(service._waiting) == number
+
+
+def recovery_of(service: MembershipService) -> Recovery:
+    """The recovery that is under way; its timers do as the following functions do."""
+    assert service._recovery is not None
+    return service._recovery
+
+
+def ask_the_missing(service: MembershipService) -> None:
+    """Asks the workers that have not come back whether they live."""
+    recovery_of(service)._ask_the_missing()
+
+
+def end_of_time(service: MembershipService, asked_before: bool = False) -> None:
+    """Ends it when its time is over, once those who were asked have answered, unless they were `asked_before`."""
+    recovery = recovery_of(service)
+    end = recovery._end if asked_before else recovery._end_of_time
+    end()

@@ -16,11 +16,11 @@ from types import FrameType
 from typing import Any, NoReturn
 from unittest.mock import patch
 
+from inside_agents import current_agent, reader_of
 from threads_at_once import problems_of_threads
 
 from rpcdist import rpc
 from rpcdist.rpc._calling.new_calls import SyncReplySink
-from rpcdist.rpc._current import current_agent
 from rpcdist.testing import LIMIT_S
 from rpcdist.transport.memory_copies import LargeBuffer
 from rpcdist.transport.session import Session
@@ -150,7 +150,7 @@ def _until_led(to: str, by: threading.Thread) -> Iterator[None]:
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline:
         session: Any = agent.router.session_with(agent.directory.resolve(to))
-        if session is not None and session._direct._reader._holder == by.ident:
+        if session is not None and reader_of(session)._holder == by.ident:
             yield
             return
         time.sleep(0.001)  # until the other thread sleeps in its read

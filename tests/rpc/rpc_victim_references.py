@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from inside_agents import current_agent, handle_of, peers_of
 from rpc_victim_functions import LIMIT_S, held, hold, make
 
 from rpcdist import rpc
@@ -28,7 +29,7 @@ def hold_remote(owner: str, count: int = 1) -> None:
 
 def leave_while_the_last_release_is_late() -> None:
     """Messages of others about this worker's values are read only after it has begun to look for leaks."""
-    shell = rpc.api._get_current_rpc_agent().rrefs
+    shell = current_agent().rrefs
     on_message, check_leaks = shell.on_message, shell.check_leaks
     unread: list[tuple[Any, ...]] = []
 
@@ -51,7 +52,7 @@ def leave_while_the_last_release_is_late() -> None:
 
 
 def leave_without_waiting_for_owners() -> None:
-    shell = rpc.api._get_current_rpc_agent().rrefs
+    shell = current_agent().rrefs
     give_back = partial(shell.delete_all_user_and_unforked_owner_rrefs, 0.0)
     with mock.patch.object(rpc.api, "_delete_all_user_and_unforked_owner_rrefs", give_back):
         rpc.shutdown()
@@ -75,8 +76,8 @@ def use_held_by_proxy() -> Any:
 
 
 def use_held_while_the_connection_breaks() -> None:
-    future = rpc.api._get_current_rpc_agent().rref_calls.start_fetch(held[0]._handle.state, LIMIT_S)
-    for peer in list(rpc.api._get_current_rpc_agent().router._peers.values()):
+    future = current_agent().rref_calls.start_fetch(handle_of(held[0]), LIMIT_S)
+    for peer in list(peers_of(current_agent()).values()):
         if peer.session is not None:
             peer.session.close("broken by the test")
     assert future.wait() == held[0].to_here() == 0

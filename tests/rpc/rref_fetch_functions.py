@@ -10,11 +10,11 @@ import threading
 from collections.abc import Iterator
 from typing import Any, Final
 
+from inside_agents import current_agent
 from threads_at_once import problems_of_threads
 
 from rpcdist import rpc
 from rpcdist.errors import DeadlineExceeded, OwnerLost
-from rpcdist.rpc._current import current_agent
 from rpcdist.testing.limits import wait_until_stopped
 
 _gate: Final = threading.Event()

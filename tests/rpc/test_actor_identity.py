@@ -11,12 +11,12 @@ from typing import Any
 import actor_functions as there
 import pytest
 from actor_functions import LIMIT_S, Bound, Counter, Journal, new_gate
+from inside_agents import current_agent, turn_queues
 
 from rpcdist import rpc
 from rpcdist.errors import PoolExhausted, RRefError
 from rpcdist.rpc import RRef
 from rpcdist.rpc._actors.serial_actor import SerialActor, Turn
-from rpcdist.rpc._current import current_agent
 from rpcdist.rpc._executors.deferred_replies import DeferredReply
 from rpcdist.testing import InProcessCluster, eventually
 
@@ -358,7 +358,7 @@ def test_an_actor_forgets_callers_with_the_reference_through_which_they_called()
                 del again
             assert actor.rpc_sync().number() == 3
         with cluster.use("a") as agent:
-            [host] = set(agent.actors._by_rref.values())
-            eventually(lambda: len(host._queue.callers) == 1 and not agent.actors._called_by, "one reference is left")
+            [queue] = turn_queues(agent)
+            eventually(lambda: len(queue.callers) == 1 and not agent.actors._called_by, "one reference is left")
         with cluster.use("b"):
             del actor

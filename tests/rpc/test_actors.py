@@ -9,11 +9,11 @@ import actor_functions as there
 import pytest
 import torch
 from actor_functions import LIMIT_S, Journal, new_gate
+from inside_agents import current_agent
 
 from rpcdist import rpc
 from rpcdist.errors import Cancelled, DeadlineExceeded, RRefError, SerializationError, WorkerLost
 from rpcdist.rpc import RRef
-from rpcdist.rpc._current import current_agent
 from rpcdist.testing import InProcessCluster, eventually
 
 NUM_CALLS = 300

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from inside_agents import current_agent
 from torchscript_functions import compiled, scripted
 
 from rpcdist import rpc
 from rpcdist.errors import SerializationError
 from rpcdist.rpc import Stream
-from rpcdist.rpc._current import current_agent
 from rpcdist.rpc._values.pickled import script_function
 from rpcdist.testing import InProcessCluster
 from rpcdist.transport import Session

@@ -13,6 +13,7 @@ import pytest
 import rpc_victim_references as references
 import torch
 from full_sets import FULL_ONLY
+from inside_agents import Agent
 from peer_timeouts import CALM_S, LIMIT_S, UNIT_S
 from rpc_functions import add
 
@@ -23,8 +24,8 @@ from rpcdist.collectives._stores.store_base import SignedRecords
 from rpcdist.errors import ActorNameTaken, CallRefused, CoordinatorLost, DuplicateName, UnknownActor, WorkerLost
 from rpcdist.rpc import _start
 from rpcdist.rpc._actors.actor_names import KEPT
-from rpcdist.rpc._agent import Agent
 from rpcdist.rpc._membership import coordinator as coordinator_module
+from rpcdist.rpc._membership.coordinator import CoordinatorSearch
 from rpcdist.testing import UNIT_S as SHORT_S
 from rpcdist.testing import InProcessCluster, Program, WorkerPool, eventually, free_port
 from rpcdist.time_limits import QUICK_ANSWER_LIMIT_S
@@ -104,17 +105,27 @@ def test_a_worker_that_serves_ends_by_name_when_nobody_takes_the_place_of_rank_0
         assert cluster.run("b", rpc.rpc_sync, "c", add, (1, 2)) == 3
 
 
+def search_of(agent: Agent) -> CoordinatorSearch:
+    """The part that finds the coordinator again."""
+    return agent._search
+
+
+def counts_its_time(agent: Agent) -> bool:
+    """Whether it will end as an orphan, unless a coordinator comes."""
+    return search_of(agent)._orphan_handle is not None
+
+
 def test_a_worker_that_was_taken_back_goes_on_serving() -> None:
     with InProcessCluster("a", "b", peer_timeout=RETURN_S, orphan_timeout=4 * LIMIT_S) as cluster:
         serving = cluster.begin("b", rpc.serve)
         for _ in range(2):
             cluster.kill("a")
             with cluster.use("b") as agent:
-                eventually(lambda: agent._search._orphan_handle is not None, "b counts the time")
+                eventually(lambda: counts_its_time(agent), "b counts the time")
             cluster.restart("a")
             wait_until_taken_back(cluster, "a")
             with cluster.use("b") as agent:
-                eventually(lambda: agent._search._orphan_handle is None, "b counts no longer")
+                eventually(lambda: not counts_its_time(agent), "b counts no longer")
         cluster.run("a", rpc.stop_serving, "b")
         assert serving.result(LIMIT_S) == "worker 'a' asked for it"
 
@@ -128,7 +139,8 @@ def test_who_has_not_noticed_is_asked_and_comes(elastic: bool, monkeypatch: pyte
             eventually(lambda: agent.directory.knows(2), "b has heard of c")  # a joiner waits, but not for long
             rpc.on_membership_change(lambda change: changes.append(f"{change.worker.name} {change.kind}"))
         with cluster.use("c") as agent:
-            search, look = agent._search, agent._search._look
+            search: Any = search_of(agent)
+            look = search._look
             # Its own detector changes nothing: it looks when somebody asks for it.
             monkeypatch.setattr(search, "_look", lambda: look() if search._wanted.is_set() else None)
         cluster.kill("a")

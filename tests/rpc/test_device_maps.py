@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from inside_agents import Agent, current_agent
 
 from rpcdist import rpc
 from rpcdist._proto import rpc_pb2
@@ -28,18 +29,22 @@ def world(module_pool: WorkerPool) -> Iterator[RpcWorld]:
     world.shutdown()
 
 
+def device_maps_of(agent: Agent) -> DeviceMaps:
+    return agent._device_maps
+
+
 def way_there(to: str, device: str) -> str | None:
     """Where an argument of a call goes; None without a map."""
-    agent = rpc.api._get_current_rpc_agent()
-    map_device = agent._device_maps.find(agent.directory.resolve(to), None)
+    agent = current_agent()
+    map_device = device_maps_of(agent).find(agent.directory.resolve(to), None)
     return None if map_device is None else str(map_device(torch.device(device)))
 
 
 def way_back(device: str) -> str | None:
     """Where a result of the call that runs this goes; None without a map."""
-    agent = rpc.api._get_current_rpc_agent()
+    agent = current_agent()
     (active,) = [call for call in agent.dispatcher.calls if call.function.endswith(way_back.__name__)]
-    map_device = agent._device_maps.find(active.session.peer.id, active.session)
+    map_device = device_maps_of(agent).find(active.session.peer.id, active.session)
     return None if map_device is None else str(map_device(torch.device(device)))
 
 

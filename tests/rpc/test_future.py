@@ -16,12 +16,24 @@ from typing import Any
 
 import pytest
 import torch
-from future_helpers import LIMIT_S, REPLY_SINKS, deliver, done_future, failed_future
+from future_helpers import (
+    LIMIT_S,
+    REPLY_SINKS,
+    arrive,
+    bring,
+    complete,
+    deliver,
+    done_future,
+    failed_future,
+    is_observed,
+    run_callbacks,
+    settle,
+)
 from future_helpers import pool as pool
+from inside_agents import ThreadPool
 
 from rpcdist.errors import Cancelled, DeadlineExceeded, NotInitialized
-from rpcdist.rpc._executors.thread_pool import ThreadPool
-from rpcdist.rpc._futures.waiting import collect_all, wait_all
+from rpcdist.rpc import collect_all, wait_all
 from rpcdist.rpc.future import Future
 from rpcdist.testing import eventually
 
@@ -63,8 +75,8 @@ def test_a_blocked_thread_decodes_what_is_delivered(pool: ThreadPool) -> None:
     owed: list[bool] = []
 
     def when_somebody_waits() -> None:
-        eventually(lambda: future._observers, "a thread waits")
-        owed.append(future._deliver(lambda: threading.current_thread().name))
+        eventually(lambda: is_observed(future), "a thread waits")
+        owed.append(bring(future, lambda: threading.current_thread().name))
 
     pool.submit(when_somebody_waits)
     assert future.wait(LIMIT_S) == threading.current_thread().name
@@ -73,28 +85,28 @@ def test_a_blocked_thread_decodes_what_is_delivered(pool: ThreadPool) -> None:
 
 def test_nobody_waits_so_the_deliverer_owes_it() -> None:
     future: Future[int] = Future()
-    assert future._deliver(lambda: 4)
+    assert bring(future, lambda: 4)
     assert not future.done() and not future.cancel()  # it has arrived
-    assert not future._deliver(lambda: 5)
-    future._settle()
-    future._settle()
+    assert not bring(future, lambda: 5)
+    settle(future)
+    settle(future)
     assert future.value() == 4
 
 
 def test_a_result_that_is_made_completes_the_future_but_runs_no_callbacks() -> None:
     future: Future[int] = Future()
     seen: list[int] = []
-    assert not Future[int]()._arrive(4)  # no callbacks are left to be run
+    assert not arrive(Future[int](), 4)  # no callbacks are left to be run
     future.add_done_callback(lambda done: seen.append(done.value()))
-    assert future._arrive(5) and future.done() and future.wait() == 5 and not seen
-    assert not future._arrive(6) and not future.cancel()
-    future._run_callbacks()
+    assert arrive(future, 5) and future.done() and future.wait() == 5 and not seen
+    assert not arrive(future, 6) and not future.cancel()
+    run_callbacks(future)
     assert seen == [5]
 
 
 def test_an_error_of_decoding_is_the_error_of_the_call() -> None:
     future: Future[int] = Future()
-    assert future._deliver(lambda: 1 // 0)
+    assert bring(future, lambda: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         future.wait()
 
@@ -118,7 +130,7 @@ def test_many_threads_complete_one_wins() -> None:
 
         def race(me: int, future: Future[int] = future, wins: list[int] = wins) -> None:
             barrier.wait(LIMIT_S)  # noqa: B023
-            if future.cancel() if me == 0 else future._complete(me):
+            if future.cancel() if me == 0 else complete(future, me):
                 wins.append(me)
 
         threads = [threading.Thread(target=race, args=(me,)) for me in range(4)]
@@ -157,7 +169,7 @@ def test_wait_with_a_limit_leaves_the_future_alone() -> None:
             future.wait(timeout)
         with pytest.raises(TimeoutError):
             future.exception(timeout)
-    assert not future._observers
+    assert not is_observed(future)
     future.set_result(1)
     assert future.wait(0) == 1
 
@@ -192,13 +204,13 @@ def test_ctrl_c_ends_a_wait_and_nothing_gets_lost(pool: ThreadPool, press_ctrl_c
         future: Future[int] = Future()
 
         def press_once_it_waits(future: Future[int] = future) -> None:
-            eventually(lambda: future._observers, "a thread waits")
+            eventually(lambda: is_observed(future), "a thread waits")
             press_ctrl_c()
 
         pool.submit(press_once_it_waits)
         with pytest.raises(KeyboardInterrupt):
             future.wait(LIMIT_S)
-        assert not future._observers
+        assert not is_observed(future)
         deliver(pool, future, partial(int, 6))
         assert future.wait(LIMIT_S) == 6
 
@@ -219,8 +231,8 @@ def test_a_wait_that_times_out_while_it_is_chosen_pays_the_debt() -> None:
         thread.start()
         barrier.wait(LIMIT_S)
         time.sleep(0.0001)  # about when the other thread's time is over: sometimes before, sometimes after
-        if future._deliver(lambda: 1):
-            future._settle()
+        if bring(future, lambda: 1):
+            settle(future)
         thread.join(LIMIT_S)
         assert future.done()
 
@@ -232,7 +244,7 @@ def test_cancel() -> None:
     assert calls == ["hook"] and future.cancelled() and future.done()
     with pytest.raises(Cancelled):
         future.wait()
-    assert not future._complete(3)
+    assert not complete(future, 3)
     assert not done_future(1).cancel()
 
 
@@ -259,7 +271,7 @@ def test_then_chains_and_returns_our_class() -> None:
     chained = future
     for _ in range(20):
         chained = chained.then(lambda f: f.wait() + 1)
-    assert isinstance(chained, Future) and future._callbacks
+    assert isinstance(chained, Future)
     future.set_result(0)
     assert chained.wait() == 20
     assert done_future(1).then(lambda f: f).value().value() == 1  # at once, with the future itself
@@ -426,7 +438,7 @@ def test_what_ctrl_c_or_the_end_of_rpc_leaves_unread_is_not_logged(
     future: Future[int] = Future()
 
     def press_once_it_waits(future: Future[int] = future) -> None:
-        eventually(lambda: future._observers, "a thread waits")
+        eventually(lambda: is_observed(future), "a thread waits")
         press_ctrl_c()
 
     pool.submit(press_once_it_waits)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import pytest
-from future_helpers import REPLY_SINKS, failed_future
+from future_helpers import REPLY_SINKS, arrive, complete, fail, failed_future, is_observed
 from future_helpers import pool as pool
+from inside_agents import ThreadPool
 
 from rpcdist.errors import BlockingInLoop, Cancelled
-from rpcdist.rpc._executors.thread_pool import ThreadPool
-from rpcdist.rpc._futures.waiting import as_completed, wait_all, wait_any
+from rpcdist.rpc import as_completed, wait_all, wait_any
 from rpcdist.rpc.future import Future
 
 
@@ -30,7 +30,7 @@ async def test_await(pool: ThreadPool, complete: Callable[..., object]) -> None:
 
 async def test_await_an_error_and_gather(pool: ThreadPool) -> None:
     futures: list[Future[int]] = [Future() for _ in range(100)]
-    pool.submit_many([(future._complete, (number,)) for number, future in enumerate(futures)])
+    pool.submit_many([(complete, (future, number)) for number, future in enumerate(futures)])
     assert await asyncio.gather(*futures) == list(range(100))
     error = ValueError("x")
     with pytest.raises(ValueError) as caught:
@@ -44,7 +44,7 @@ async def test_cancelling_the_task_cancels_the_call() -> None:
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(future, 0.01)
     assert cancelled == [True] and future.cancelled()
-    assert not future._observers
+    assert not is_observed(future)
 
 
 async def test_blocking_on_a_loop_raises_at_once_unless_done() -> None:
@@ -67,20 +67,16 @@ def test_a_loop_that_was_closed_does_not_disturb_the_reply_sink() -> None:
     future: Future[int] = Future()
     loop = asyncio.new_event_loop()
 
-    async def wait() -> None:
-        await future
+    async def begin_to_wait() -> Generator[Any, Any, int]:
+        waiting = future.__await__()
+        next(waiting)
+        return waiting
 
-    task = loop.create_task(wait())
-    loop.run_until_complete(asyncio.sleep(0))
-    observers = list(future._observers)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        loop.run_until_complete(task)
+    waiting = loop.run_until_complete(begin_to_wait())
     loop.close()
-    other: Future[int] = Future()
-    other._observers.extend(observers)
-    other.set_result(1)
-    assert other.wait() == 1
+    future.set_result(1)
+    assert future.wait() == 1
+    waiting.close()
 
 
 asyncio_wait: Any = asyncio.wait  # its type knows asyncio's own futures only
@@ -91,8 +87,8 @@ def complete_from_a_thread(pool: ThreadPool) -> list[Future[int]]:
     early, late, failed, cancelled, pending = (Future[int]() for _ in range(5))
     early.set_result(1)
     cancelled.cancel()
-    pool.submit(late._complete, 2)
-    pool.submit(failed._fail, ValueError("3"))
+    pool.submit(complete, late, 2)
+    pool.submit(fail, failed, ValueError("3"))
     return [early, late, failed, cancelled, pending]
 
 
@@ -114,21 +110,21 @@ async def test_asyncio_wait(pool: ThreadPool, until: str, timeout_s: float | Non
     else:
         done, left = await asyncio_wait([ending[1], pending], timeout=timeout_s, return_when=until)
         assert (done, left) == ({ending[1]}, {pending})
-    assert not pending._callbacks  # asyncio has taken its own back
+    assert not arrive(pending, 4)  # no callback is left to be run: asyncio has taken its own back
 
 
 async def test_asyncio_wait_gives_up_at_its_limit() -> None:
     pending: Future[int] = Future()
     assert await asyncio_wait([pending], timeout=0.01) == (set(), {pending})
-    assert not pending._callbacks and not pending.done()
     with pytest.raises(asyncio.InvalidStateError):
         pending.result()
+    assert not arrive(pending, 4)
 
 
 async def test_other_functions_of_asyncio_that_wait(pool: ThreadPool) -> None:
     def later(value: int) -> Future[int]:
         future: Future[int] = Future()
-        pool.submit(future._complete, value)
+        pool.submit(complete, future, value)
         return future
 
     assert list(await asyncio.gather(later(1), later(2))) == [1, 2]
@@ -163,7 +159,7 @@ async def test_callbacks_that_are_added_on_a_loop_run_on_it(pool: ThreadPool) ->
     future: Future[int] = Future()
     future.add_done_callback(callback)
     future.add_done_callback(callback, context=contextvars.Context())
-    pool.submit(future._complete, 1)
+    pool.submit(complete, future, 1)
     await asyncio_wait([future])
     future.add_done_callback(callback)
     assert len(seen) < 3  # it never runs before `add_done_callback` returns

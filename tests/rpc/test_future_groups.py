@@ -13,21 +13,26 @@ from typing import Any, cast
 
 import pytest
 import torch
-from future_helpers import LIMIT_S, deliver, done_future, failed_future
+from future_helpers import (
+    LIMIT_S,
+    arrive,
+    bring,
+    complete,
+    deliver,
+    done_future,
+    fail,
+    failed_future,
+    is_observed,
+    settle,
+)
 from future_helpers import pool as pool
+from inside_agents import ThreadPool
 from torch.futures import collect_all as torch_collect_all
 from torch.futures import wait_all as torch_wait_all
 
 from rpcdist.errors import BlockingInLoop, DeadlineExceeded
-from rpcdist.rpc._executors.thread_pool import ThreadPool
-from rpcdist.rpc._futures.waiting import (
-    as_completed,
-    collect_all,
-    replace_torch_functions,
-    wait_all,
-    wait_all_from,
-    wait_any,
-)
+from rpcdist.rpc import as_completed, collect_all, wait_all, wait_any
+from rpcdist.rpc._futures.waiting import replace_torch_functions, wait_all_from
 from rpcdist.rpc.future import Future
 
 
@@ -108,15 +113,15 @@ def test_wait_all_wakes_once_for_all_or_for_the_first_that_fails(pool: ThreadPoo
         futures: list[Future[int]] = [Future() for _ in range(40)]
         for number, future in enumerate(futures):
             if fails and number == 20:
-                pool.submit(future._fail, ValueError("x"))
+                pool.submit(fail, future, ValueError("x"))
             elif not fails or number != 30:
-                pool.submit(future._arrive, number)
+                pool.submit(arrive, future, number)
         if fails:
             with pytest.raises(ValueError):
                 wait_all(futures, LIMIT_S)
         else:
             assert wait_all(futures, LIMIT_S) == list(range(40))
-        assert not any(future._observers for future in futures)
+        assert not any(is_observed(future) for future in futures)
 
 
 def test_wait_any(pool: ThreadPool) -> None:
@@ -127,7 +132,7 @@ def test_wait_any(pool: ThreadPool) -> None:
     assert (done, pending) == ([futures[1]], [futures[0], futures[2]])
     assert wait_any(futures) == (done, pending)
     assert wait_any([]) == ([], [])
-    assert not any(future._observers for future in futures)
+    assert not any(is_observed(future) for future in futures)
 
 
 def test_wait_any_on_an_event_loop_leaves_no_observer() -> None:
@@ -138,7 +143,7 @@ def test_wait_any_on_an_event_loop_leaves_no_observer() -> None:
 
     with pytest.raises(BlockingInLoop):
         asyncio.run(wait())
-    assert not future._observers
+    assert not is_observed(future)
 
 
 def test_a_result_that_its_reader_takes_back_is_no_error() -> None:
@@ -169,7 +174,7 @@ def test_a_result_whose_making_is_interrupted_is_made_nevertheless() -> None:
     future, other = Interrupted(), Future[int]()
     completions = as_completed([future, other], LIMIT_S)
     completions._is_taking = True  # as if the result came while a thread waits
-    assert not future._deliver(partial(int, 7))
+    assert not bring(future, partial(int, 7))
     with pytest.raises(KeyboardInterrupt):
         next(completions)
     assert future.done() and future.value() == 7
@@ -207,7 +212,7 @@ def test_a_thousand_in_flight(pool: ThreadPool, collect: Callable[[Sequence[Any]
         futures: list[Future[int]] = [Future() for _ in range(1000)]
         for number, future in enumerate(futures):
             if number % 2:
-                pool.submit(future._complete, number)
+                pool.submit(complete, future, number)
             else:
                 deliver(pool, future, partial(int, number))
         assert len(collect(futures)) == 1000
@@ -263,13 +268,13 @@ def test_a_thread_that_waits_for_several_reads_and_makes_what_arrives(
         return number
 
     def read() -> None:
-        needs_the_pool.extend(future._deliver(partial(make, number)) for number, future in enumerate(futures))
+        needs_the_pool.extend(bring(future, partial(make, number)) for number, future in enumerate(futures))
 
     futures = Connection(read).expect(3)
     wait(futures)
     assert [future.value() for future in futures] == [0, 1, 2]
     assert (needs_the_pool, makers) == ([False] * 3, [_thread.get_ident()] * 3)
-    assert not any(future._observers for future in futures)
+    assert not any(is_observed(future) for future in futures)
 
 
 @pytest.mark.parametrize("wait", WAITS)
@@ -284,17 +289,17 @@ def test_a_thread_that_reads_elsewhere_is_rung(
 
 
 def test_what_arrives_while_nobody_waits_is_made_by_others() -> None:
-    first, second = Connection(lambda: first._deliver(lambda: 1)).expect(2)
+    first, second = Connection(lambda: bring(first, lambda: 1)).expect(2)
     completions = as_completed([first, second], LIMIT_S)
     assert next(completions) is first
-    assert second._deliver(lambda: 2)  # by the pool, for those who await it
-    second._settle()
+    assert bring(second, lambda: 2)  # by the pool, for those who await it
+    settle(second)
     assert next(completions) is second
 
 
 def test_results_with_callbacks_of_users_are_made_by_others() -> None:
     needs_the_pool: list[bool] = []
-    (future,) = Connection(lambda: needs_the_pool.append(future._deliver(lambda: 3))).expect(1)
+    (future,) = Connection(lambda: needs_the_pool.append(bring(future, lambda: 3))).expect(1)
     future.add_done_callback(lambda _: None)
     with pytest.raises(DeadlineExceeded, match="1 of 1 futures"):
         wait_all([future], 0.01)
@@ -304,16 +309,11 @@ def test_results_with_callbacks_of_users_are_made_by_others() -> None:
 def test_an_error_while_reading_leaves_nothing_undone() -> None:
     def read() -> None:
         for number, future in enumerate(futures):
-            assert not future._deliver(partial(int, number))
+            assert not bring(future, partial(int, number))
         raise KeyboardInterrupt
 
     futures = Connection(read).expect(2)
     with pytest.raises(KeyboardInterrupt):
         wait_all(futures)
     assert [future.value() for future in futures] == [0, 1]
-    assert not any(future._observers for future in futures)
-
-
-def test_the_once_lock_is_never_given_back() -> None:
-    future = done_future(1)
-    assert isinstance(future._once, _thread.LockType) and future._once.locked()
+    assert not any(is_observed(future) for future in futures)

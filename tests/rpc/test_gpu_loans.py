@@ -9,6 +9,7 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -133,6 +134,11 @@ def test_a_loan_that_nobody_wants_is_used_again_at_once() -> None:
     assert world.lent.num_loans == 0
     again = world.lend(tensor_of(2))
     assert again.offset == loan.offset and world.alice.run()
+
+
+def readers_of(lent: LentGpuMemory) -> list[dict[Any, Any]]:
+    """The workers that have each allocation open, with what they know of it."""
+    return [dict(each.readers) for each in lent._allocations.values()]
 
 
 def test_numbers_go_round() -> None:
@@ -277,7 +283,7 @@ def test_a_report_to_an_earlier_process_of_a_worker_ends_no_loan_of_the_next() -
     assert successor.lend(BOB, 0, ()) is not None
     news = world.news()
     successor.release(news.copied, news.unwanted, BOB, news.closed)
-    assert successor.num_loans == 1 and [list(each.readers) for each in successor._allocations.values()] == [[BOB]]
+    assert successor.num_loans == 1 and [list(each) for each in readers_of(successor)] == [[BOB]]
 
 
 def test_the_loss_of_a_process_changes_nothing_of_the_one_in_its_place() -> None:
@@ -421,11 +427,11 @@ def test_garbage_of_a_peer_changes_nothing_of_others() -> None:
     """Releases of loans that are not its own, of no loan and of memory that it did not open; loans that are none."""
     world = World()
     loans = [world.lend(tensor_of(number), to) for number, to in ((1, BOB), (2, CAROL))]
-    readers = [dict(each.readers) for each in world.lent._allocations.values()]
+    readers = readers_of(world.lent)
     numbers = [loans[0].number, 0, 1 << 63, loans[0].number, *range(100, 200)]
     for sender in (CAROL, ALICE):
         world.lent.release(numbers, numbers, sender, [0, 1 << 63, loans[0].number])
-    assert world.lent.num_loans == 2 and [each.readers for each in world.lent._allocations.values()] == readers
+    assert world.lent.num_loans == 2 and readers_of(world.lent) == readers
     for wrong in ({"memory": b"\xff" * 1000}, {"offset": (1 << 64) - 512}, {"size": (1 << 64) - 1}, {"gpu": b""}):
         forged = value_pb2.GpuLoan()
         forged.CopyFrom(loans[0])

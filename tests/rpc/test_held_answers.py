@@ -9,6 +9,7 @@ from functools import partial
 
 import actor_functions
 import pytest
+from inside_agents import ThreadPool
 from peer_timeouts import CALM_S
 
 from rpcdist.errors import TransportError
@@ -16,7 +17,6 @@ from rpcdist.ids import Identity
 from rpcdist.rpc._executors import deferred_replies
 from rpcdist.rpc._executors.blocking import blocking
 from rpcdist.rpc._executors.deferred_replies import MAX_HELD, DeferredReply, HeldAnswers
-from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.rpc._peers.network import Loopback
 from rpcdist.testing import WorkerPool
 

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import pytest
 from full_sets import FULL
 from hostile_functions import KINDS, WAYS, Frozen, fail, raised
+from inside_agents import ThreadPool
 from peer_timeouts import CALM_S, LIMIT_S
 
 from rpcdist.autograd import BackwardError
 from rpcdist.errors import Cancelled, DeadlineExceeded, RemoteError, TransportError
-from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.testing import InProcessCluster
 
 # torch's C++ code asks errors for attributes by it, and since 3.13 Python reports what it drops then.

@@ -38,6 +38,11 @@ class Names:
         self.looked_up.append(func)
         return function_reference(func, by_value=by_value)
 
+    @property
+    def kept(self) -> list[Any]:
+        """The functions whose names it will not look up again."""
+        return list(self.calls._known)
+
     def __getitem__(self, func: Any) -> str | None:
         return self.calls._name_of(func)
 
@@ -67,7 +72,7 @@ def test_a_name_that_leads_elsewhere_now_is_dropped(
     else:
         monkeypatch.delitem(sys.modules, MODULE)
     assert names[work] is None
-    assert not names.calls._known  # the function may end
+    assert not names.kept  # the function may end
 
 
 def test_what_holds_something_or_lies_deeper_is_not_kept(module: types.ModuleType, names: Names) -> None:
@@ -78,7 +83,7 @@ def test_what_holds_something_or_lies_deeper_is_not_kept(module: types.ModuleTyp
     for bound in (module.Box().put, [].append):  # a call sends them by value, or refuses them
         with suppress(Exception):
             names[bound]
-    assert not names.calls._known
+    assert not names.kept
 
 
 def test_the_number_of_names_is_bounded(
@@ -88,4 +93,4 @@ def test_the_number_of_names_is_bounded(
     for func in (module.work, module.other, module.other):
         assert names[func] == f"{MODULE}:{func.__name__}"
     assert names.looked_up == [module.work, module.other]  # the latest is among them
-    assert list(names.calls._known) == [module.other]
+    assert names.kept == [module.other]

@@ -6,12 +6,12 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pytest
+from inside_agents import ThreadPool
 
 from rpcdist.errors import PoolExhausted
 from rpcdist.ids import Identity
 from rpcdist.rpc._executors.deferred_replies import DeferredReply
 from rpcdist.rpc._executors.lane import Lane
-from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.rpc._peers.network import Loopback
 from rpcdist.testing import eventually
 

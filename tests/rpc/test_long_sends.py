@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from agents_here import LIMIT_S, agents_here
+from inside_agents import Agent
 
 from rpcdist import rpc
 from rpcdist.errors import TransportError
-from rpcdist.rpc._agent import Agent
 from rpcdist.rpc._current import use_agent
 from rpcdist.rpc._peers.network import Connection
 from rpcdist.rpc._peers.peer import Peer

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from peer_timeouts import CALM_S, LIMIT_S, UNIT_S
 from rpc_functions import add
+from transport_nodes import pretend_idle
 
 from rpcdist import rpc
 from rpcdist.errors import OwnerLost, WorkerLost
@@ -188,8 +189,8 @@ def test_a_process_that_stood_still_reads_before_it_calls(monkeypatch: pytest.Mo
             session: Any = peer.session
             agent.caller.io.call_soon(goes_on.wait, LIMIT_S)
             agent.caller.io.call_soon(session.close, "the peer was given up")
-            session._writer.last_sent -= 2 * LIMIT_S
-            run, send = agent.router._network.run, agent.router.send_call
+            pretend_idle(session, 2 * LIMIT_S)
+            run, send = agent.network.run, agent.router.send_call
 
             def run_when_it_goes_on(*args: Any) -> Any:
                 goes_on.set()
@@ -199,7 +200,7 @@ def test_a_process_that_stood_still_reads_before_it_calls(monkeypatch: pytest.Mo
                 send(*args)
                 goes_on.set()
 
-            monkeypatch.setattr(agent.router._network, "run", run_when_it_goes_on)
+            monkeypatch.setattr(agent.network, "run", run_when_it_goes_on)
             monkeypatch.setattr(agent.router, "send_call", send_before_it_goes_on)
             for call in (rpc.rpc_sync, lambda *args: rpc.rpc_async(*args).wait()):
                 assert call("b", abs, (-2,)) == 2

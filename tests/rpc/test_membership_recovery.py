@@ -19,6 +19,8 @@ from membership_workers import (
     C,
     D,
     ask,
+    ask_the_missing,
+    end_of_time,
     record,
     settled,
     until_waiting,
@@ -100,11 +102,9 @@ async def test_who_has_not_answered_yet_is_waited_for() -> None:
     service = MembershipService(slow, recovery_s=20.0)
     waiting = [ask(service, A2, 3), back(service, C, A, B, C)]
     await until_waiting(service, 2)
-    recovery = service._recovery
-    assert recovery is not None
-    recovery._ask_the_missing()
+    ask_the_missing(service)
     await asked.wait()
-    recovery._end_of_time()
+    end_of_time(service)
     await until_waiting(service, 2)
     answers.set()
     assert await settled(*waiting) == [OK] * 2
@@ -168,12 +168,10 @@ async def test_one_that_names_hundreds_holds_nobody_up(lie: str, monkeypatch: py
     lying = asyncio.create_task(service.join(D, request))
     waiting = [ask(service, A2, 4), lying, back(service, C, A, B, C, D, world_size=4)]
     await until_waiting(service, 3)
-    recovery = service._recovery
-    assert recovery is not None
-    recovery._ask_the_missing()
+    ask_the_missing(service)
     await asyncio.sleep(0)
     assert record(B) in asked and len(asked) == 4
-    recovery._end()
+    end_of_time(service, asked_before=True)
     assert await settled(*waiting) == [OK] * 3
     assert [member.identity for member in service.table.members] == [A2, B, C, D]
 

@@ -18,6 +18,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from inside_agents import current_agent
 
 from rpcdist import rpc
 from rpcdist.errors import (
@@ -31,7 +32,6 @@ from rpcdist.errors import (
     UnknownWorker,
     WorkerLost,
 )
-from rpcdist.rpc._current import current_agent
 from rpcdist.testing import InProcessCluster
 
 

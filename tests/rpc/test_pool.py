@@ -18,12 +18,13 @@ from typing import Any
 
 import pytest
 import torch
+from inside_agents import ThreadPool
 
 from rpcdist.errors import NotInitialized, PoolExhausted
 from rpcdist.rpc._executors import torch_state
 from rpcdist.rpc._executors.blocking import blocking
 from rpcdist.rpc._executors.pool_monitor import LoadHistory, threads_to_start
-from rpcdist.rpc._executors.thread_pool import MAX_EMPTY_LINES, JobLine, ThreadPool
+from rpcdist.rpc._executors.thread_pool import MAX_EMPTY_LINES, JobLine
 from rpcdist.testing import eventually
 from rpcdist.time_limits import POOL_STALL_S
 from rpcdist.transport.io_loop import IoLoop

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from inside_agents import current_agent
 
 from rpcdist import rpc
 from rpcdist.errors import DeadlineExceeded, Overloaded, WorkerLost
-from rpcdist.rpc._current import current_agent
 from rpcdist.testing import InProcessCluster, eventually
 
 KIB = 1 << 10

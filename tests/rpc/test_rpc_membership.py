@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import rpc_victim_functions as functions
 import rpc_victim_references as references
+from inside_agents import Agent
 from peer_timeouts import CALM_S, LIMIT_S, PROMPT_S, UNIT_S
 
 from rpcdist import rpc
@@ -24,7 +25,6 @@ from rpcdist.errors import (
     UnknownWorker,
     WorldMismatch,
 )
-from rpcdist.rpc._agent import Agent
 from rpcdist.rpc._peers.connections import PROBE_ROLE
 from rpcdist.testing import InProcessCluster, WorkerPool, eventually, free_port
 from rpcdist.testing.worker_pool import join

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from inside_agents import handle_of
 
 from rpcdist import rpc
 from rpcdist.errors import RpcdistError
@@ -49,7 +50,7 @@ def test_a_reference_goes_with_its_last_name_though_its_use_failed(allow_pickle:
     ) as cluster:
         references = {name: cluster.run("a", rpc.remote, "b", Value, (), {}, LIMIT_S) for name in USES}
         actor = cluster.run("a", rpc.remote, "b", Value, (), {}, LIMIT_S)
-        actor._handle.state.is_serial = True  # as `serial=True` makes them
+        handle_of(actor).is_serial = True  # as `serial=True` makes them
         references["a method of an actor"] = actor
         del actor
         for reference in references.values():

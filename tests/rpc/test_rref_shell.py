@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import pytest
+from inside_agents import handle_of
 from rref_world import is_empty
 
 from rpcdist._proto import rref_pb2, value_pb2
@@ -142,7 +143,7 @@ def test_numbers_of_references_cannot_be_guessed() -> None:
     for bit in range(24, 63):  # each is set in about half of them: a deviation of 6 standard deviations fails
         assert abs(sum(number >> bit & 1 for number in numbers) - 500) < 95, bit
     rref = Cluster().hosts[0].own(1)
-    assert rref._handle.state.rref.local_id > 1 << 30 and str(rref).endswith("local_id=0))") and rref.local_value() == 1
+    assert handle_of(rref).rref.local_id > 1 << 30 and str(rref).endswith("local_id=0))") and rref.local_value() == 1
 
 
 def test_owner(cluster: Cluster) -> None:
@@ -166,7 +167,7 @@ def test_remote_is_usable_before_its_call_arrived(cluster: Cluster) -> None:
     at_2 = cluster.send(rref, 0, 2)
     at_1 = cluster.send(at_2, 2, 1)
     cluster.run()
-    fetched = at_2._calls.start_fetch(at_2._handle.state, 1.0)
+    fetched = cluster.hosts[2].calls.start_fetch(handle_of(at_2), 1.0)
     assert not fetched.done() and not rref.confirmed_by_owner()
     deliver()
     cluster.run()
@@ -469,7 +470,7 @@ def test_a_deletion_ends_no_reference_of_another_worker(cluster: Cluster) -> Non
     deliver_first()
     deliver_second()
     cluster.run()
-    shares = [(rref._handle.state.rref, rref._handle.state.id) for rref in (first, second)]
+    shares = [(state.rref, state.id) for state in map(handle_of, (first, second))]
     deletions = encode_messages([Message(MessageKind.USER_DELETED, rref, fork) for rref, fork in shares])
     assert deletions.WhichOneof("body") == "users_deleted"
     cluster.hosts[1].shell.on_message(2, 102, deletions)

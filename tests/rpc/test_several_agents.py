@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from agents_here import LIMIT_S, agents_here
+from inside_agents import Agent
 
 from rpcdist import autograd, rpc
 from rpcdist.errors import AlreadyInitialized, NotInitialized, RRefError
-from rpcdist.rpc._agent import Agent
 from rpcdist.rpc._current import agent_or_none, use_agent
 from rpcdist.testing import eventually
 

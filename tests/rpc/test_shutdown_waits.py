@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from inside_agents import current_agent
 from peer_timeouts import CALM_S, LIMIT_S, UNIT_S
 from rpc_functions import add
 
 from rpcdist import rpc
 from rpcdist.errors import DeadlineExceeded, NotInitialized, RpcdistError
-from rpcdist.rpc._current import current_agent
 from rpcdist.rpc._membership import leaving as leaving_module
 from rpcdist.testing import InProcessCluster, eventually
 

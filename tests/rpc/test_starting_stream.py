@@ -7,9 +7,11 @@ from collections import deque
 from typing import Any
 
 import pytest
+from future_helpers import bring, settle
 
 from rpcdist.errors import Cancelled
-from rpcdist.rpc._calling.result_streams import StartingStream, Stream, StreamState
+from rpcdist.rpc import Stream
+from rpcdist.rpc._calling.result_streams import StartingStream, StreamState
 from rpcdist.rpc.future import Future
 
 
@@ -27,10 +29,10 @@ class Call:
         self.start: Future[Any] = Future(on_cancel=lambda: self.cancelled.append("call"))
 
     def answered(self) -> None:
-        self.start._deliver(lambda: self._opened)
+        bring(self.start, lambda: self._opened)
 
     def decoded(self) -> None:
-        self.start._settle()
+        settle(self.start)
 
 
 @pytest.mark.parametrize("steps", ["close answer decode", "answer close decode", "answer decode close"])

@@ -19,6 +19,11 @@ from rpcdist.rpc._rref.messages import RRefId
 from rpcdist.rpc.future import Future
 
 
+def callers_of(queue: TurnQueue[str, object]) -> dict[str, Any]:
+    """The state that it keeps of each caller."""
+    return queue._callers
+
+
 def drain(queue: TurnQueue[str, object]) -> list[object]:
     return list(iter(queue.take, None))
 
@@ -100,7 +105,7 @@ def test_a_caller_cannot_fill_the_memory_of_the_owner(monkeypatch: pytest.Monkey
     arrive(queue, "b", 0)
     assert drain(queue) == ["a0", "b0", "a2", "a3"]  # the one that was refused is not waited for
     queue.over("a", 0, range(10**6))
-    assert len(queue._callers["a"].over) <= 3
+    assert len(callers_of(queue)["a"].over) <= 3
 
 
 @pytest.mark.parametrize(
@@ -219,8 +224,8 @@ def test_passing_by_is_arriving_and_being_taken() -> None:
             if chance.random() < 0.5:
                 assert drain(plain) == drain(quick)
         assert drain(plain) == drain(quick)
-        assert {who: list(one.early) for who, one in plain._callers.items()} == {
-            who: list(one.early) for who, one in quick._callers.items()
+        assert {who: list(one.early) for who, one in callers_of(plain).items()} == {
+            who: list(one.early) for who, one in callers_of(quick).items()
         }
     assert num_passed > 200
 
@@ -237,7 +242,7 @@ def test_a_call_is_not_looked_for_among_all_that_came_early() -> None:
             queue.over("a", 0, (number,))
         else:
             queue.arrive("a", CallNumber(0, number, floor), number)
-        [caller] = queue._callers.values()
+        [caller] = callers_of(queue).values()
         assert sorted(caller.numbers) == sorted(caller.early)
         assert all(each >= caller.next for each in (*caller.early, *caller.over))
     queue.gone("a")

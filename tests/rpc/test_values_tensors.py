@@ -19,7 +19,7 @@ from values_helpers import encode, round_trip, wire
 
 from rpcdist._proto import value_pb2
 from rpcdist.errors import SerializationError
-from rpcdist.rpc._values import INLINE_LIMIT, LargeBuffer, ReceiveBuffer, decode
+from rpcdist.rpc._values import INLINE_LIMIT, LargeBuffer, ReceiveBuffer, decode, tensors
 from rpcdist.rpc._values.buffers import copy_of
 from rpcdist.rpc._values.compact import compact_tensors, read_compact_tensors
 from rpcdist.rpc._values.tensors import DTYPES, KEPT_HOLES_BYTES
@@ -413,24 +413,25 @@ class OnDevice:
         self.device = torch.device(device)
 
 
-def test_other_devices_need_a_route() -> None:
-    from rpcdist.rpc._values import tensors
-
+def routed(tensor: Any, route: tensors.DeviceRoute | None) -> tuple[Tensor, value_pb2.Tensor, list[int]]:
+    """The tensor that is sent in its place, its description, and the GPUs of the receiver that the message names."""
     value, message = value_pb2.Value(), value_pb2.Tensor()
+    return tensors._routed(value, message, tensor, route), message, list(value.gpus)
+
+
+def test_other_devices_need_a_route() -> None:
     tensor: Any = OnDevice(torch.ones(2), "cuda:1")
     tensor.detach = lambda: tensor.tensor
     with pytest.raises(SerializationError, match=r"tensor on cuda:1 cannot be sent here; send `tensor.cpu"):
-        tensors._routed(value, message, tensor, None)
+        routed(tensor, None)
     to_next = tensors.DeviceRoute(lambda device: torch.device("cuda", (device.index or 0) + 1))
-    there = tensors._routed(value, message, tensor, to_next)
-    assert (message.device, message.unmapped, list(value.gpus)) == ("cuda:2", False, [2])
+    there, message, gpus = routed(tensor, to_next)
+    assert (message.device, message.unmapped, gpus) == ("cuda:2", False, [2])
     assert there.tolist() == [1, 1]
-    value, message = value_pb2.Value(), value_pb2.Tensor()
-    tensors._routed(value, message, tensor, tensors.DeviceRoute(None))
-    assert (message.device, message.unmapped, list(value.gpus)) == ("cuda:1", True, [1])
-    value, message = value_pb2.Value(), value_pb2.Tensor()
-    tensors._routed(value, message, tensor, tensors.DeviceRoute(lambda device: torch.device("cpu")))
-    assert (message.device, list(value.gpus)) == ("", [])
+    _, message, gpus = routed(tensor, tensors.DeviceRoute(None))
+    assert (message.device, message.unmapped, gpus) == ("cuda:1", True, [1])
+    _, message, gpus = routed(tensor, tensors.DeviceRoute(lambda device: torch.device("cpu")))
+    assert (message.device, gpus) == ("", [])
 
 
 def test_a_device_that_the_receiver_lacks() -> None:

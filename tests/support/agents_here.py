@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 
+from inside_agents import Agent
+
 from rpcdist import rpc
 from rpcdist.collectives import HashStore
-from rpcdist.rpc._agent import Agent
 from rpcdist.rpc._current import forget_agent
 from rpcdist.rpc._start import node_options, start_agent
 from rpcdist.transport import Node

@@ -10,11 +10,11 @@ from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
 from typing import Any
 
+from inside_agents import current_agent, peers_of
 from rpc_victim_functions import add, make
 
 from rpcdist import rpc
 from rpcdist.own_shortage import raise_descriptor_limit
-from rpcdist.rpc import _current
 from rpcdist.testing import LIMIT_S, eventually
 
 __all__ = [
@@ -96,9 +96,9 @@ def use_reference() -> object:
 
 def cut_connection(to: str) -> None:
     """Ends this worker's own connection to another one, and waits until it is noticed."""
-    agent = _current.current_agent()
+    agent = current_agent()
     id = rpc.get_worker_info(to).id
-    session = agent.router._peers[id].session
+    session = peers_of(agent)[id].session
     assert session is not None
     session.close("cut by the test")
     eventually(lambda: agent.router.session_with(id) is not session, "the connection has ended")

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from inside_agents import current_agent
 from leak_guard import LeakGuard
 
 import rpcdist.rpc as rpc
@@ -87,7 +88,7 @@ def running_cluster(fork_server: None, leak_guard: LeakGuard) -> Iterator[Cluste
             join(0, url)
             for pending in joining:
                 pending.result(START_LIMIT_S)
-            cluster = Cluster(rpc.api._get_current_rpc_agent(), workers)
+            cluster = Cluster(current_agent(), workers)
             leak_guard.exempt_threads(cluster.threads)
             yield cluster
             shut_down(workers)

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from inside_agents import current_agent
 
 import rpcdist.rpc as rpc
 from rpcdist.deadline import current_deadline
@@ -455,7 +456,7 @@ def num_threads() -> int:
 
 def outstanding() -> list[str]:
     """The calls that this worker still serves or waits for, this very call aside."""
-    agent = rpc.api._get_current_rpc_agent()
+    agent = current_agent()
     calls = [*agent.dispatcher.calls.describe(), *map(repr, agent.caller.calls)]
     streams = [f"{len(agent.streams)} streams"] if len(agent.streams) else []
     return [text for text in calls if "rpc_functions:outstanding" not in text] + streams

@@ -16,6 +16,8 @@ from typing import Any
 
 import psutil
 import torch
+from inside_agents import current_agent, own_node
+from transport_nodes import tcp_port
 
 from rpcdist import rpc
 from rpcdist.errors import Cancelled, RpcdistError
@@ -42,14 +44,14 @@ def pid() -> int:
 
 def address() -> str:
     """Where this worker listens."""
-    found: str = rpc.api._get_current_rpc_agent().network.address
+    found = own_node().address
+    assert found is not None
     return found
 
 
 def raw_port() -> int:
     """Where this worker takes raw connections."""
-    found: int = rpc.api._get_current_rpc_agent().network._server._streams.tcp_port
-    return found
+    return tcp_port(own_node())
 
 
 def announce_and_wait(path: str) -> None:
@@ -190,7 +192,7 @@ def sees() -> dict[str, str]:
 
 
 def cancel_all() -> None:
-    caller = rpc.api._get_current_rpc_agent().caller
+    caller = current_agent().caller
     for call in caller.calls:
         caller.calls.cancel(call, Cancelled(f"{call.what()} was cancelled by the test"))
 
@@ -251,7 +253,7 @@ def call_unknown_from_a_coroutine(to: Any) -> str:
 
 
 def names_in_the_job() -> list[str]:
-    return sorted(info.name for info in rpc.api._get_current_rpc_agent().get_worker_infos())
+    return sorted(info.name for info in current_agent().get_worker_infos())
 
 
 def names_that_live() -> list[str]:
@@ -345,20 +347,20 @@ def end_of_started_call() -> tuple[str, str]:
 
 def connection_to(name: str) -> str:
     """Which session leads to a worker."""
-    agent = rpc.api._get_current_rpc_agent()
+    agent = current_agent()
     rpc.rpc_sync(name, pid)
-    session: bytes = agent.router.peer(agent.directory.resolve(name)).session.id
-    return session.hex()
+    session = agent.router.peer(agent.directory.resolve(name)).session
+    assert session is not None
+    return session.id.hex()
 
 
 def num_unproven() -> int:
     """How many peers are in the middle of a handshake."""
-    found: int = rpc.api._get_current_rpc_agent().network._server.strangers.unproven
-    return found
+    return own_node().strangers.unproven
 
 
 def limit_closing(seconds: float) -> None:
-    agent = rpc.api._get_current_rpc_agent()
+    agent: Any = current_agent()
     agent.close = functools.partial(agent.close, seconds)
 
 
@@ -376,9 +378,9 @@ def set_refused_grace(seconds: float) -> None:
 
 def has_news_of_loans() -> bool:
     """Whether a lender of memory of GPUs has to hear something yet."""
-    return bool(rpc.api._get_current_rpc_agent().gpus.borrowed.news)
+    return bool(current_agent().gpus.borrowed.news)
 
 
 def num_calls() -> int:
     """How many calls this worker has not answered."""
-    return len(rpc.api._get_current_rpc_agent().dispatcher.calls)
+    return len(current_agent().dispatcher.calls)

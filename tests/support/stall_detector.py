@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from rpcdist.rpc._current import current_agent
+from inside_agents import current_agent
 
 __all__ = ["STALL_LIMIT_S", "longest_stalls", "start_stall_detector"]
 

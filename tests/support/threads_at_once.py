@@ -4,10 +4,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 
-__all__ = ["LIMIT_S", "problems_of_threads"]
+from rpcdist.testing import wait_until_asleep
+
+__all__ = ["LIMIT_S", "WatchedThreads", "problems_of_threads"]
 
 LIMIT_S = 100.0
+
+
+class WatchedThreads(ThreadPoolExecutor):
+    """A pool whose calls block."""
+
+    def all_asleep(self) -> None:
+        """Waits until the calls have come to the point where they wait."""
+        for thread in self._threads:
+            wait_until_asleep(thread)
 
 
 def problems_of_threads(work: Callable[[int], Iterable[str]], num_threads: int) -> list[str]:

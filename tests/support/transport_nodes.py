@@ -3,20 +3,42 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 
 from rpcdist.ids import Identity, new_incarnation
 from rpcdist.transport import Link, Node, NodeOptions, Session
-from rpcdist.transport._channels.socket_channel import SocketChannel
 from rpcdist.transport._framing.incoming import IncomingBuffer
+from rpcdist.transport._server.server import Server
 from rpcdist.transport.memory_copies import LargeBuffer
 from rpcdist.transport.session import NullHandler
+from rpcdist.transport.striping import StripeConnection
 from rpcdist.transport.wire_messages import ReplyMessage
 
-__all__ = ["LIMIT_S", "TOKEN", "UNIT_S", "Memory", "Nodes", "Recorder", "is_local", "kind_of", "nodes", "open_link"]
+__all__ = [
+    "LIMIT_S",
+    "TOKEN",
+    "UNIT_S",
+    "Memory",
+    "Nodes",
+    "Recorder",
+    "channel_of",
+    "is_local",
+    "kind_of",
+    "nodes",
+    "open_link",
+    "payload_connections",
+    "payload_sockets",
+    "pretend_idle",
+    "server_of",
+    "socket_of",
+    "tcp_port",
+    "unary_call",
+]
 
 TOKEN = "a token for these tests only"
 LIMIT_S = 20.0
@@ -61,6 +83,11 @@ class Recorder(NullHandler):
         with self._changed:
             self.closed.append(reason)
             self._changed.notify_all()
+
+    def taken(self) -> list[tuple[Any, list[bytes]]]:
+        """The messages so far, with their buffers."""
+        with self._changed:
+            return list(zip(self.messages, self.buffers, strict=True))
 
     def wait(self, count: int = 1) -> list[Any]:
         with self._changed:
@@ -116,12 +143,51 @@ def open_link(client: Node, server: Node, role: str = "echo", **arguments: Any) 
 
 def kind_of(link: Link) -> str:
     """The channel of the session: "local", "tcp" or "grpc"."""
-    channel = link.session._channel
-    if not isinstance(channel, SocketChannel):
-        return "grpc"
-    return "local" if channel.passes_descriptors else "tcp"
+    return link.session.channel_kind
 
 
 def is_local(link: Link) -> bool:
     """Whether the session runs over a Unix socket."""
     return kind_of(link) == "local"
+
+
+# Users see no sockets and no ports for raw sockets. The tests that break a connection, or speak like a stranger, reach
+# them by way of the following functions only.
+
+
+def server_of(node: Node) -> Server:
+    return node._server
+
+
+def tcp_port(node: Node) -> int:
+    """The port for raw sockets; 0 if it has none."""
+    return server_of(node)._streams.tcp_port
+
+
+def pretend_idle(session: Session, for_s: float) -> None:
+    """As if it had sent nothing for so long: then the next message is a lone one."""
+    session._writer.last_sent -= for_s
+
+
+def channel_of(session: Session) -> Any:
+    return session._channel
+
+
+def socket_of(session: Session) -> Any:
+    """The socket, or the `TlsSocket`, of a session that has one."""
+    return channel_of(session)._socket
+
+
+@contextmanager
+def unary_call(link: Link, path: str) -> Iterator[Callable[..., Any]]:
+    """Begins a call of a unary service whose request and reply the caller sends and reads by pieces; on the loop."""
+    with link._calling(path) as metadata:
+        yield partial(link._for_unary().stream_stream(path), metadata=metadata)
+
+
+def payload_connections(session: Session) -> list[StripeConnection]:
+    return [] if session.striping is None else list(session.striping._connections)
+
+
+def payload_sockets(session: Session) -> list[Any]:
+    return [connection._socket for connection in payload_connections(session)]

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import kit_functions as functions
 import pytest
 import torch
+from inside_agents import node_of
 
 from rpcdist import rpc
 from rpcdist.errors import ConfigError, ConnectFailed, DeadlineExceeded, DuplicateName, WorkerLost
@@ -60,7 +61,7 @@ def test_a_cut_breaks_connections_and_heals(cluster: InProcessCluster) -> None:
 
 def test_a_cut_ends_connections_that_are_being_made(cluster: InProcessCluster) -> None:
     """One that was made all the same answered calls, and the shutdown waited for ever for others that were refused."""
-    a, b = cluster._nodes["a"], cluster._nodes["b"]
+    a, b = node_of(cluster, "a"), node_of(cluster, "b")
     b.expect_role("probe")
 
     async def cut_before_it_stands() -> None:
@@ -112,8 +113,8 @@ def test_somebody_else_at_the_address_of_a_worker_that_lives(monkeypatch: pytest
     """As behind a NAT that leads to another one; where nothing is heard of a worker any more, it has ended."""
     with InProcessCluster("a", "b", "c", peer_timeout=HEARD_S) as cluster:
         assert cluster.run("a", rpc.rpc_sync, "b", my_name) == "b"
-        real, a, c = cluster.network.node_at, cluster._nodes["a"], cluster._nodes["c"]
-        b = cluster._nodes["b"]
+        real, a, c = cluster.network.node_at, node_of(cluster, "a"), node_of(cluster, "c")
+        b = node_of(cluster, "b")
         monkeypatch.setattr(
             cluster.network, "node_at", lambda who, at: c if (who, at) == (b, a.address) else real(who, at)
         )

@@ -3,21 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from unittest.mock import patch
 
 import pytest
 
 from rpcdist._proto import handshake_pb2 as pb
 from rpcdist.errors import AuthenticationFailed
 from rpcdist.ids import Identity
+from rpcdist.transport import handshake_side
 from rpcdist.transport._tls.certificate_proof import CertificateProver
 from rpcdist.transport.credentials import Credentials
 from rpcdist.transport.handshake import ClientHandshake, ServerHandshake
 
-__all__ = ["ALICE", "BOB", "TOKEN", "client", "server", "shake", "text_of", "wire"]
+__all__ = ["ALICE", "BOB", "TOKEN", "OwnCredentials", "client", "server", "shake", "text_of", "wire"]
 
 TOKEN = b"an excellent token of the job"
 ALICE = Identity("alice", 1, 11)
 BOB = Identity("bob", 0, 22)
+
+
+class OwnCredentials(Credentials):
+    """Those of a process that has these certificates, or none."""
+
+    def __init__(self, token: bytes, job: str, identity: Identity, certificates: CertificateProver | None) -> None:
+        super().__init__(token, job, identity, "a test")
+        self._own = certificates
+
+    def prover(self) -> CertificateProver | None:
+        return self._own
+
+
+def version(package: str | None) -> AbstractContextManager[object]:
+    """Makes a side that begins meanwhile one of this version of the package."""
+    return nullcontext() if package is None else patch.object(handshake_side, "package_version", lambda: package)
 
 
 def client(
@@ -29,12 +48,9 @@ def client(
     certificates: CertificateProver | None = None,
     package: str | None = None,
 ) -> ClientHandshake:
-    own = Credentials(token, job, ALICE, "a test")
-    side = ClientHandshake(token, job, role, ALICE, channel=channel, expected=expected, credentials=own)
-    side._certificates = certificates
-    if package is not None:
-        side._package = side._hello.package = package
-    return side
+    own = OwnCredentials(token, job, ALICE, certificates)
+    with version(package):
+        return ClientHandshake(token, job, role, ALICE, channel=channel, expected=expected, credentials=own)
 
 
 def server(
@@ -45,10 +61,8 @@ def server(
     certificates: CertificateProver | None = None,
     package: str | None = None,
 ) -> ServerHandshake:
-    side = ServerHandshake(Credentials(token, job, BOB, "a test"), accept, channel=channel)
-    side._certificates = certificates
-    side._package = package or side._package
-    return side
+    with version(package):
+        return ServerHandshake(OwnCredentials(token, job, BOB, certificates), accept, channel=channel)
 
 
 def wire(message: pb.Handshake | None) -> pb.Handshake:

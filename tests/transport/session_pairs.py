@@ -6,11 +6,13 @@ import asyncio
 import socket
 import threading
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from rpcdist._proto import rpc_pb2, value_pb2
 from rpcdist.errors import TransportError
 from rpcdist.ids import Identity
+from rpcdist.testing.limits import eventually_async
 from rpcdist.transport._channels.socket_channel import SocketChannel
 from rpcdist.transport.session import NullHandler, Session
 from rpcdist.transport.wire_messages import CallMessage, ReplyMessage
@@ -26,6 +28,10 @@ __all__ = [
     "announced",
     "call",
     "for_loop",
+    "lose_turn_once",
+    "num_unsent",
+    "pretend_awake",
+    "turn_of",
 ]
 
 LIMIT_S = 20.0
@@ -72,21 +78,52 @@ class MemoryStream:
         self._outbox.put_nowait(None)
 
 
+class WatchedLoop:
+    """A loop that knows its timers, except those of heartbeats."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._timers: list[asyncio.TimerHandle] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loop, name)
+
+    def call_later(self, delay_s: float, callback: Callable[..., object], *args: object) -> asyncio.TimerHandle:
+        self._timers.append(self._loop.call_later(delay_s, callback, *args))
+        return self._timers[-1]
+
+    @property
+    def num_timers(self) -> int:
+        """The number of timers that have not fired."""
+        return sum(not timer.cancelled() and timer.when() >= self._loop.time() for timer in self._timers)
+
+
 class Io:
-    """The I/O loop, on the loop of the test."""
+    """The I/O loop, on the loop of the test.
+
+    Attributes:
+        num_wakes: how often other code than the loop's asked it to run something.
+    """
 
     def __init__(self) -> None:
-        self.loop = asyncio.get_running_loop()
+        self.loop = WatchedLoop(asyncio.get_running_loop())
+        self.num_wakes = 0
         self._thread = threading.get_ident()
 
     def call_soon(self, callback: Callable[..., object], *args: object) -> None:
+        self.num_wakes += 1
         self.loop.call_soon_threadsafe(callback, *args)
+
+    async def at_rest(self) -> None:
+        """Waits until no timer is left."""
+        await eventually_async(lambda: not self.loop.num_timers, "no timer is left", LIMIT_S)
 
     def on_thread(self) -> bool:
         return threading.get_ident() == self._thread
 
     def spawn(self, coroutine: Any, name: str) -> asyncio.Task[None]:
-        return self.loop.create_task(coroutine, name=name)
+        task: asyncio.Task[None] = self.loop.create_task(coroutine, name=name)
+        return task
 
 
 class Borrowed:
@@ -146,6 +183,7 @@ class Pair:
         self, streams: Sequence[Any], silence_limit_s: float = 60.0, shares: tuple[bool, bool] = (False, False)
     ) -> None:
         io: Any = Io()
+        self.io: Io = io
         self.streams = streams
         self.handlers = [Handler(shares[0]), Handler(shares[1])]
         self.sessions = [
@@ -195,3 +233,43 @@ class ChannelPair(Pair):
         names = ("the server", "the client")
         ends = [SocketChannel(*end) for end in zip(self.sockets, names, strict=True)]
         super().__init__(ends, silence_limit_s, shares)
+
+
+def num_unsent(session: Session) -> int:
+    """The number of messages that wait in its queue, or have buffers that were not written yet."""
+    facts = session.facts(0.0)
+    return facts.num_queued + facts.num_transfers
+
+
+# No interface shows the state that sending threads and the writer's task share. The tests of these races reach it by
+# way of the following functions only.
+
+
+def turn_of(session: Session) -> threading.Lock:
+    """Its holder writes the queue."""
+    return session._writer._turn
+
+
+def lose_turn_once(session: Session, meanwhile: Callable[[], object] = lambda: None) -> list[str]:
+    """Lets the next attempt to take the turn fail, as if a thread held it, which calls `meanwhile` and gives it back.
+
+    Returns:
+        A list, which has an entry when that has happened.
+    """
+    turn, losses = turn_of(session), list[str]()
+
+    def acquire(blocking: bool = True) -> bool:
+        if losses:
+            return turn.acquire(blocking=blocking)
+        losses.append("lost")
+        meanwhile()
+        return False
+
+    writer: Any = session._writer
+    writer._turn = SimpleNamespace(acquire=acquire, release=turn.release, locked=turn.locked)
+    return losses
+
+
+def pretend_awake(session: Session, is_awake: bool) -> None:
+    """Sets what threads that send know of the writer's task: whether it will look at the queue by itself."""
+    session._writer._awake = is_awake

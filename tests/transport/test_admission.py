@@ -13,7 +13,18 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from transport_nodes import LIMIT_S, TOKEN, UNIT_S, Memory, Nodes, Recorder, kind_of, open_link
+from transport_nodes import (
+    LIMIT_S,
+    TOKEN,
+    UNIT_S,
+    Memory,
+    Nodes,
+    Recorder,
+    kind_of,
+    open_link,
+    server_of,
+    tcp_port,
+)
 
 from rpcdist._proto import handshake_pb2 as pb
 from rpcdist._proto import rpc_pb2
@@ -21,7 +32,6 @@ from rpcdist.errors import TransportError
 from rpcdist.ids import Identity
 from rpcdist.testing import eventually
 from rpcdist.transport import Node
-from rpcdist.transport._channels.channel import CHANNELS_VARIABLE
 from rpcdist.transport._channels.grpc_channel import connect_grpc
 from rpcdist.transport._channels.proving import prove_client
 from rpcdist.transport._server import admission
@@ -40,21 +50,21 @@ class Pipe:
     """One end of a connection in memory."""
 
     def __init__(self, inbox: asyncio.Queue[bytes | None], outbox: asyncio.Queue[bytes | None]) -> None:
-        self._inbox = inbox
-        self._outbox = outbox
+        self.inbox = inbox
+        self.outbox = outbox
 
     async def read(self) -> bytes | None:
-        return await self._inbox.get()
+        return await self.inbox.get()
 
     async def write(self, data: bytes) -> None:
         self.write_nowait(data)
 
     def write_nowait(self, data: bytes) -> None:
-        self._outbox.put_nowait(data)
+        self.outbox.put_nowait(data)
 
     @property
     def num_unread(self) -> int:
-        return self._outbox.qsize()
+        return self.outbox.qsize()
 
 
 class Visit:
@@ -200,10 +210,10 @@ def test_a_stranger_who_does_not_listen_costs_a_limited_time(monkeypatch: pytest
 def test_who_goes_away_is_forgotten_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
     async def scene(door: Admission) -> None:
         visit = Visit(door, HERE)
-        visit.client._outbox.put_nowait(None)
+        visit.client.outbox.put_nowait(None)
         assert not await visit.task and not visit.told
         with pytest.raises(TransportError):
-            visit.client._inbox.put_nowait(None)
+            visit.client.inbox.put_nowait(None)
             await prove_client(visit.client, ClientHandshake(SECRET, "default", "rpc", ALICE))
 
     run(scene)
@@ -235,7 +245,7 @@ KINDS = ["tcp", pytest.param("local", marks=pytest.mark.skipif(sys.platform != "
 def silent_socket(server: Node, kind: str) -> socket.socket:
     assert server.address is not None
     if kind == "tcp":
-        port = server._server._streams.tcp_port
+        port = tcp_port(server)
         return socket.create_connection(("127.0.0.1", port), LIMIT_S)
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(LIMIT_S)
@@ -248,16 +258,16 @@ def test_a_silent_crowd_stops_nobody_and_is_bounded(
     nodes: Nodes, server: Node, kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
-    monkeypatch.setenv(CHANNELS_VARIABLE, kind)
+    monkeypatch.setenv("RPCDIST_CHANNELS", kind)
     monkeypatch.setattr(admission, "HANDSHAKE_LIMIT_S", 10 * LIMIT_S)  # too many come before one takes too long
     client = nodes.make("client")
     with ExitStack() as stack:
         crowd = [stack.enter_context(silent_socket(server, kind)) for _ in range(admission.MAX_UNPROVEN)]
-        eventually(lambda: server._server.strangers.unproven == admission.MAX_UNPROVEN // 2)
+        eventually(lambda: server.strangers.unproven == admission.MAX_UNPROVEN // 2)
         for _ in range(3):
             assert works(client, server) == kind
         assert b"too many handshakes at once" in crowd[0].recv(4096)
-    eventually(lambda: server._server.strangers.unproven == 0)
+    eventually(lambda: server.strangers.unproven == 0)
     assert sum("too many handshakes" in record.getMessage() for record in caplog.records) == 1
 
 
@@ -265,7 +275,7 @@ def test_silent_streams_of_one_connection_stop_nobody(
     nodes: Nodes, server: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """512 of them once were enough to keep everybody out."""
-    monkeypatch.setenv(CHANNELS_VARIABLE, "grpc")
+    monkeypatch.setenv("RPCDIST_CHANNELS", "grpc")
     monkeypatch.setattr(admission, "HANDSHAKE_LIMIT_S", 10 * LIMIT_S)  # too many come before one takes too long
     client, address = nodes.make("client"), server.address
     assert address is not None
@@ -282,15 +292,15 @@ def test_silent_streams_of_one_connection_stop_nobody(
                 call.cancel()
 
     asyncio.run(crowd())
-    eventually(lambda: server._server.strangers.unproven == 0)
+    eventually(lambda: server.strangers.unproven == 0)
 
 
 def test_a_server_with_too_much_to_do_is_asked_again(
     nodes: Nodes, server: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The handshakes that come first are displaced, as in a flood; then it goes on."""
-    monkeypatch.setenv(CHANNELS_VARIABLE, "grpc")
-    door, displaced = server._server._admission, [0]
+    monkeypatch.setenv("RPCDIST_CHANNELS", "grpc")
+    door, displaced = server_of(server)._admission, [0]
     admit = door.admit
 
     async def flooded(*arguments: object) -> bool:

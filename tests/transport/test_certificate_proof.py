@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from handshake_sides import client, server, shake, text_of, wire
+from handshake_sides import TOKEN, OwnCredentials, client, server, shake, text_of, wire
 from own_certificates import DAY, OwnAuthority, OwnCertificate, rsa_key
 
 from rpcdist._proto import handshake_pb2 as pb
@@ -109,8 +109,8 @@ def test_who_is_no_worker_needs_no_name() -> None:
     """A store's client, for one. Its certificate has to be of the authority all the same."""
     b = server(certificates=BOB.prover("digits"))
     tool = AUTHORITY.issue("a tool").prover("digits")
-    a = ClientHandshake(b"an excellent token of the job", "digits", "store", Identity("pid-7", -1, 1))
-    a._certificates = tool
+    who = Identity("pid-7", -1, 1)
+    a = ClientHandshake(TOKEN, "digits", "store", who, credentials=OwnCredentials(TOKEN, "digits", who, tool))
     assert shake(a, b)[-1] == "welcome"
 
 

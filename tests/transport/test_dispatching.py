@@ -10,12 +10,28 @@ from typing import Any, cast
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.ids import Identity
-from rpcdist.testing import eventually
+from rpcdist.testing import wait_until_asleep
 from rpcdist.transport._channels.socket_channel import SocketChannel
 from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.session import NullHandler, Session
 
 LIMIT_S = 20.0
+
+
+class ReadSession(Session):
+    """A session that nothing carries."""
+
+    def begin(self, on_failure: Callable[[Exception], object]) -> None:
+        """Begins to be read; the handler's failures end that."""
+        self._direct = cast(SocketChannel, SimpleNamespace(fail=on_failure))
+
+    def hand_on(self, message: rpc_pb2.Message) -> None:
+        """As the thread does that has read the message."""
+        self._dispatch([(message, [])])
+
+    def end(self) -> None:
+        """As the loop does: it waits for the thread that hands on."""
+        self._stop_dispatching()
 
 
 class Scene(NullHandler):
@@ -28,11 +44,11 @@ class Scene(NullHandler):
         self.handled: list[int] = []
         self.failures: list[Exception] = []
         self.chokes_on = 0
-        self.session = Session(
+        self.session = ReadSession(
             cast(IoLoop, self), cast(SocketChannel, None), Identity("peer", 1, 1),
             role="r", id=b"", handler=self, silence_limit_s=LIMIT_S, opened_by_me=True,
         )  # fmt: skip
-        self.session._direct = cast(SocketChannel, SimpleNamespace(fail=self.failures.append))
+        self.session.begin(self.failures.append)
 
     def on_thread(self) -> bool:
         return False
@@ -52,7 +68,7 @@ class Scene(NullHandler):
 
     def read(self, number: int, *, for_loop: bool = False) -> None:
         body = {"cancel": rpc_pb2.Cancel(id=1)} if for_loop else {"gpu_release": rpc_pb2.GpuRelease()}
-        self.session._dispatch([(rpc_pb2.Message(control_seq=number, **body), [])])
+        self.session.hand_on(rpc_pb2.Message(control_seq=number, **body))
 
     def run_loop(self) -> None:
         while self.queued:
@@ -84,7 +100,7 @@ def test_a_thread_that_reads_hands_nothing_on_after_the_end() -> None:
     scene = Scene()
     scene.read(1)
     scene.read(2, for_loop=True)
-    scene.session._stop_dispatching()
+    scene.session.end()
     scene.read(3)
     scene.run_loop()
     scene.read(4)
@@ -102,14 +118,15 @@ def test_the_end_waits_for_who_hands_on() -> None:
 
     def end() -> None:
         assert handling.wait(LIMIT_S)
-        scene.session._stop_dispatching()
+        scene.session.end()
         ended.set()
 
     scene.on_messages = on_messages  # type: ignore[method-assign]
     threads = [threading.Thread(target=end), threading.Thread(target=scene.read, args=(1,))]
     for thread in threads:
         thread.start()
-    eventually(lambda: scene.session._has_ended)
+    assert handling.wait(LIMIT_S)
+    wait_until_asleep(threads[0])
     go_on.set()
     for thread in threads:
         thread.join(LIMIT_S)
@@ -117,6 +134,16 @@ def test_the_end_waits_for_who_hands_on() -> None:
 
 
 def test_the_end_does_not_wait_for_ever() -> None:
-    scene = Scene()
-    with scene.session._one_at_a_time:
-        scene.session._stop_dispatching()
+    scene, handling, go_on = Scene(), threading.Event(), threading.Event()
+
+    def on_messages(session: Any, messages: list[tuple[Any, list[Any]]]) -> None:
+        handling.set()
+        assert go_on.wait(LIMIT_S)
+
+    scene.on_messages = on_messages  # type: ignore[method-assign]
+    thread = threading.Thread(target=scene.read, args=(1,))
+    thread.start()
+    assert handling.wait(LIMIT_S)
+    scene.session.end()
+    go_on.set()
+    thread.join(LIMIT_S)

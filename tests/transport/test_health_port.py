@@ -6,24 +6,27 @@ import socket
 from contextlib import ExitStack
 
 import pytest
-from transport_nodes import LIMIT_S, Nodes
+from transport_nodes import (
+    LIMIT_S,
+    Nodes,
+    server_of,
+)
 
 from rpcdist.errors import ConfigError, TransportError
 from rpcdist.transport import Node
 from rpcdist.transport._server import health_port
-from rpcdist.transport._server.health_port import HEALTH_PORT_VARIABLE
 
 PROBE = b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
 @pytest.fixture
 def server(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> Node:
-    monkeypatch.setenv(HEALTH_PORT_VARIABLE, "15000-29000")
+    monkeypatch.setenv("RPCDIST_HEALTH_PORT", "15000-29000")
     return nodes.make("server", serve=True)
 
 
 def port_of(server: Node) -> tuple[str, int]:
-    return "127.0.0.1", server._server.health.port
+    return "127.0.0.1", server_of(server).health.port
 
 
 def asked(place: tuple[str, int], request: bytes) -> bytes:
@@ -53,8 +56,8 @@ def test_probes_are_answered_while_the_process_serves(nodes: Nodes, server: Node
 
 
 def test_it_is_closed_unless_it_is_wanted(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(HEALTH_PORT_VARIABLE, raising=False)
-    assert nodes.make("server", serve=True)._server.health.port == 0
+    monkeypatch.delenv("RPCDIST_HEALTH_PORT", raising=False)
+    assert server_of(nodes.make("server", serve=True)).health.port == 0
 
 
 @pytest.mark.parametrize(
@@ -102,9 +105,9 @@ def test_a_process_stops_while_a_probe_is_open(nodes: Nodes, server: Node) -> No
 
 def test_a_taken_port_and_a_wrong_one_are_refused_by_name(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
-        monkeypatch.setenv(HEALTH_PORT_VARIABLE, str(other.getsockname()[1]))
+        monkeypatch.setenv("RPCDIST_HEALTH_PORT", str(other.getsockname()[1]))
         with pytest.raises(TransportError, match=r"for health probes.*RPCDIST_HEALTH_PORT to a range"):
             nodes.make("server", serve=True)
-    monkeypatch.setenv(HEALTH_PORT_VARIABLE, "http")
+    monkeypatch.setenv("RPCDIST_HEALTH_PORT", "http")
     with pytest.raises(ConfigError, match="RPCDIST_HEALTH_PORT must be a port or a range"):
         nodes.make("server", serve=True)

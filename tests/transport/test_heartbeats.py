@@ -28,6 +28,16 @@ class RecordingSession(Session):
         super().__init__(io, channel, peer, silence_limit_s=LIMIT_S, **options)
         self.last_received = self._writer.last_sent = LONG_AGO
 
+    def beat(self, late_s: float = 0.0) -> None:
+        """As its timer does, perhaps too late."""
+        self._schedule_heartbeat()
+        self.stop()
+        self._heartbeat_due -= late_s
+        self._heartbeat()
+
+    def stop(self) -> None:
+        self._stop_heartbeats()
+
     def send(self, message: object, buffers: object = ()) -> int:
         self.events.append("heartbeat")
         return 0
@@ -41,26 +51,21 @@ async def test_a_loop_that_was_held_up_reads_before_it_speaks(is_closed_by_peer:
     """With the heartbeat first, a connection that the peer has closed meanwhile would look as good as any."""
     session = RecordingSession()
     loop = asyncio.get_running_loop()
-    session._schedule_heartbeat()
-    session._stop_heartbeats()
-    session._heartbeat_due -= LIMIT_S  # it should have been then
-    session._heartbeat()
+    session.beat(late_s=LIMIT_S)
 
     def read() -> None:
         session.events.append("read")
         if is_closed_by_peer:
-            session._stop_heartbeats()
+            session.stop()
 
     loop.call_soon(read)
     for _ in range(2 * TURNS_TO_READ):
         await asyncio.sleep(0)
-    session._stop_heartbeats()
+    session.stop()
     assert session.events == (["read"] if is_closed_by_peer else ["read", "heartbeat"])
 
 
 async def test_a_loop_in_time_ends_the_session_of_a_silent_peer() -> None:
     session = RecordingSession()
-    session._schedule_heartbeat()
-    session._stop_heartbeats()
-    session._heartbeat()
+    session.beat()
     assert session.events == ["closed"]

@@ -10,13 +10,14 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import pytest
 from session_pairs import LIMIT_S, ChannelPair, call
 from transport_nodes import Memory
 
 from rpcdist._proto import rpc_pb2
+from rpcdist.inspection.facts import LentMemory
 from rpcdist.transport._framing.frames import CHUNK_BYTES, ReturnedSegments, frame, returned_frame
 from rpcdist.transport.lending import LEND_FROM_BYTES, RETURN_TOGETHER
 from rpcdist.transport.shared_memory import Segment, unavailable
@@ -43,10 +44,9 @@ async def exchange(pair: ChannelPair, data: bytes, side: int = 0) -> bytes:
     return buffers[0]
 
 
-def lender(pair: ChannelPair, side: int = 0) -> Any:
-    shared = pair.sessions[side]._shared
-    assert shared is not None
-    return shared._lender
+def lent(pair: ChannelPair, side: int = 0) -> LentMemory:
+    """The segments that one side lends."""
+    return pair.sessions[side].lent_memory or LentMemory("nobody", 0, 0, 0)
 
 
 async def until(condition: Callable[[], T]) -> T:
@@ -58,14 +58,14 @@ async def until(condition: Callable[[], T]) -> T:
             await asyncio.sleep(0)
 
 
-async def until_free(pair: ChannelPair, size: int = LARGE) -> None:
-    """Until the first side has a segment that it may use."""
-    await until(lambda: lender(pair)._free.get(size))
+async def until_free(pair: ChannelPair) -> None:
+    """Until the first side has a segment that it may use, and no other."""
+    await until(lambda: lent(pair).num_segments > lent(pair).num_lent == 0)
 
 
 async def until_returned(pair: ChannelPair, side: int = 0) -> None:
     """Leases go back by a timer of the session, if no message takes them along."""
-    await until(lambda: not lender(pair, side)._lent)
+    await until(lambda: not lent(pair, side).num_lent)
 
 
 async def test_each_message_lends_its_buffer_from_the_first_on(pair: ChannelPair) -> None:
@@ -77,7 +77,7 @@ async def test_each_message_lends_its_buffer_from_the_first_on(pair: ChannelPair
         assert buffer.view == letter * LARGE
         del buffer
         await until_returned(pair)
-    assert len(lender(pair)._free[LARGE]) == 1
+    assert lent(pair).num_segments == 1
 
 
 @pytest.mark.parametrize("side", [0, 1])
@@ -87,7 +87,7 @@ async def test_messages_in_a_row_use_few_segments_and_none_stays_lent(pair: Chan
         assert await exchange(pair, data, side) == data
         assert await exchange(pair, b"an answer, which takes the news along", 1 - side)
     await until_returned(pair, side)
-    assert len(lender(pair, side)._free[LARGE]) <= RETURN_TOGETHER + 2
+    assert lent(pair, side).num_segments <= RETURN_TOGETHER + 2
 
 
 async def test_lent_and_other_buffers_of_one_message(pair: ChannelPair) -> None:
@@ -115,7 +115,7 @@ async def test_the_first_message_of_many_buffers_is_lent_as_a_whole(pair: Channe
 async def test_a_receiver_without_descriptors_gets_the_first_message_too(
     pair: ChannelPair, sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    channel: Any = pair.sessions[1]._channel
+    channel = pair.streams[1]
     take = channel.take_descriptor
     taken: list[int] = []
 
@@ -130,13 +130,14 @@ async def test_a_receiver_without_descriptors_gets_the_first_message_too(
     assert taken, "no buffer was lent"
 
 
-async def test_a_receiver_that_refuses_while_messages_are_under_way(pair: ChannelPair) -> None:
-    pair.sessions[1]._shared._allowed = False  # type: ignore[union-attr]
+async def test_a_receiver_that_refuses_while_messages_are_under_way() -> None:
+    pair = ChannelPair(shares=(True, False))
     for number in range(40):
         pair.sessions[0].send(call(number), [Memory(bytes([number]) * (LARGE + number)), Memory(b"small" * 10_000)])
     received = dict([await pair.handlers[1].next() for _ in range(40)])
     assert received == {n: [bytes([n]) * (LARGE + n), b"small" * 10_000] for n in range(40)}
-    assert await until(lambda: repr(lender(pair)) == "<Lender 0 lent, 0 free, 0 B>")
+    await until(lambda: lent(pair) == LentMemory("b", 0, 0, 0))
+    await pair.end()
 
 
 async def test_threads_that_send_at_the_same_time(pair: ChannelPair) -> None:
@@ -160,7 +161,7 @@ async def test_one_side_that_does_not_share_is_enough(shares: tuple[bool, bool])
     pair = ChannelPair(shares=shares)
     for _ in range(20):
         assert await exchange(pair, b"a" * LARGE) == b"a" * LARGE
-    assert lender(pair)._num_bytes == 0
+    assert lent(pair).size_bytes == 0
     await pair.end()
 
 
@@ -170,7 +171,7 @@ async def test_a_descriptor_arrives_when_the_socket_was_full(pair: ChannelPair) 
     received = dict([await pair.handlers[1].next(), await pair.handlers[1].next()])
     assert {number: len(buffers[0]) for number, buffers in received.items()} == {1: 64 << 20, 2: LARGE}
     await until_free(pair)
-    await until_free(pair, 64 << 20)
+    assert lent(pair).num_segments == 2
 
 
 async def test_memory_that_somebody_uses_outlives_the_session(pair: ChannelPair) -> None:
@@ -254,7 +255,7 @@ async def test_a_message_that_is_aborted_gives_back_what_was_lent_for_it(pair: C
     await until_free(pair)
     session = pair.sessions[0]
     number = session.send(call(1, bytes(2 * CHUNK_BYTES)), [Memory(bytes(LARGE))])  # too long for one envelope
-    assert len(lender(pair)._lent) == 1
+    assert lent(pair).num_lent == 1
     session.abort_transfer(number, "for the test")
     await until_returned(pair)
     assert await exchange(pair, b"x" * LARGE) == b"x" * LARGE
@@ -295,7 +296,7 @@ async def test_on_a_loop_shared_memory_does_not_take_what_a_device_still_copies(
     await until_free(pair)
     late = OfDevice(b"a" * LARGE)
     pair.sessions[0].send(call(1), [late])
-    assert not late.is_there and not lender(pair)._lent
+    assert not late.is_there and not lent(pair).num_lent
     late.is_there = True
     assert await pair.handlers[1].next() == (1, [b"a" * LARGE])
     await asyncio.to_thread(pair.sessions[0].send, call(2), [OfDevice(b"b" * LARGE)])

@@ -26,7 +26,6 @@ from rpcdist.ids import Identity
 from rpcdist.testing import free_port
 from rpcdist.transport import Node, connector
 from rpcdist.transport._channels import channel, stream_sockets
-from rpcdist.transport._channels.channel import CHANNELS_VARIABLE
 from rpcdist.transport._channels.stream_sockets import accept, accepted_ends, connect_unix, listen_unix
 from rpcdist.transport._framing.frames import frame
 from rpcdist.transport._server import admission, stream_listeners
@@ -42,7 +41,7 @@ LENGTH = struct.Struct("<I")
 
 @pytest.fixture(autouse=True)
 def channels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(CHANNELS_VARIABLE, "local")
+    monkeypatch.setenv("RPCDIST_CHANNELS", "local")
 
 
 @pytest.fixture
@@ -80,10 +79,10 @@ def test_neighbours_meet_on_the_channel_and_find_it_gone_with_the_server(nodes: 
 
 @pytest.mark.parametrize("side", ["client", "server"])
 def test_either_side_may_want_grpc_only(nodes: Nodes, monkeypatch: pytest.MonkeyPatch, side: str) -> None:
-    monkeypatch.setenv(CHANNELS_VARIABLE, "grpc" if side == "server" else "local")
+    monkeypatch.setenv("RPCDIST_CHANNELS", "grpc" if side == "server" else "local")
     server = nodes.make("server", serve=True)
     server.handle_role("echo", Recorder(echo=True))
-    monkeypatch.setenv(CHANNELS_VARIABLE, "grpc" if side == "client" else "local")
+    monkeypatch.setenv("RPCDIST_CHANNELS", "grpc" if side == "client" else "local")
     assert not works(nodes.make("client"), server)
 
 
@@ -103,7 +102,7 @@ def test_a_user_who_looks_like_all_strangers_stays_on_grpc(
 
 
 def test_a_channel_that_there_is_not(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(CHANNELS_VARIABLE, "pigeons")
+    monkeypatch.setenv("RPCDIST_CHANNELS", "pigeons")
     node = nodes.make("server")
     with pytest.raises(
         ConfigError, match="RPCDIST_CHANNELS must be 'auto', 'local', 'tcp' or 'grpc', but it is 'pigeons'"
@@ -277,7 +276,7 @@ def test_strangers_are_told_and_shown_out(
     warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert len(warnings) == 1 and f"refused a connection from process {os.getpid()} of this host" in warnings[0]
     assert works(nodes.make("client"), server)
-    assert server._server.strangers.unproven == 0
+    assert server.strangers.unproven == 0
 
 
 def test_a_stranger_has_limited_time(monkeypatch: pytest.MonkeyPatch, server: Node) -> None:

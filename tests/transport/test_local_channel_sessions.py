@@ -6,13 +6,24 @@ import asyncio
 import os
 import socket
 import threading
+import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from chunk_envelopes import chunk_envelope
-from session_pairs import LIMIT_S, ChannelPair, announced, call
+from session_pairs import (
+    LIMIT_S,
+    ChannelPair,
+    announced,
+    call,
+    lose_turn_once,
+    num_unsent,
+    pretend_awake,
+    turn_of,
+)
 from transport_nodes import Memory
 
 from rpcdist._proto import rpc_pb2
@@ -30,7 +41,7 @@ from rpcdist.transport.wire_messages import CallMessage, ReplyMessage, WireMessa
 async def pair(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ChannelPair]:
     """Every message for which somebody waits counts as a lone one."""
     monkeypatch.setattr(writer_module, "BURST_GAP_S", 0.0)
-    pair = ChannelPair()
+    pair = ChannelPair(1000 * LIMIT_S)  # no heartbeat, which would wake the writers
     await asyncio.sleep(0)  # the writers go to sleep
     yield pair
     await pair.end()
@@ -57,9 +68,9 @@ async def test_what_somebody_waits_for_is_written_at_once(
     pair: ChannelPair, message: WireMessage, buffers: list[bytes], expected: bool
 ) -> None:
     """The loop does not run in between, so only this thread can have written it."""
-    session = pair.sessions[0]
+    session, num_wakes = pair.sessions[0], pair.io.num_wakes
     session.send(message, [Memory(data) for data in buffers])
-    assert session._outgoing.is_empty is expected and session._writer._awake is not expected
+    assert num_unsent(session) == (0 if expected else 1) and (pair.io.num_wakes == num_wakes) is expected
     assert await session.drain(LIMIT_S)
 
 
@@ -68,9 +79,9 @@ async def test_a_wait_flushes_a_burst(pair: ChannelPair, monkeypatch: pytest.Mon
     monkeypatch.setattr(writer_module, "BURST_GAP_S", LIMIT_S)
     session = pair.sessions[0]
     session.send(call(1))
-    assert not session._outgoing.is_empty
+    assert num_unsent(session) == 1
     session.read_while_waiting(lambda: False, 0.0, None, lambda: session.send(call(2)))
-    assert session._outgoing.is_empty
+    assert num_unsent(session) == 0
     assert [(await pair.handlers[1].next())[0] for _ in range(2)] == [1, 2]
 
 
@@ -83,14 +94,14 @@ async def test_what_was_queued_goes_out_even_if_the_wait_does_not_begin(pair: Ch
 
     with pytest.raises(KeyboardInterrupt):
         session.read_while_waiting(lambda: True, LIMIT_S, None, first)
-    assert session._outgoing.is_empty and (await pair.handlers[1].next())[0] == 1
+    assert num_unsent(session) == 0 and (await pair.handlers[1].next())[0] == 1
 
 
 async def test_a_flush_leaves_to_the_writer_what_it_cannot_write(pair: ChannelPair) -> None:
-    session = pair.sessions[0]
-    with session._writer._turn:  # another thread writes
+    session, num_wakes = pair.sessions[0], pair.io.num_wakes
+    with turn_of(session):  # another thread writes
         session.read_while_waiting(lambda: False, 0.0, None, lambda: session.send(call(1)))
-    assert session._writer._awake and (await pair.handlers[1].next())[0] == 1
+    assert pair.io.num_wakes > num_wakes and (await pair.handlers[1].next())[0] == 1
 
 
 async def test_a_thread_that_is_interrupted_while_it_writes_ends_the_session(
@@ -109,7 +120,6 @@ async def test_a_thread_that_is_interrupted_while_it_writes_ends_the_session(
             session.send(call(1))
     await eventually_async(lambda: bool(pair.handlers[0].closed), "the session ends")
     assert pair.handlers[0].closed == ["writing to b was interrupted: KeyboardInterrupt()"]
-    assert not session._writer._turn.locked()
 
 
 async def test_a_long_burst_is_written_in_parts_if_the_loop_is_late(
@@ -119,7 +129,7 @@ async def test_a_long_burst_is_written_in_parts_if_the_loop_is_late(
     session = pair.sessions[0]
     for number in range(FLUSH_FRAMES + 5):
         session.send(call(number + 1))
-    assert session._outgoing.num_frames == 5
+    assert num_unsent(session) == 5
     assert [(await pair.handlers[1].next())[0] for _ in range(FLUSH_FRAMES + 5)] == list(range(1, FLUSH_FRAMES + 6))
 
 
@@ -129,19 +139,18 @@ async def test_a_long_burst_wakes_the_writer_that_went_to_sleep_meanwhile(
     monkeypatch.setattr(writer_module, "BURST_GAP_S", LIMIT_S)
     monkeypatch.setattr(writer_module, "MAX_PUTS", 1)
     session = pair.sessions[0]
-    channel: Any = session._channel
+    channel = pair.streams[0]
     put = channel.put
 
     def put_meanwhile(*parts: Any) -> None:
         monkeypatch.setattr(channel, "put", put)
         put(*parts)
-        session._outgoing.add(call(FLUSH_FRAMES + 1), ())
-        session._writer._awake = False  # as the writer's task does that finds the turn taken
+        session.hold_back(lambda: session.send(call(FLUSH_FRAMES + 1)))
+        pretend_awake(session, False)  # as the writer's task does that finds the turn taken
 
     await asyncio.sleep(0)  # the task is asleep
-    session._stop_heartbeats()  # the next one would wake it
     monkeypatch.setattr(channel, "put", put_meanwhile)
-    session._writer._awake = True
+    pretend_awake(session, True)
     for number in range(FLUSH_FRAMES):
         session.send(call(number + 1))
     assert [(await pair.handlers[1].next())[0] for _ in range(FLUSH_FRAMES + 1)] == list(range(1, FLUSH_FRAMES + 2))
@@ -154,37 +163,24 @@ async def test_the_writer_does_not_sleep_when_the_turn_has_come_back(
     monkeypatch.setattr(writer_module, "BURST_GAP_S", LIMIT_S)
     session = pair.sessions[0]
     await asyncio.sleep(0)  # the task is asleep
-    session._stop_heartbeats()  # the next one would wake it
-    turn, tries = session._writer._turn, iter([False])
-
-    def acquire(blocking: bool = True) -> bool:
-        return next(tries, True) and turn.acquire(blocking=blocking)
-
-    writer: Any = session._writer
-    writer._turn = SimpleNamespace(acquire=acquire, release=turn.release, locked=turn.locked)
+    losses = lose_turn_once(session)
     session.send(call(1))
-    assert (await pair.handlers[1].next())[0] == 1 and next(tries, None) is None
+    assert (await pair.handlers[1].next())[0] == 1 and losses == ["lost"]
 
 
 async def test_the_task_writes_what_a_thread_left_in_the_channel_while_it_went_to_sleep(pair: ChannelPair) -> None:
     """The queue is empty then, but half a frame is out: the rest would come with the next message only."""
     session = pair.sessions[0]
     await asyncio.sleep(0)  # the task is asleep
-    session._stop_heartbeats()  # the next one would wake it
     pair.sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    writer: Any = session._writer
-    turn, tries = writer._turn, iter([False])
 
-    def acquire(blocking: bool = True) -> bool:
-        if next(tries, True):
-            return bool(turn.acquire(blocking=blocking))
-        writer._direct.put(frame(call(1, b"x" * 1_000_000)))  # by a thread, which finds the task awake when it is done
-        assert not writer._direct.is_free
-        return False
+    def put() -> None:  # by a thread, which finds the task awake when it is done
+        pair.streams[0].put(frame(call(1, b"x" * 1_000_000)))
+        assert not pair.streams[0].is_free
 
-    writer._turn = SimpleNamespace(acquire=acquire, release=turn.release, locked=turn.locked)
-    writer._wake_task()
-    assert (await pair.handlers[1].next())[0] == 1
+    losses = lose_turn_once(session, put)
+    session.send(rpc_pb2.Message(ack=rpc_pb2.Ack(control_seq=1)))  # not urgent: it wakes the task
+    assert (await pair.handlers[1].next())[0] == 1 and losses == ["lost"]
 
 
 async def test_a_burst_is_left_to_the_writer_who_joins_it(pair: ChannelPair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +188,7 @@ async def test_a_burst_is_left_to_the_writer_who_joins_it(pair: ChannelPair, mon
     session = pair.sessions[0]
     for number in range(1, 6):
         session.send(call(number))
-    assert session._writer._awake and len(session._outgoing._frames) == 5
+    assert num_unsent(session) == 5
     assert [(await pair.handlers[1].next())[0] for _ in range(5)] == [1, 2, 3, 4, 5]
 
 
@@ -200,8 +196,8 @@ async def test_a_burst_stays_one_where_a_write_takes_longer_than_the_gap(
     pair: ChannelPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a busy machine: were the gap counted from the beginning of a write, each message would be written alone."""
-    session, now_s = pair.sessions[0], [100.0]
-    channel: Any = session._channel
+    session, now_s = pair.sessions[0], [time.monotonic() + 100]
+    channel = pair.streams[0]
     put = channel.put
 
     def slow_put(*parts: Any) -> None:
@@ -211,11 +207,10 @@ async def test_a_burst_stays_one_where_a_write_takes_longer_than_the_gap(
     monkeypatch.setattr(writer_module, "BURST_GAP_S", 1.0)
     monkeypatch.setattr(writer_module, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     monkeypatch.setattr(channel, "put", slow_put)
-    session._writer.last_sent = 0.0
     session.send(call(1))
-    assert session._outgoing.is_empty
+    assert num_unsent(session) == 0
     session.send(call(2))
-    assert session._outgoing.num_frames == 1
+    assert num_unsent(session) == 1
     assert [(await pair.handlers[1].next())[0] for _ in range(2)] == [1, 2]
 
 
@@ -228,17 +223,17 @@ def creation(id: int) -> CallMessage:
 async def test_a_creation_in_compact_form_lingers_too(pair: ChannelPair) -> None:
     session = pair.sessions[0]
     session.send(CallMessage(1, "m:f", result=(0, 1, 0, 0, 1, 0)))
-    assert session._outgoing.num_frames == 1 and not session._writer._awake
+    assert num_unsent(session) == 1
     session.flush()
-    assert session._outgoing.is_empty
+    assert num_unsent(session) == 0
 
 
 async def test_a_creation_lingers_until_the_next_message_takes_it_along(pair: ChannelPair) -> None:
     session = pair.sessions[0]
     session.send(creation(1))
-    assert session._outgoing.num_frames == 1 and not session._writer._awake
+    assert num_unsent(session) == 1
     session.send(call(2))  # nobody waits, and nothing was written for a while: written by this thread
-    assert session._outgoing.is_empty
+    assert num_unsent(session) == 0
     assert [(await pair.handlers[1].next())[0] for _ in range(2)] == [1, 2]
 
 
@@ -246,7 +241,7 @@ async def test_a_creation_is_flushed_by_whoever_waits_for_something_else(pair: C
     session = pair.sessions[0]
     session.send(creation(1))
     session.read_while_waiting(lambda: False, 0.0)
-    assert session._outgoing.is_empty and (await pair.handlers[1].next())[0] == 1
+    assert num_unsent(session) == 0 and (await pair.handlers[1].next())[0] == 1
 
 
 async def test_creations_that_nothing_follows_leave_by_the_clock_or_in_a_drain(pair: ChannelPair) -> None:
@@ -254,9 +249,9 @@ async def test_creations_that_nothing_follows_leave_by_the_clock_or_in_a_drain(p
     for number in range(1, 6):  # also after the ticks have come to rest
         session.send(creation(number))
         assert (await pair.handlers[1].next())[0] == number
-        await eventually_async(lambda: not session._writer._ticks, "rest")
+        await pair.io.at_rest()
     session.send(creation(6))
-    assert await session.drain(LIMIT_S) and session._outgoing.is_empty
+    assert await session.drain(LIMIT_S) and num_unsent(session) == 0
     assert (await pair.handlers[1].next())[0] == 6
 
 
@@ -264,16 +259,7 @@ async def test_many_creations_do_not_wait_for_the_clock(pair: ChannelPair) -> No
     session = pair.sessions[0]
     for number in range(FLUSH_FRAMES):
         session.send(creation(number))
-    assert session._outgoing.is_empty
-
-
-async def test_nothing_ticks_after_the_end(pair: ChannelPair) -> None:
-    session = pair.sessions[0]
-    session.send(creation(1))
-    await pair.end()
-    session._writer._has_news = True
-    session._writer._tick()  # a late one
-    assert session._writer._has_news  # it did nothing
+    assert num_unsent(session) == 0
 
 
 @pytest.mark.parametrize("lone_after_s", [0.0, 60e-6, 1.0])
@@ -331,9 +317,15 @@ async def test_a_receiver_that_stands_still_stops_the_sender(pair: ChannelPair) 
     await asyncio.wait([pair.tasks[1]], timeout=LIMIT_S)
     session, size = pair.sessions[0], 64 << 20
     session.send(call(1), [Memory(bytes(size))])
+    taken = 0  # by the kernel of the receiver
+    async with asyncio.timeout(LIMIT_S):
+        while taken < CHUNK_WINDOW_BYTES:
+            taken += len(await asyncio.get_running_loop().sock_recv(pair.sockets[1], 1 << 20))
     await asyncio.sleep(0.1)  # in which a sender that minds no credit would send more
-    [transfer] = session._outgoing._transfers
-    assert transfer.at <= CHUNK_WINDOW_BYTES + CHUNK_BYTES
+    with suppress(BlockingIOError):
+        while True:
+            taken += len(pair.sockets[1].recv(1 << 20))
+    assert taken <= CHUNK_WINDOW_BYTES + 2 * CHUNK_BYTES
     session.send(call(2))
     assert "1 transfers" in repr(session)
     del pair.streams[1].abort
@@ -458,9 +450,12 @@ def test_the_queue_of_a_session_stands_many_threads() -> None:
             outgoing.grant(taken[granted])
             granted += 1
     thread.join(LIMIT_S)
-    chunks: Any = taken[1:]
-    assert outgoing.is_empty and sum(taken[granted:]) == CHUNK_WINDOW_BYTES - outgoing._credit_bytes + taken[0]
-    assert len(chunks) == rounds
+    assert outgoing.is_empty and len(taken) == 1 + rounds
+    not_granted = sum(taken[granted:]) - taken[0]
+    outgoing.add(call(2), [Memory(bytes(2 * CHUNK_WINDOW_BYTES))])
+    for head, payload in iter(outgoing.next_parts, None):
+        not_granted += 0 if payload is None else len(head) + len(payload)
+    assert CHUNK_WINDOW_BYTES <= not_granted < CHUNK_WINDOW_BYTES + 2 * CHUNK_BYTES
 
 
 async def test_a_closed_channel_raises_on_every_way_in(pair: ChannelPair) -> None:

@@ -13,19 +13,27 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from transport_nodes import LIMIT_S, UNIT_S, Memory, Nodes, Recorder, open_link
+from transport_nodes import (
+    LIMIT_S,
+    UNIT_S,
+    Memory,
+    Nodes,
+    Recorder,
+    open_link,
+    payload_connections,
+    payload_sockets,
+    tcp_port,
+)
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import ConfigError, ProtocolViolation, TransportError
 from rpcdist.testing import eventually, eventually_async
 from rpcdist.transport import Link, Node, Session, connector, striping
 from rpcdist.transport._channels import proving, stream_sockets
-from rpcdist.transport._channels.channel import CHANNELS_VARIABLE
 from rpcdist.transport._channels.proving import prove_client
 from rpcdist.transport._framing.frames import frame
 from rpcdist.transport._framing.incoming import Delivery
 from rpcdist.transport._server import admission
-from rpcdist.transport._tls.tls_policy import TLS_VARIABLE
 from rpcdist.transport.connector import Connector
 from rpcdist.transport.hub_connector import HubAddress, connect_to_hub
 from rpcdist.transport.io_loop import IoLoop
@@ -45,11 +53,12 @@ _ids = itertools.count(1_000_000)
 
 @pytest.fixture(autouse=True)
 def channels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(CHANNELS_VARIABLE, "tcp")
+    monkeypatch.setenv("RPCDIST_CHANNELS", "tcp")
 
 
-def serve(nodes: Nodes, echo: bool = True) -> tuple[Node, Recorder]:
-    server, taker = nodes.make("server", serve=True), Recorder(echo=echo)
+def serve(nodes: Nodes, taker: Recorder | None = None) -> tuple[Node, Recorder]:
+    """A server and what takes its messages: by default an echo."""
+    server, taker = nodes.make("server", serve=True), taker or Recorder(echo=True)
     server.handle_role("echo", taker)
     return server, taker
 
@@ -67,12 +76,17 @@ def echo(link: Link, answers: Recorder, *buffers: bytes) -> None:
 
 def received(answers: Recorder) -> dict[int, list[bytes]]:
     """The buffers of all answers, by the number of the call."""
-    with answers._changed:
-        return {message.id: data for message, data in zip(answers.messages, answers.buffers, strict=True)}
+    return {message.id: data for message, data in answers.taken()}
 
 
 def num_open(session: Session) -> int:
-    return 0 if session.striping is None else len(session.striping._connections)
+    return len(payload_connections(session))
+
+
+def own_bytes(session: Session) -> int:
+    """The bytes so far that its own connection has carried."""
+    assert session.striping is not None
+    return session.traffic().total() - sum(session.striping.traffic)
 
 
 def opened(link: Link, answers: Recorder, taker: Recorder) -> list[Session]:
@@ -104,17 +118,19 @@ def payload_threads() -> Callable[[], list[str]]:
 def test_large_messages_travel_in_stripes(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch, tls: str, count: str, payload_threads: Callable[[], list[str]]
 ) -> None:
-    monkeypatch.setenv(TLS_VARIABLE, tls)
+    monkeypatch.setenv("RPCDIST_TLS", tls)
     monkeypatch.setenv(PAYLOAD_CONNECTIONS_VARIABLE, count)
     (server, taker), answers = serve(nodes), Recorder()
     link = open_link(nodes.make("client"), server, handler=answers)
     sessions = opened(link, answers, taker)
     assert [num_open(session) for session in sessions] == [int(count)] * 2
-    chunks_before = [session._ungranted_bytes for session in sessions]
+    before = [own_bytes(session) for session in sessions]
     many = [bytes([number]) * 40_000 for number in range(100)]
     echo(link, answers, LARGE, b"", b"x", LARGE[1:])
     echo(link, answers, *many)
-    assert [session._ungranted_bytes for session in sessions] == chunks_before  # no byte came on the session's own
+    assert all(
+        own_bytes(session) - bytes_before < 40_000 for session, bytes_before in zip(sessions, before, strict=True)
+    )
     echo(link, answers, b"small")
     assert len(payload_threads()) == 4 * int(count)
     link.session.close("that was all")
@@ -297,7 +313,7 @@ def test_who_gave_up_waiting_for_them_ends_no_session(
 def refused_them(nodes: Nodes, caplog: pytest.LogCaptureFixture) -> tuple[Link, Recorder, Recorder]:
     """A session whose payload connections were opened, and closed by one side before anything went on them."""
     caplog.set_level(logging.INFO)
-    (server, taker), answers = serve(nodes, echo=False), Recorder()
+    (server, taker), answers = serve(nodes, Recorder()), Recorder()
     link = open_link(nodes.make("client"), server, handler=answers)
     for id in range(2):
         send(link.session, id, LARGE)
@@ -340,8 +356,7 @@ def test_a_payload_connection_that_breaks_ends_the_session_by_name(
     link = open_link(nodes.make("client"), server, handler=answers)
     opened(link, answers, taker)
     echo(link, answers, LARGE)
-    assert link.session.striping is not None
-    link.session.striping._connections[0]._socket.shutdown(socket.SHUT_RDWR)
+    payload_sockets(link.session)[0].shutdown(socket.SHUT_RDWR)
     reasons = answers.wait_closed() + taker.wait_closed()
     assert "a payload connection with" in reasons and "broke" in reasons
     eventually(lambda: not payload_threads())
@@ -350,19 +365,25 @@ def test_a_payload_connection_that_breaks_ends_the_session_by_name(
 def test_a_peer_that_reads_nothing_holds_no_thread_after_the_end(
     nodes: Nodes, payload_threads: Callable[[], list[str]]
 ) -> None:
-    (server, taker), answers = serve(nodes), Recorder()
+    reading, is_over = threading.Event(), MemoryError("the test is over")
+
+    class Taker(Recorder):
+        reads = True
+
+        def allocate(self, size_bytes: int) -> Any:
+            if self.reads:
+                return super().allocate(size_bytes)
+            reading.wait(LIMIT_S)
+            raise is_over
+
+    taker, answers = Taker(echo=True), Recorder()
+    server, _ = serve(nodes, taker)
     link = open_link(nodes.make("client"), server, handler=answers)
-    _, there = opened(link, answers, taker)
-    reading = threading.Event()
-
-    def allocate(size_bytes: int) -> Any:
-        reading.wait(LIMIT_S)
-        raise MemoryError("the test is over")
-
-    there._incoming._allocate = allocate
+    opened(link, answers, taker)
+    taker.reads = False
     for id in range(4):
         send(link.session, id, LARGE * 16)
-    eventually(lambda: link.session._outgoing.striper is not None and link.session._outgoing.striper.is_busy)
+    eventually(lambda: link.session.striping is not None and link.session.striping.is_busy)
     link.session.close("enough")
     answers.wait_closed()
     eventually(lambda: not [name for name in payload_threads() if name.endswith("of server")])
@@ -376,7 +397,7 @@ def test_a_peer_that_reads_nothing_holds_no_thread_after_the_end(
 
 def payload_socket(client: Node, server: Node, purpose: str) -> socket.socket:
     """A proven connection that says it is one for payloads."""
-    host, port = "127.0.0.1", server._server._streams.tcp_port
+    host, port = "127.0.0.1", tcp_port(server)
     opening = connect_to_hub(client.credentials, HubAddress(host, port, "", PAYLOAD_TAKER), purpose, unix=False)
     opened = client.run(opening, LIMIT_S)
     assert isinstance(opened, socket.socket)
@@ -451,7 +472,7 @@ def hostile(nodes: Nodes) -> tuple[Link, Recorder, Recorder, socket.socket]:
 def announce(link: Link, size: int) -> None:
     """Announces a large buffer, and sends nothing of it."""
     message = rpc_pb2.Message(call=rpc_pb2.Call(id=1), transfer=77, large=[size])
-    link.session._outgoing._frames.append((frame(message), None, 0, 0))
+    link.session.send(message)
     link.session.flush()
 
 
@@ -505,15 +526,14 @@ HALF_A_RECORD = b"\x17\x03\x03\x40\x00" + bytes(100)  # announces 16 KiB
 def test_bytes_that_nobody_encrypted_end_a_session_over_tls(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch, injected: bytes, payload_threads: Callable[[], list[str]]
 ) -> None:
-    monkeypatch.setenv(TLS_VARIABLE, "always")
+    monkeypatch.setenv("RPCDIST_TLS", "always")
     (server, taker), answers = serve(nodes), Recorder()
     link = open_link(nodes.make("client"), server, handler=answers)
     opened(link, answers, taker)
     echo(link, answers, LARGE)
     announce(link, MIN_STRIPED_BYTES)
     num_before = len(taker.messages)
-    assert link.session.striping is not None
-    connection = link.session.striping._connections[0]._socket
+    connection = payload_sockets(link.session)[0]
     os.write(connection.fileno(), injected)  # as somebody on the way would put it there
     connection.shutdown(socket.SHUT_WR)
     reasons = answers.wait_closed() + taker.wait_closed()  # the client hears of it by an alert, perhaps first
@@ -525,12 +545,11 @@ def test_bytes_that_nobody_encrypted_end_a_session_over_tls(
 def test_half_a_record_of_tls_holds_nothing_up(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch, payload_threads: Callable[[], list[str]]
 ) -> None:
-    monkeypatch.setenv(TLS_VARIABLE, "always")
+    monkeypatch.setenv("RPCDIST_TLS", "always")
     (server, taker), answers = serve(nodes), Recorder()
     link = open_link(nodes.make("client"), server, handler=answers)
     opened(link, answers, taker)
-    assert link.session.striping is not None
-    os.write(link.session.striping._connections[0]._socket.fileno(), HALF_A_RECORD)
+    os.write(payload_sockets(link.session)[0].fileno(), HALF_A_RECORD)
     echo(link, answers, b"x")  # other messages pass
     link.session.close("enough")
     assert "enough" in taker.wait_closed()
@@ -563,8 +582,8 @@ def test_strangers_learn_nothing(nodes: Nodes) -> None:
 
 def test_what_came_before_a_striped_message_is_handed_on_first(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one envelope: a reader of a payload connection may have the last bytes of the large one at any moment."""
-    (server, taker), answers = serve(nodes, echo=False), Recorder()
-    open_link(nodes.make("client"), server, handler=answers)
+    server, taker = serve(nodes, Recorder())
+    open_link(nodes.make("client"), server, handler=Recorder())
     eventually(lambda: bool(taker.sessions))
     session, announce, before = taker.sessions[0], Session._announce, list[int]()
     assert session.striping is not None

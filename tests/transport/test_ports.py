@@ -9,7 +9,14 @@ import socket
 from contextlib import ExitStack
 
 import pytest
-from transport_nodes import LIMIT_S, Nodes, Recorder, kind_of, open_link
+from transport_nodes import (
+    LIMIT_S,
+    Nodes,
+    Recorder,
+    kind_of,
+    open_link,
+    tcp_port,
+)
 
 from rpcdist.errors import ConfigError, TransportError
 from rpcdist.testing import eventually
@@ -74,7 +81,7 @@ def test_processes_of_a_host_share_a_range(nodes: Nodes) -> None:
         for server in servers:
             server.handle_role("echo", Recorder(echo=True))
         taken = {split_address(server.address or "")[1] for server in servers}
-        taken |= {server._server._streams.tcp_port for server in servers}
+        taken |= {tcp_port(server) for server in servers}
         assert taken == set(ports) - {ports[1]}
         for server in servers:
             assert open_link(nodes.make("client"), server).peer == server.identity
@@ -88,7 +95,7 @@ def test_the_raw_port_is_where_it_was_wanted(nodes: Nodes, monkeypatch: pytest.M
     server = nodes.make("server", ports=str(port))
     server.serve("127.0.0.1", free_ports(2)[1])
     server.handle_role("echo", Recorder(echo=True))
-    assert server._server._streams.tcp_port == port
+    assert tcp_port(server) == port
     assert kind_of(open_link(nodes.make("client"), server, handler=Recorder())) == "tcp"
 
 

@@ -12,11 +12,13 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, closing, suppress
+from typing import Any, TypeVar
 
 import pytest
 from socket_hubs import LIMIT_S, hubs, open_hub, read_exactly, read_some, running_node, write_all
+from transport_nodes import tcp_port
 
 from rpcdist._proto import handshake_pb2 as pb
 from rpcdist.errors import (
@@ -29,10 +31,9 @@ from rpcdist.errors import (
     TransportError,
 )
 from rpcdist.ids import Identity
-from rpcdist.testing import eventually
+from rpcdist.testing import eventually, wait_until_asleep
 from rpcdist.transport import Node, sockets, unix_sockets
 from rpcdist.transport._channels import stream_sockets
-from rpcdist.transport._channels.channel import CHANNELS_VARIABLE
 from rpcdist.transport._channels.stream_sockets import listen_unix
 from rpcdist.transport._server import admission, stream_listeners
 from rpcdist.transport._tls.tls_socket import StreamSocket
@@ -41,6 +42,8 @@ from rpcdist.transport.hub_connector import HubAddress
 from rpcdist.transport.sockets import SocketHub
 from rpcdist.transport.token import job_token
 from rpcdist.transport.unix_sockets import local_name
+
+T = TypeVar("T")
 
 UNIX = [pytest.param(False, id="tcp")]
 if unix_sockets.has_abstract_sockets():
@@ -96,10 +99,10 @@ def test_purposes_are_kept_apart_and_equal_ones_come_in_order(pair: tuple[Socket
         for number, purpose in enumerate(["x", "y", "x"]):
             connection = stack.enter_context(closing(a.connect(b.address, purpose, LIMIT_S)))
             connection.send(b"%d" % number)
-        eventually(lambda: b._num_waiting() == 3)
+        eventually(lambda: num_waiting(b) == 3)
         order = [stack.enter_context(closing(b.expect(purpose, LIMIT_S))) for purpose in ("y", "x", "x")]
         assert [read_exactly(end, 1) for end in order] == [b"1", b"0", b"2"]
-    assert b._num_waiting() == 0
+    assert num_waiting(b) == 0
 
 
 def test_without_a_unix_socket_tcp_is_taken(pair: tuple[SocketHub, SocketHub]) -> None:
@@ -184,7 +187,7 @@ def test_closing_wakes_who_waits_and_closes_what_waits() -> None:
 
         waiter = threading.Thread(target=wait)
         waiter.start()
-        eventually(lambda: "never" in b._wanted, "the other thread waits")
+        wait_until_asleep(waiter)
         b.close()
         b.close()
         waiter.join(LIMIT_S)
@@ -213,13 +216,13 @@ def test_a_hub_opens_once_and_needs_a_good_host() -> None:
 
 
 def test_the_hubs_and_the_sessions_of_a_node_share_its_listeners(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(CHANNELS_VARIABLE, "auto")
+    monkeypatch.setenv("RPCDIST_CHANNELS", "auto")
     with running_node() as node:
         address = node.serve("127.0.0.1", 0)
         one, other = SocketHub(node), SocketHub(node)
         places = [HubAddress.parse(hub.open("127.0.0.1")) for hub in (one, other)]
         assert places[0] == dataclasses.replace(places[1], taker=places[0].taker) and places[0] != places[1]
-        assert places[0].port == node._server._streams.tcp_port
+        assert places[0].port == tcp_port(node)
         if unix_sockets.has_abstract_sockets():
             node.stop_serving(address)  # which frees its name, and not that of the hubs
             listen_unix(local_name(address)).close()
@@ -251,7 +254,16 @@ def endpoint(hub: SocketHub, unix: bool) -> socket.socket:
 def unproven_at(hub: SocketHub) -> int:
     node = hub._node
     assert isinstance(node, Node)
-    return node._server.strangers.unproven
+    return node.strangers.unproven
+
+
+def num_waiting(hub: SocketHub) -> int:
+    """The connections that nobody has expected yet."""
+    return hub._num_waiting()
+
+
+def run_on_loop(hub: SocketHub, coroutine: Coroutine[Any, Any, T]) -> T:
+    return hub._io.run(coroutine, LIMIT_S)
 
 
 def message(step: pb.Handshake) -> bytes:
@@ -293,7 +305,7 @@ def test_strangers_are_turned_away_with_a_log_line(
             while stranger.recv(4096):
                 pass
     eventually(lambda: unproven_at(b) == 0)
-    assert b._num_waiting() == 0
+    assert num_waiting(b) == 0
     with a.connect(b.address, "victim", LIMIT_S) as here, b.expect("victim", LIMIT_S) as there:
         talk(here, there)
 
@@ -304,7 +316,7 @@ def test_another_token_is_refused_with_advice_on_both_sides(unix: bool, caplog: 
         with pytest.raises(AuthenticationFailed, match="RPCDIST_TOKEN"):
             a.connect(b.address, "x", LIMIT_S, unix=unix)
         eventually(lambda: "refused a connection" in caplog.text)
-        assert "RPCDIST_TOKEN" in caplog.text and b._num_waiting() == 0
+        assert "RPCDIST_TOKEN" in caplog.text and num_waiting(b) == 0
 
 
 def test_another_job_or_role_is_refused(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,7 +325,9 @@ def test_another_job_or_role_is_refused(caplog: pytest.LogCaptureFixture, monkey
             a.connect(b.address, "x", LIMIT_S)
     with hubs(2) as (a, b):
         for name in (a, b):  # a session is opened for another role, and there is no hub of another name
-            address = str(dataclasses.replace(HubAddress.parse(b.address), taker=f"{name._name}x"))
+            address = str(
+                dataclasses.replace(HubAddress.parse(b.address), taker=f"{HubAddress.parse(name.address).taker}x")
+            )
             with pytest.raises(ProtocolViolation, match="does not accept such sockets"):
                 a.connect(address, "x", LIMIT_S, unix=False)
 
@@ -329,7 +343,7 @@ def test_connections_that_nobody_expects_are_bounded_in_number_and_time(
         a.connect(b.address, "unknown", LIMIT_S) as unknown,
         a.connect(b.address, "group/1", LIMIT_S) as here,
     ):
-        eventually(lambda: b._num_waiting() == 2)
+        eventually(lambda: num_waiting(b) == 2)
         with pytest.raises(ProtocolViolation, match="2 connections already wait"):
             a.connect(b.address, "one too many", LIMIT_S)
         assert read_some(unknown, 1) == b""
@@ -337,7 +351,7 @@ def test_connections_that_nobody_expects_are_bounded_in_number_and_time(
         with b.expect("group/1", LIMIT_S) as there:
             talk(here, there)
         with a.connect(b.address, "group/2", LIMIT_S) as late:
-            eventually(lambda: b._num_waiting() == 1)
+            eventually(lambda: num_waiting(b) == 1)
             b.withdraw("group/")
             assert read_some(late, 1) == b""
 
@@ -394,7 +408,7 @@ def number_all(b: SocketHub, ends: list[StreamSocket]) -> None:
 def test_many_connect_at_once(pair: tuple[SocketHub, SocketHub], caplog: pytest.LogCaptureFixture) -> None:
     a, b = pair
     with caplog.at_level(logging.WARNING):
-        number_all(b, a._io.run(connect_all(a, b, admission.MAX_UNPROVEN // 2, None), LIMIT_S))
+        number_all(b, run_on_loop(a, connect_all(a, b, admission.MAX_UNPROVEN // 2, None)))
     assert "refused" not in caplog.text
 
 
@@ -405,7 +419,7 @@ def test_who_is_displaced_by_others_tries_again(
     a, b = pair
     monkeypatch.setattr(admission, "MAX_UNPROVEN", 20)
     with caplog.at_level(logging.WARNING):
-        number_all(b, a._io.run(connect_all(a, b, 150, unix), LIMIT_S))
+        number_all(b, run_on_loop(a, connect_all(a, b, 150, unix)))
     assert "too many handshakes at once; try again" in caplog.text
 
 

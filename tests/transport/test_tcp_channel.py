@@ -11,15 +11,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import pytest
-from transport_nodes import LIMIT_S, UNIT_S, Memory, Nodes, Recorder, kind_of, open_link
+from transport_nodes import (
+    LIMIT_S,
+    UNIT_S,
+    Memory,
+    Nodes,
+    Recorder,
+    kind_of,
+    open_link,
+    socket_of,
+    tcp_port,
+)
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import ConnectFailed
 from rpcdist.testing import eventually
 from rpcdist.transport import Link, Node, connector
 from rpcdist.transport._channels import socket_pipe
-from rpcdist.transport._channels.channel import CHANNELS_VARIABLE
-from rpcdist.transport._channels.socket_channel import SocketChannel
 from rpcdist.transport._channels.stream_sockets import accepted_ends, connect_tcp, connected_ends
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="there are no abstract sockets")
@@ -27,7 +35,7 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="there are no abstrac
 
 @pytest.fixture(autouse=True)
 def channels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(CHANNELS_VARIABLE, "tcp")
+    monkeypatch.setenv("RPCDIST_CHANNELS", "tcp")
 
 
 def serve(nodes: Nodes, host: str = "127.0.0.1") -> Node:
@@ -46,10 +54,6 @@ def works(link: Link, answers: Recorder) -> str:
     return kind_of(link)
 
 
-def tcp_port(server: Node) -> int:
-    return server._server._streams.tcp_port
-
-
 # ---------------------------------------------------------------- which channel
 
 
@@ -61,7 +65,7 @@ def test_sessions_take_tcp_and_unary_calls_go_beside_them(nodes: Nodes, host: st
     link = open_link(nodes.make("client"), server, handler=answers, expected=server.identity)
     assert works(link, answers) == "tcp" and link.peer == server.identity
     assert len(server.sessions) == 1  # the handshake on gRPC left none behind
-    eventually(lambda: server._server.strangers.unproven == 0)
+    eventually(lambda: server.strangers.unproven == 0)
 
 
 def has_ipv6() -> bool:
@@ -76,17 +80,17 @@ def has_ipv6() -> bool:
 def test_either_side_may_do_without_tcp(nodes: Nodes, monkeypatch: pytest.MonkeyPatch, side: str, choice: str) -> None:
     with monkeypatch.context() as patch:
         if side == "server":
-            patch.setenv(CHANNELS_VARIABLE, choice)
+            patch.setenv("RPCDIST_CHANNELS", choice)
         server, answers = serve(nodes), Recorder()
     if side == "client":
-        monkeypatch.setenv(CHANNELS_VARIABLE, choice)
+        monkeypatch.setenv("RPCDIST_CHANNELS", choice)
     link = open_link(nodes.make("client"), server, handler=answers)
     assert works(link, answers) == "grpc"
 
 
 @LINUX
 def test_of_all_channels_the_local_one_comes_first(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(CHANNELS_VARIABLE, "auto")
+    monkeypatch.setenv("RPCDIST_CHANNELS", "auto")
     server, answers = serve(nodes), Recorder()
     link = open_link(nodes.make("client"), server, handler=answers)
     assert works(link, answers) == "local"
@@ -98,7 +102,7 @@ def test_where_the_local_channel_does_not_work_tcp_does(
 ) -> None:
     """As between containers that share a network and a user, and hide their processes from each other."""
     caplog.set_level(logging.INFO)
-    monkeypatch.setenv(CHANNELS_VARIABLE, "auto")
+    monkeypatch.setenv("RPCDIST_CHANNELS", "auto")
     server, answers = serve(nodes), Recorder()
 
     def as_seen_from_elsewhere(connection: socket.socket) -> str:
@@ -183,7 +187,7 @@ def test_cancelling_leaves_nothing_open(nodes: Nodes, monkeypatch: pytest.Monkey
             arrived.settimeout(LIMIT_S)
             while arrived.recv(1 << 16):  # the hello, and then the end
                 pass
-    eventually(lambda: server._server.strangers.unproven == 0)
+    eventually(lambda: server.strangers.unproven == 0)
     assert not client.links and not server.sessions
 
 
@@ -194,9 +198,7 @@ def test_a_channel_that_breaks_ends_its_session_and_the_next_one_works(nodes: No
     server, client, answers = serve(nodes), nodes.make("client"), Recorder()
     link = open_link(client, server, handler=answers)
     assert works(link, answers) == "tcp"
-    channel = link.session._channel
-    assert isinstance(channel, SocketChannel)
-    channel._socket.shutdown(socket.SHUT_RDWR)
+    socket_of(link.session).shutdown(socket.SHUT_RDWR)
     assert "broke" in answers.wait_closed()
     again = Recorder()
     assert works(open_link(client, server, handler=again), again) == "tcp"

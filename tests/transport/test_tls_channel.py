@@ -9,23 +9,30 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
-from transport_nodes import LIMIT_S, UNIT_S, Memory, Nodes, Recorder, kind_of, open_link
+from transport_nodes import (
+    LIMIT_S,
+    UNIT_S,
+    Memory,
+    Nodes,
+    Recorder,
+    kind_of,
+    open_link,
+    socket_of,
+    tcp_port,
+)
 
 from rpcdist._proto import handshake_pb2, rpc_pb2
 from rpcdist.testing import eventually
 from rpcdist.transport import Link, Node
-from rpcdist.transport._channels.channel import CHANNELS_VARIABLE
-from rpcdist.transport._channels.socket_channel import SocketChannel
 from rpcdist.transport._server import admission
-from rpcdist.transport._tls.tls_policy import TLS_VARIABLE
 from rpcdist.transport._tls.tls_socket import TlsSocket
 from rpcdist.transport.handshake import ClientHandshake
 
 
 @pytest.fixture
 def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
-    monkeypatch.setenv(CHANNELS_VARIABLE, "tcp")
-    monkeypatch.setenv(TLS_VARIABLE, "always")
+    monkeypatch.setenv("RPCDIST_CHANNELS", "tcp")
+    monkeypatch.setenv("RPCDIST_TLS", "always")
     made = Nodes()
     yield made
     made.close()
@@ -38,8 +45,7 @@ def serve(nodes: Nodes) -> Node:
 
 
 def is_encrypted(link: Link) -> bool:
-    channel = link.session._channel
-    return isinstance(channel, SocketChannel) and isinstance(channel._socket, TlsSocket)
+    return kind_of(link) != "grpc" and isinstance(socket_of(link.session), TlsSocket)
 
 
 def echo(link: Link, answers: Recorder, sizes: list[int]) -> None:
@@ -65,9 +71,7 @@ def test_the_end_of_a_peer_is_seen(nodes: Nodes) -> None:
     server, answers = serve(nodes), Recorder()
     link = open_link(nodes.make("client"), server, handler=answers)
     (session,) = eventually(lambda: server.sessions)  # the client is done first
-    channel = session._channel
-    assert isinstance(channel, SocketChannel)
-    server.io.call_soon(channel._socket.shutdown, socket.SHUT_RDWR)
+    server.io.call_soon(socket_of(session).shutdown, socket.SHUT_RDWR)
     assert "broke" in answers.wait_closed() and is_encrypted(link)
     eventually(lambda: not server.sessions)
 
@@ -77,9 +81,9 @@ def test_who_wants_tls_gets_it_or_goes_to_grpc(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch, client_mode: str, server_mode: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """On loopback "auto" needs none. Nobody can talk a side that wants TLS out of it."""
-    monkeypatch.setenv(TLS_VARIABLE, server_mode)
+    monkeypatch.setenv("RPCDIST_TLS", server_mode)
     server, answers = serve(nodes), Recorder()
-    monkeypatch.setenv(TLS_VARIABLE, client_mode)
+    monkeypatch.setenv("RPCDIST_TLS", client_mode)
     link = open_link(nodes.make("client"), server, handler=answers)
     assert kind_of(link) == ("tcp" if client_mode == "always" else "grpc")
     assert is_encrypted(link) == (client_mode == "always")
@@ -91,7 +95,7 @@ def test_who_wants_tls_gets_it_or_goes_to_grpc(
 
 
 def stranger(server: Node) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", server._server._streams.tcp_port), LIMIT_S)
+    return socket.create_connection(("127.0.0.1", tcp_port(server)), LIMIT_S)
 
 
 def until_closed(connection: socket.socket) -> None:
@@ -124,7 +128,7 @@ def test_a_silent_stranger_has_limited_time(nodes: Nodes, monkeypatch: pytest.Mo
         with stranger(server) as silent:
             silent.sendall(greeting)
             until_closed(silent)
-    eventually(lambda: server._server.strangers.unproven == 0)
+    eventually(lambda: server.strangers.unproven == 0)
     answers = Recorder()
     assert is_encrypted(open_link(nodes.make("client"), server, handler=answers))
 
@@ -141,7 +145,7 @@ def test_bytes_that_are_no_tls_end_the_connection(
             odd.sendall(greeting)
             odd.shutdown(socket.SHUT_WR)
         until_closed(odd)
-    eventually(lambda: server._server.strangers.unproven == 0)
+    eventually(lambda: server.strangers.unproven == 0)
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
@@ -152,5 +156,5 @@ def test_a_stranger_without_a_certificate_is_told_so(nodes: Nodes, caplog: pytes
     bare.verify_mode = ssl.CERT_NONE
     with bare.wrap_socket(stranger(server)) as connection, pytest.raises(ssl.SSLError, match=r"(?i)alert"):
         connection.recv(1)
-    eventually(lambda: server._server.strangers.unproven == 0)
+    eventually(lambda: server.strangers.unproven == 0)
     assert [record for record in caplog.records if "did not prove the job token" in record.getMessage()]

@@ -16,7 +16,6 @@ from socket_hubs import LIMIT_S, hubs, open_hub, read_exactly, read_some, write_
 
 from rpcdist.errors import AuthenticationFailed
 from rpcdist.testing import eventually
-from rpcdist.transport._tls.tls_policy import TLS_VARIABLE
 from rpcdist.transport._tls.tls_socket import StreamSocket, TlsSocket
 from rpcdist.transport.sockets import SocketHub
 
@@ -25,7 +24,7 @@ Pair = tuple[StreamSocket, StreamSocket]
 
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
-    monkeypatch.setenv(TLS_VARIABLE, "always")
+    monkeypatch.setenv("RPCDIST_TLS", "always")
     with hubs(2) as (a, b):
         one, other = connect(a, b)
         with one, other:
@@ -80,7 +79,7 @@ def ended(connection: StreamSocket) -> bool:
 
 
 def test_a_process_that_stops_says_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(TLS_VARIABLE, "always")
+    monkeypatch.setenv("RPCDIST_TLS", "always")
     with open_hub() as b:
         with open_hub() as a:
             one, other = connect(a, b)
@@ -91,16 +90,16 @@ def test_a_process_that_stops_says_its_last_words(monkeypatch: pytest.MonkeyPatc
 
 
 def test_another_token_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(TLS_VARIABLE, "always")
+    monkeypatch.setenv("RPCDIST_TLS", "always")
     with open_hub(token="another token of another job") as a, open_hub() as b:
         with pytest.raises(AuthenticationFailed, match=r"did not prove the job token.*RPCDIST_TOKEN"):
             a.connect(b.address, "a purpose", LIMIT_S, unix=False)
 
 
 def test_a_side_that_needs_tls_is_not_talked_out_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(TLS_VARIABLE, "always")
+    monkeypatch.setenv("RPCDIST_TLS", "always")
     with open_hub() as strict:
-        monkeypatch.setenv(TLS_VARIABLE, "auto")
+        monkeypatch.setenv("RPCDIST_TLS", "auto")
         with open_hub() as usual:
             with pytest.raises(AuthenticationFailed, match="connected without TLS"):
                 usual.connect(strict.address, "a purpose", LIMIT_S, unix=False)
@@ -111,7 +110,7 @@ def test_a_side_that_needs_tls_is_not_talked_out_of_it(monkeypatch: pytest.Monke
 
 
 def test_nothing_is_left_of_connections_that_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(TLS_VARIABLE, "always")
+    monkeypatch.setenv("RPCDIST_TLS", "always")
     before = established()
     with hubs(2) as (a, b):
         one, other = connect(a, b)

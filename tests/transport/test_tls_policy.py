@@ -7,17 +7,17 @@ import asyncio
 import pytest
 
 from rpcdist.errors import ConfigError
-from rpcdist.transport._tls.tls_policy import TLS_VARIABLE, TRUSTED_NETWORKS_VARIABLE, TlsPolicy
+from rpcdist.transport._tls.tls_policy import TlsPolicy
 
 LOOPBACK = ("127.0.0.1", "127.1.2.3", "::1", "[::1]", "localhost", "::ffff:127.0.0.1")
 
 
 def policy(monkeypatch: pytest.MonkeyPatch, mode: str | None = None, trusted: str = "") -> TlsPolicy:
     if mode is None:
-        monkeypatch.delenv(TLS_VARIABLE, raising=False)
+        monkeypatch.delenv("RPCDIST_TLS", raising=False)
     else:
-        monkeypatch.setenv(TLS_VARIABLE, mode)
-    monkeypatch.setenv(TRUSTED_NETWORKS_VARIABLE, trusted)
+        monkeypatch.setenv("RPCDIST_TLS", mode)
+    monkeypatch.setenv("RPCDIST_TRUSTED_NETWORKS", trusted)
     return TlsPolicy.of_environment()
 
 
@@ -49,7 +49,7 @@ def test_an_unknown_mode_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) 
 
 @pytest.mark.parametrize("text", ["10.0.0.1/8", "ten", "10.0.0.0/8;11.0.0.0/8", "10.0.0.0/33"])
 def test_a_wrong_network_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    with pytest.raises(ConfigError, match=TRUSTED_NETWORKS_VARIABLE):
+    with pytest.raises(ConfigError, match="RPCDIST_TRUSTED_NETWORKS"):
         policy(monkeypatch, trusted=text)
 
 
@@ -61,7 +61,7 @@ def test_the_option_has_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
         ("always", True, "always"),
         ("off", None, "off"),
     ]:
-        monkeypatch.setenv(TLS_VARIABLE, text)
+        monkeypatch.setenv("RPCDIST_TLS", text)
         assert TlsPolicy.of_environment(tls).mode == mode, (text, tls)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 import pytest
 from own_shortages import no_free_descriptor
-from transport_nodes import LIMIT_S, UNIT_S, Memory, Nodes, Recorder, kind_of, open_link
+from transport_nodes import LIMIT_S, UNIT_S, Memory, Nodes, Recorder, kind_of, open_link, unary_call
 
 from rpcdist._proto import membership_pb2, rpc_pb2, value_pb2
 from rpcdist.errors import (
@@ -31,7 +31,6 @@ from rpcdist.ids import Identity
 from rpcdist.testing import eventually
 from rpcdist.transport import Link, Node, Session
 from rpcdist.transport._channels import grpc_channel
-from rpcdist.transport._channels.channel import CHANNELS_VARIABLE
 from rpcdist.transport._channels.grpc_channel import tls_failure
 from rpcdist.transport._server import unary_services
 from rpcdist.transport.connector import Connector
@@ -44,14 +43,14 @@ SERVICE = membership_pb2.DESCRIPTOR.services_by_name["Membership"]
 @pytest.fixture(params=["auto", "tcp", "grpc"])
 def nodes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
     """On each channel, where a session has a taker; a peer that only makes unary calls always uses gRPC."""
-    monkeypatch.setenv(CHANNELS_VARIABLE, request.param)
+    monkeypatch.setenv("RPCDIST_CHANNELS", request.param)
     nodes = Nodes()
     yield nodes
     nodes.close()
 
 
 def kind_wanted() -> str:
-    wanted = os.environ[CHANNELS_VARIABLE]
+    wanted = os.environ["RPCDIST_CHANNELS"]
     return wanted if wanted != "auto" else "local" if has_abstract_sockets() else "tcp"
 
 
@@ -427,8 +426,8 @@ def test_replies_that_a_peer_does_not_read_count_until_it_does(nodes: Nodes, mon
         path = "/rpcdist.Membership/Members"
         calls = []
         for _ in range(num_calls):
-            with link._calling(path) as metadata:
-                call: Any = link._for_unary().stream_stream(path)(metadata=metadata)
+            with unary_call(link, path) as begin:
+                call = begin()
                 await call.write(b"")
                 await call.done_writing()
                 calls.append(call)
