@@ -4,8 +4,8 @@ Compares calls with tensors on a GPU with torch's RPC, which hands memory of GPU
 Two pairs of processes live at the same time and share one GPU (or have one each, with `--two-gpus`), one for each
 library. In each round first one pair measures a case and then the other, in changing order. A time ends when the GPU of
 the caller is done. The rows of collectives, DDP and pipelines are of two more pairs, whose processes form a group over
-NCCL; on one GPU, NCCL connects them by sockets. The last lines have the same transfers without shared memory of GPUs,
-as between hosts: a pair copies them through pinned memory; its bound is the slowest of the copies and the connection.
+NCCL; on one GPU, NCCL connects them by sockets. The last lines have the same transfers as between hosts, over TCP and
+through pinned memory, without shared memory; the bound is the slowest of the copies and the connection.
 `--groups-on-cpu` runs only the rows of groups, without a GPU, to try their code.
 """
 
@@ -82,7 +82,7 @@ class GpuPeer:
 
     Args:
         module: of the RPC library.
-        channels: see `RpcOptions`.
+        channels: see `RpcOptions`; if they are given, the processes are connected as on two hosts.
         two_gpus: the callee has a GPU of its own.
     """
 
@@ -92,6 +92,8 @@ class GpuPeer:
 
     def start(self) -> None:
         os.environ["BENCHMARK_RPC"] = self.module
+        if self.channels is not None:
+            os.environ["RPCDIST_CHANNELS"] = "tcp"
         import torch
 
         torch.cuda.set_device(self.device)

@@ -33,10 +33,10 @@ class Limit(NamedTuple):
 # A change that removes something lowers `today` in the same commit. The commit of a change that raises it names the
 # feature.
 LIMITS = {
-    "lines": Limit(89_602, 63_000),
-    "code": Limit(53_941, 36_000),
+    "lines": Limit(90_063, 63_000),
+    "code": Limit(54_224, 36_000),
     "files": Limit(400, 400),
-    "classes": Limit(744, 620),
+    "classes": Limit(749, 620),
     "protocols": Limit(30, 30),
     "time limits": Limit(90, 90),
     "environment variables": Limit(20, 20),

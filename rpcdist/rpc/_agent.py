@@ -147,7 +147,13 @@ class Agent:
             coordinator.rank,
         )
         self._device_maps = DeviceMaps(me.name, options.device_maps, self.directory.name_of)
-        self._demultiplexer = Demultiplexer(self.pool.submit_many, lifetime, options, self.directory.holder_of)
+        self._demultiplexer = Demultiplexer(
+            self.pool.submit_many,
+            lifetime,
+            options,
+            self.directory.holder_of,
+            lambda message: self.gpus.stage(message),
+        )
         self._control = ControlReceiver(io, lifetime)
         self.router = Router(
             network,

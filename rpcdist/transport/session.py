@@ -21,7 +21,7 @@ import threading
 import time
 from _thread import get_ident
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import Context
 from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 from functools import partial
@@ -37,7 +37,14 @@ from rpcdist.transport._channels.polling_and_signals import SignalShield, may_ra
 from rpcdist.transport._channels.socket_channel import SocketChannel
 from rpcdist.transport._channels.socket_reader import Send, Sleep, Waits
 from rpcdist.transport._framing.frames import CHUNK_HEAD_BYTES, CHUNK_WINDOW_BYTES, Chunk, ReturnedSegments, parse
-from rpcdist.transport._framing.incoming import Delivery, Incoming, IncomingBuffer, heap_buffer
+from rpcdist.transport._framing.incoming import (
+    Delivery,
+    Incoming,
+    IncomingBuffer,
+    StagedBuffer,
+    heap_buffer,
+    nothing_is_staged,
+)
 from rpcdist.transport._framing.outgoing import Outgoing
 from rpcdist.transport.announced_bytes import AnnouncedBytes
 from rpcdist.transport.io_loop import IoLoop
@@ -80,7 +87,7 @@ class SessionHandler(Protocol):
     def on_messages(self, session: Any, messages: list[tuple[Any, list[Any]]]) -> None:
         """Complete messages (`WireMessage`) arrived, in the order in which they became complete.
 
-        Their buffers were made by `allocate` or `borrow`.
+        Their buffers were made by `allocate`, `borrow` or `stage`.
         """
 
     def on_closed(self, session: Any, reason: str) -> None:
@@ -91,6 +98,9 @@ class SessionHandler(Protocol):
 
     def borrow(self, view: memoryview) -> IncomingBuffer:
         """Makes a buffer on memory that the peer lends; `view` is writable and keeps the memory alive."""
+
+    def stage(self, message: Any) -> Mapping[int, StagedBuffer]:
+        """Makes those buffers of an announced message that are handled while they arrive, by index; on any thread."""
 
     @property
     def shares_payloads(self) -> bool:
@@ -125,6 +135,9 @@ class NullHandler:
 
     def borrow(self, view: memoryview) -> IncomingBuffer:
         raise ProtocolViolation("this connection accepts no lent memory")
+
+    def stage(self, message: Any) -> Mapping[int, StagedBuffer]:
+        return nothing_is_staged(message)
 
     def on_opened(self, session: Session) -> None:
         logger.debug("%s opened a session for %s", session.peer.name, session.role)
@@ -192,7 +205,7 @@ class Session:
         self._outgoing = Outgoing(None if self.opened_by_me else account)
         self._writer = SessionWriter(self._io, self._channel, self._outgoing, self._close, self.peer.name)
         self._shared = self._new_shared_payloads(account)
-        self._incoming = Incoming(self.handler.allocate, self._borrow, account)
+        self._incoming = Incoming(self.handler.allocate, self._borrow, account, self.handler.stage)
         self.place = self._incoming.place  # see `FrameReceiver`
         self._main = threading.main_thread().ident
         if has_payload_connections:

@@ -223,7 +223,7 @@ class StripeConnection:
         for place in [memoryview(bytearray(size))] if places is None else places:
             self._receive(place)
         self.num_received += size
-        self._owner.on_piece(self._incoming.stripe_placed(ordinal, size))
+        self._owner.on_piece(self._incoming.stripe_placed(ordinal, index, size))
 
     def _receive(self, place: memoryview, may_end: bool = False) -> bool:
         """Fills the place; False if the connection ended before the first byte and `may_end` is True."""

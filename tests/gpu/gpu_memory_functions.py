@@ -18,6 +18,7 @@ from gpu_rpc_functions import CYCLES, GPU, device_of, make_on_gpu, same, twice
 from inside_agents import current_agent
 from torch import Tensor
 
+import rpcdist.autograd as dist_autograd
 import rpcdist.rpc as rpc
 from rpcdist.errors import SerializationError, WorkerLost
 from rpcdist.testing import eventually
@@ -142,6 +143,23 @@ def nobody_waits_on_the_host() -> None:
     result = rpc.rpc_sync("bob", twice, (value,))
     assert not behind.query(), "the call waited for the GPU"
     assert result.eq(6).all()
+
+
+def no_backward_pass_waits_on_the_host() -> None:
+    """A pass over two workers ends while the kernel before it runs, and its gradients are right when they are read."""
+    until_known("bob")
+    weight = torch.full((300_000,), 2.0, device=GPU, requires_grad=True)
+    for cycles in (1, LONG_CYCLES):  # first, slots and events are made
+        torch.cuda.synchronize()
+        with dist_autograd.context() as context:
+            torch.cuda._sleep(cycles)
+            behind = torch.cuda.Event()
+            behind.record()
+            loss = rpc.rpc_sync("bob", twice, (weight,)).sum()
+            dist_autograd.backward(context, [loss])
+            gradient = dist_autograd.get_gradients(context)[weight]
+            assert cycles == 1 or not behind.query(), "the pass waited for the GPU"
+            assert gradient.eq(2).all()
 
 
 def what_is_sent_is_what_was_there() -> None:
@@ -301,13 +319,13 @@ def out_of_memory() -> None:
 
 def through_the_host() -> None:
     """Channels without cuda_ipc."""
-    for length in (1, 1000, 5_000_000):
+    for length in (1, 1000, 5_000_000, 40_000_000, 40_000_000):
         value = torch.empty(length, device=GPU)
         torch.cuda._sleep(CYCLES)
         value.copy_(torch.arange(length, dtype=torch.float32))
         future = rpc.rpc_async("bob", twice, (value,))
         value.fill_(-1)
-        same(future.wait(), torch.arange(length) * 2.0)
+        same(future.wait(), torch.arange(length, dtype=torch.float32) * 2.0)
     assert "cuda_ipc" in str(reader_of("bob"))
     assert not loans()
 
@@ -351,6 +369,7 @@ def on_another_gpu() -> None:
 
 PROGRAMS: list[Callable[[], None]] = [
     nobody_waits_on_the_host,
+    no_backward_pass_waits_on_the_host,
     what_is_sent_is_what_was_there,
     in_order,
     in_order_without_events,

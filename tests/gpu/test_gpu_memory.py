@@ -35,7 +35,10 @@ def test_on_another_gpu(world: RpcWorld) -> None:
     world["alice"].run(gpu_memory_functions.on_another_gpu)
 
 
-def test_without_shared_memory_of_gpus(module_pool: WorkerPool) -> None:
+@pytest.mark.parametrize("channel", ["auto", "tcp"])
+def test_without_shared_memory_of_gpus(module_pool: WorkerPool, monkeypatch: pytest.MonkeyPatch, channel: str) -> None:
+    """As between hosts, over TCP; on one host, tensors also travel in shared memory."""
+    monkeypatch.setenv("RPCDIST_CHANNELS", channel)
     world = module_pool.new_world(2)
     for pending in [world.begin_join(name, rank, _channels=["basic"]) for rank, name in enumerate(("alice", "bob"))]:
         pending.result()

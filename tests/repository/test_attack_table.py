@@ -1,4 +1,4 @@
-"""The tables of attacks, of who may say what, and of promises name tests that exist."""
+"""The tables of attacks, of who may say what, and of guarantees name tests that exist."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
-TABLES = {"tests/attacks/README.md": (1, 30), "docs/security.md": (3, 60)}
+TABLES = {"tests/attacks/README.md": (1, 30), "docs/security.md": (3, 60), "docs/gpus.md": (1, 10)}
 """How many tables of tests there are at least, and how many rows they have together."""
 
 

@@ -81,6 +81,30 @@ def test_a_new_tensor_names_its_device() -> None:
     ] == []
 
 
+# Calls that wait for a GPU, by file and name: of copies through host memory, of numbers in lent memory that a thread of
+# the pool reads, and of tensors that a device map sends to the CPU.
+WAITS_FOR_GPUS = {
+    ("rpcdist/rpc/_devices/cuda_memory.py", "synchronize"): 2,
+    ("rpcdist/rpc/_devices/cuda_memory.py", "item"): 1,
+    ("rpcdist/rpc/_values/buffers.py", "synchronize"): 2,
+    ("rpcdist/rpc/_values/tensors.py", "cpu"): 1,
+}
+
+
+def test_only_these_places_wait_for_a_gpu() -> None:
+    """Calls and backward passes over several workers do not synchronize the host (docs/gpus.md)."""
+    names = {"synchronize", "item", "cpu", "numpy", "tolist", "is_nonzero", "nonzero"}
+    found = Counter(
+        (str(path.relative_to(ROOT)), node.func.attr)
+        for path in sources()
+        if path.is_relative_to(ROOT / "rpcdist" / "rpc") or path.is_relative_to(ROOT / "autograd")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in names
+        if not node.args  # an `item` of a stream, for example
+    )
+    assert dict(found) == WAITS_FOR_GPUS
+
+
 # Tests should not pin parts that refactoring may move: tests of the shell use the public interface, or one function in
 # `tests/support/inside_*.py` that reaches what no public interface shows. Tests of pure parts import their modules.
 # Lower a limit when a test has moved.

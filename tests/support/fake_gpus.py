@@ -10,9 +10,13 @@ import ctypes
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import torch
+
+from rpcdist.at_exit import AtEnd
+from rpcdist.errors import SerializationError
 from rpcdist.rpc._devices.cuda_memory import GpuUnavailable
 
-__all__ = ["FakeGpuMemory", "FakeHost"]
+__all__ = ["FakeCopyStream", "FakeEvent", "FakeGpuMemory", "FakeHost"]
 
 UUID = b"GPU-of-nobody"
 
@@ -104,3 +108,70 @@ class FakeGpuMemory:
 
     def read(self, device: int, address: int) -> int:
         return ctypes.c_uint32.from_address(address).value
+
+
+class FakeEvent:
+    """An event behind a copy in a stream."""
+
+    def __init__(self, stream: FakeCopyStream) -> None:
+        self.has_occurred = False
+        self._stream = stream
+
+    def query(self) -> bool:
+        self._stream.check()
+        return self.has_occurred
+
+
+class FakeCopyStream:
+    """`CopyStream` of a GPU whose memory is of the host. Copies are made by `run`, or when their result is waited for.
+
+    Attributes:
+        copies: the start and the size of each copy so far, and whether its source is pinned.
+        is_broken: whether the GPU fails.
+
+    Args:
+        free_bytes: of the GPU.
+        hold: see `CopyStream`.
+    """
+
+    def __init__(self, hold: Callable[[int], AtEnd | None], free_bytes: int = 1 << 40) -> None:
+        self.device = torch.device("cuda:0")
+        self.free_bytes = free_bytes
+        self.copies: list[tuple[int, int, bool]] = []
+        self.is_broken = False
+        self.hold = hold
+        self._queue: deque[tuple[torch.Tensor, torch.Tensor, FakeEvent]] = deque()
+
+    @property
+    def num_waiting(self) -> int:
+        """The copies that are not made yet."""
+        return len(self._queue)
+
+    def check(self) -> None:
+        """Raises the error of a GPU that has failed."""
+        if self.is_broken:
+            raise RuntimeError("CUDA error: unspecified launch failure")
+
+    def allocate(self, size: int) -> torch.Tensor:
+        if size > self.free_bytes:
+            raise SerializationError(f"a tensor of {size} bytes arrived, where {self.free_bytes} bytes are free")
+        return torch.zeros(size, dtype=torch.uint8)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, is_pinned: bool) -> FakeEvent:
+        self.check()
+        event = FakeEvent(self)
+        self._queue.append((target, source, event))
+        self.copies.append((int(target.storage_offset()), target.nbytes, is_pinned))
+        return event
+
+    def run(self, num_copies: int | None = None) -> None:
+        """Makes the first of the copies that wait; all of them by default."""
+        for _ in range(len(self._queue) if num_copies is None else num_copies):
+            target, source, event = self._queue.popleft()
+            target.copy_(source)
+            event.has_occurred = True
+
+    def join(self, copied: FakeEvent, target: torch.Tensor) -> None:
+        """Stands for a stream that waits: what it waits for has happened when it reads the tensor."""
+        while not copied.has_occurred:
+            self.run(1)

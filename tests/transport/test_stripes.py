@@ -124,7 +124,7 @@ def place(incoming: Incoming, ordinal: int, index: int, count: int, piece: bytes
     assert places is not None and sum(map(len, places)) == len(piece)
     for view in places:
         view[:], piece = piece[: len(view)], piece[len(view) :]
-    return incoming.stripe_placed(ordinal, sum(map(len, places)))
+    return incoming.stripe_placed(ordinal, index, sum(map(len, places)))
 
 
 @given(sizes_of_buffers.filter(any), st.integers(1, MAX_CONNECTIONS), st.integers(1, 200), st.randoms())
@@ -198,7 +198,7 @@ def test_bytes_of_an_aborted_message_are_dropped() -> None:
     assert places is not None
     incoming.abort(7)
     places[0][:] = b"x" * 10  # whichever thread received them meanwhile
-    assert incoming.stripe_placed(1, 10) is None and incoming.stripe(1, 1, 2, 36) is None
+    assert incoming.stripe_placed(1, 0, 10) is None and incoming.stripe(1, 1, 2, 36) is None
     assert "0 of" in repr(counted)
     incoming.announce(announced(7, 100))  # the number is free again, and the ordinal another one
     assert incoming.stripe(1, 0, 2, 10) is None and incoming.stripe(2, 0, 2, 10) is not None

@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache, lru_cache, partial
 from typing import Any, Final
 
@@ -18,19 +19,29 @@ import torch
 
 from rpcdist._proto import rpc_pb2, value_pb2
 from rpcdist.deadline import Deadline
-from rpcdist.errors import SerializationError, abridged
+from rpcdist.errors import NotInitialized, SerializationError, abridged
 from rpcdist.ids import Identity
 from rpcdist.rpc._devices.borrowed_gpu_memory import Borrowed, BorrowedGpuMemory
 from rpcdist.rpc._devices.cuda_memory import GpuUnavailable, cuda_memory
 from rpcdist.rpc._devices.lent_gpu_memory import LentGpuMemory
+from rpcdist.rpc._devices.pinned_arrivals import (
+    GpuReceiveBuffer,
+    PinnedRing,
+    copy_up,
+    new_tensor,
+    pinned_ring,
+    value_for_gpus,
+)
 from rpcdist.rpc._peers.device_maps import DeviceMap
 from rpcdist.rpc._peers.directory import MemberEvent
 from rpcdist.rpc._peers.network import AnySession, calling_worker
 from rpcdist.rpc._values import DeviceRoute, MapDevice, ReceiveBuffer
-from rpcdist.rpc._values.buffers import STAGED_BYTES, Received, pinned_memory
+from rpcdist.rpc._values.buffers import Received
+from rpcdist.rpc._values.rebuild import contiguous_strides, over_storage
 from rpcdist.rpc._values.tensors import moves_cpu
 from rpcdist.rpc.future import Future
 from rpcdist.time_limits import IDLE_LIMIT_S, SLOW_ANSWER_LIMIT_S
+from rpcdist.transport.wire_messages import WireMessage
 
 logger = logging.getLogger(__name__)
 
@@ -71,10 +82,11 @@ class ValueOnGpus:
 
     def copy_of(self, buffer: Received, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """See `GpuArrivals`."""
+        if isinstance(buffer, GpuReceiveBuffer):
+            stride, _ = contiguous_strides(list(shape), dtype.itemsize)
+            return over_storage(buffer.on_gpu(device).untyped_storage(), 0, dtype, list(shape), stride)
         if not isinstance(buffer, value_pb2.Buffer):
-            source = (
-                buffer.memory if isinstance(buffer, ReceiveBuffer) else torch.frombuffer(bytearray(buffer), dtype=_BYTE)
-            )
+            source = torch.frombuffer(bytearray(buffer), dtype=_BYTE) if isinstance(buffer, bytes) else buffer.memory
             if device.type != "cuda":
                 return source.view(dtype).reshape(shape).to(device)
             target = new_tensor(shape, dtype, device, source.nbytes)
@@ -109,28 +121,6 @@ class ValueOnGpus:
             if len(self._begun) < len(loans):
                 left = [loan for number, loan in enumerate(loans, 1) if number not in self._begun]
                 self._borrowed.discard(left, self._sender)
-
-
-def new_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device, size: int) -> torch.Tensor:
-    """A tensor on a GPU. Raises `SerializationError`, with the free bytes, if it does not fit."""
-    try:
-        return torch.empty(shape, dtype=dtype, device=device)
-    except torch.OutOfMemoryError as exc:
-        free, total = torch.cuda.mem_get_info(device)
-        raise SerializationError(
-            f"a tensor of {size} bytes arrived for {device}, where {free} of {total} bytes are free"
-        ) from exc
-
-
-def copy_up(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copies bytes of the host to a GPU, in its current stream: one chunk goes up while the next is copied into pinned
-    memory, which torch's allocator keeps for later copies. The driver's own copy takes twice as long.
-    """
-    pinned = pinned_memory(source.nbytes)
-    for part, staged, there in zip(
-        source.split(STAGED_BYTES), pinned.split(STAGED_BYTES), target.split(STAGED_BYTES), strict=True
-    ):
-        there.copy_(staged.copy_(part), non_blocking=True)
 
 
 @lru_cache(maxsize=256)
@@ -169,6 +159,9 @@ class GpuSharing:
         submit: runs a function on the pool.
         takes_loans: whether this process reads GPU memory of peers.
         lends: whether memory may be lent at all.
+
+    Attributes:
+        ring: the pinned memory into which tensors for GPUs arrive; None until it is made.
     """
 
     def __init__(
@@ -196,6 +189,8 @@ class GpuSharing:
         # By worker and GPU: why the worker cannot read memory of the GPU; empty if it can.
         self._readers: dict[tuple[Identity, int], str] = {}
         self._lock = threading.Lock()
+        self.ring: PinnedRing | None = None
+        self._is_ring_begun = False
         self.borrowed = BorrowedGpuMemory(cuda_memory, _lent_by_process)
         self.callables: dict[str, Callable[..., Any]] = {PROBE: self._probe}
 
@@ -219,6 +214,28 @@ class GpuSharing:
 
     def arriving(self, value: value_pb2.Value, sender: Identity) -> ValueOnGpus:
         return ValueOnGpus(value, sender, self.borrowed, self._me.name)
+
+    def stage(self, message: WireMessage) -> Mapping[int, GpuReceiveBuffer]:
+        """Memory for the large buffers of an announced message that go to GPUs, by index; on the thread that reads."""
+        value = value_for_gpus(message) if self._takes_loans else None
+        if value is None:
+            return {}
+        if self.ring is None:
+            if not self._is_ring_begun:
+                self._is_ring_begun = True
+                self._submit_if_open(self._make_ring)
+            return {}
+        return self.ring.buffers(value, message.large, self._submit_if_open)
+
+    def _make_ring(self) -> None:
+        try:
+            self.ring = pinned_ring()
+        except RuntimeError as exc:
+            logger.info("tensors of GPUs are copied up after they have arrived, for lack of pinned memory: %s", exc)
+
+    def _submit_if_open(self, function: Callable[[], None]) -> None:
+        with suppress(NotInitialized):  # RPC ends here: a thread that still decodes the value does what is left
+            self._submit(function)
 
     def _lend(
         self, to: int, session: AnySession | None, device: int, spans: Sequence[tuple[int, int]]

@@ -42,7 +42,8 @@ SHARED_ALLOCATION_BYTES: Final = 32 << 20
 MAX_PART_BYTES: Final = SHARED_ALLOCATION_BYTES // 8
 
 MOST_OF_DEVICE: Final = 8
-"""At most an eighth of a device's memory is lent or kept for loans; other tensors travel through host memory."""
+"""At most an eighth of a device's memory is lent or kept for loans; other tensors travel through host memory. At most
+another eighth is for tensors that have arrived through host memory, and are not decoded."""
 
 
 @dataclass(slots=True, eq=False)

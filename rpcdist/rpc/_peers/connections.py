@@ -46,6 +46,7 @@ class Connections:
         self.on_messages = demultiplexer.on_messages  # not through a method here: every message would pass through it
         self.allocate = demultiplexer.allocate
         self.borrow = demultiplexer.borrow
+        self.stage = demultiplexer.stage
         self.shares_payloads = demultiplexer.shares_payloads
         self.announced_by = demultiplexer.announced_by
         self._events.replaced.listen(self._close_sessions_of)

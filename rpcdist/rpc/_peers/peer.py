@@ -179,6 +179,7 @@ class Peer:
         # As the handler of its sessions: the peer handles their end, the demultiplexer handles the rest.
         self.allocate = demultiplexer.allocate
         self.borrow = demultiplexer.borrow
+        self.stage = demultiplexer.stage
         self.shares_payloads = demultiplexer.shares_payloads
         self.announced_by = demultiplexer.announced_by
         self.on_messages = demultiplexer.on_messages  # not through a method here: every answer would pass through it

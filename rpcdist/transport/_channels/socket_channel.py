@@ -487,6 +487,7 @@ class SocketChannel:
 
     def _close(self) -> None:
         """Called when no thread reads any more, by the loop or by a thread that stopped late."""
+        self._target = None
         with self._lock:
             self._socket.close()
         self._descriptors.close()

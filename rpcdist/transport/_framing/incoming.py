@@ -13,6 +13,8 @@ Invariants:
     4. The announced bytes that a peer has not sent are bounded, and so is the number of buffers of one message.
     5. A transfer that exceeds that bound, or whose buffers cannot be allocated, fails alone: its bytes are dropped as
        they arrive, and its message is then delivered with buffers that raise the reason. The session continues.
+    6. A buffer that the receiver handles while it arrives (`StagedBuffer`) is told of each range once, when its bytes
+       are there, and of all ranges before its message is delivered.
 """
 
 from __future__ import annotations
@@ -63,6 +65,16 @@ class IncomingBuffer(Protocol):
         """Writable, one byte per item."""
 
 
+class StagedBuffer(IncomingBuffer, Protocol):
+    """A large buffer whose parts the receiver handles while others arrive. One call at a time."""
+
+    def parts(self, start: int, end: int) -> list[memoryview]:
+        """The memory for a range of its bytes, in their order; it may be several pieces. Raises `MemoryError`."""
+
+    def arrived(self, start: int, end: int) -> None:
+        """Takes note of a range whose bytes are there."""
+
+
 def heap_buffer(size_bytes: int) -> IncomingBuffer:
     """The default allocator, for layers above that have no other."""
     return LargeBuffer(memoryview(bytearray(size_bytes)))
@@ -92,9 +104,17 @@ Delivery = tuple[WireMessage, list[IncomingBuffer]]
 Borrow = Callable[[WireMessage], Mapping[int, IncomingBuffer]]
 """Finds the buffers of a message that are in memory lent by the peer, by their index."""
 
+Stage = Callable[[WireMessage], Mapping[int, StagedBuffer]]
+"""Makes those buffers of an announced message, by their index, that are handled while they arrive."""
+
 
 def _nothing_is_lent(message: WireMessage) -> Mapping[int, IncomingBuffer]:
     raise ProtocolViolation("a message refers to lent memory on a channel that cannot lend any")
+
+
+def nothing_is_staged(message: WireMessage) -> Mapping[int, StagedBuffer]:
+    """The default `Stage`."""
+    return {}
 
 
 def num_used(total: int, count: int) -> int:
@@ -117,9 +137,12 @@ class StripeCursor:
         ends: the end of each buffer in that sequence.
         index: number of the stripe, from 0; a message has `num_stripes`. The last stripes of a small message are empty.
         count: number of payload connections.
+
+    Attributes:
+        taken: for a receiver, the ranges of the last piece.
     """
 
-    __slots__ = ("_at", "_buffer", "_ends", "index", "left")
+    __slots__ = ("_at", "_buffer", "_ends", "index", "left", "taken")
 
     def __init__(self, ends: Sequence[int], index: int, count: int) -> None:
         total = ends[-1]
@@ -127,6 +150,7 @@ class StripeCursor:
         start = min(total, index * width)
         self.index = index
         self.left = min(total, start + width) - start
+        self.taken: list[tuple[int, int, int]] = []
         self._ends = ends
         self._at = start
         self._buffer = bisect_right(ends, start)
@@ -162,7 +186,7 @@ class StripeCursor:
         if not 0 < num_bytes <= self.left:
             raise ProtocolViolation(f"{num_bytes} bytes arrived for a stripe with {self.left} bytes left")
         left = self.left - num_bytes
-        ranges = self.take(num_bytes)
+        ranges = self.taken = self.take(num_bytes)
         if self.left != left:
             raise ProtocolViolation(f"a piece of {num_bytes} bytes arrived for more than {MAX_RANGES} buffers")
         return ranges
@@ -173,12 +197,13 @@ class _IncomingTransfer:
 
     `stripes` are the cursors of the stripes that have begun, by number; `is_chunked` is True once a chunk has arrived.
     If `failure` is set, it is the reason why arriving bytes are dropped. `is_counted` says whether the bytes count as
-    announced, and `own_bytes` is the memory of this record itself.
+    announced, and `own_bytes` is the memory of this record itself. `staged` are the buffers that are handled while they
+    arrive, and `loose` is a chunk that lies in several pieces of one, which are filled when all of it is there.
     """
 
     __slots__ = (
-        "allocate", "buffers", "ends", "failure", "filled", "is_chunked", "is_counted", "message", "missing", "ordinal",
-        "own_bytes", "stripes",
+        "allocate", "buffers", "ends", "failure", "filled", "is_chunked", "is_counted", "loose", "message", "missing",
+        "ordinal", "own_bytes", "staged", "stripes",
     )  # fmt: skip
 
     def __init__(
@@ -187,6 +212,7 @@ class _IncomingTransfer:
         lent: Mapping[int, IncomingBuffer],
         allocate: Callable[[int], IncomingBuffer],
         ordinal: int,
+        staged: Mapping[int, StagedBuffer],
     ) -> None:
         sizes = message.large
         self.ordinal = ordinal
@@ -196,7 +222,10 @@ class _IncomingTransfer:
         self.stripes: dict[int, StripeCursor] = {}
         self.message = message
         self.allocate = allocate
-        self.buffers: list[IncomingBuffer | None] = [lent.get(index) for index in range(len(sizes))]
+        self.staged = staged
+        self.loose: tuple[memoryview, list[memoryview]] | None = None
+        given: Mapping[int, IncomingBuffer] = staged or lent
+        self.buffers: list[IncomingBuffer | None] = [given.get(index) for index in range(len(sizes))]
         self.filled = [size if index in lent else 0 for index, size in enumerate(sizes)]
         self.missing = sum(sizes) - sum(self.filled)
         self.ends: list[int] = []  # of the buffers in the sequence of all bytes; computed for stripes
@@ -219,6 +248,7 @@ class _IncomingTransfer:
         """Frees the received bytes, and drops those that still arrive."""
         self.failure = reason
         self.buffers = [None] * len(self.buffers)
+        self.staged, self.loose = {}, None
 
     def of_stripe(self, index: int, count: int, size: int) -> list[memoryview]:
         """The memory for the next bytes of a stripe; empty if they are dropped. Raises `MemoryError`."""
@@ -228,8 +258,41 @@ class _IncomingTransfer:
         if cursor is None:
             self.ends = self.ends or list(accumulate(self.message.large))
             cursor = self.stripes[index] = StripeCursor(self.ends, index, count)
-        pieces = cursor.take_all(size)
-        return [] if self.failure else [self.buffer(number).view[start:end] for number, start, end in pieces]
+        ranges = cursor.take_all(size)
+        if self.failure:
+            return []
+        if not self.staged:
+            return [self.buffer(number).view[start:end] for number, start, end in ranges]
+        return [part for number, start, end in ranges for part in self.parts(number, start, end)]
+
+    def parts(self, index: int, start: int, end: int) -> list[memoryview]:
+        """The memory for a range of a buffer. Raises `MemoryError`."""
+        staged = self.staged.get(index)
+        return [self.buffer(index).view[start:end]] if staged is None else staged.parts(start, end)
+
+    def one_part(self, index: int, start: int, end: int) -> memoryview:
+        """`parts` for the next chunk, which a channel receives into one piece of memory."""
+        parts = self.parts(index, start, end)
+        if len(parts) == 1:
+            return parts[0]
+        memory = memoryview(bytearray(end - start))
+        self.loose = memory, parts
+        return memory
+
+    def chunk_arrived(self, index: int, size: int) -> None:
+        """Takes note of the bytes of the next chunk."""
+        if self.loose is not None:
+            (memory, parts), self.loose = self.loose, None
+            for part in parts:
+                part[:], memory = memory[: len(part)], memory[len(part) :]
+        if (staged := self.staged.get(index)) is not None:
+            staged.arrived(self.filled[index], self.filled[index] + size)
+
+    def piece_arrived(self, index: int) -> None:
+        """Takes note of the bytes of the last piece of a stripe."""
+        for number, start, end in self.stripes[index].taken:
+            if (staged := self.staged.get(number)) is not None:
+                staged.arrived(start, end)
 
 
 @dataclass(eq=False, repr=False)
@@ -238,12 +301,14 @@ class Incoming:
 
     Args:
         borrow: finds the buffers that the peer lends.
+        stage: makes the buffers that are handled while they arrive.
         announced: counts the bytes that the peer has announced on all its sessions and not sent.
     """
 
     _allocate: Callable[[int], IncomingBuffer] = heap_buffer
     _borrow: Borrow = _nothing_is_lent
     announced: AnnouncedBytes = field(default_factory=AnnouncedBytes)
+    _stage: Stage = nothing_is_staged
     _transfers: dict[int, _IncomingTransfer] = field(default_factory=dict)
     _num_announced: int = 0  # messages with large buffers; the peer counts them too
     _by_ordinal: dict[int, _IncomingTransfer] = field(default_factory=dict)
@@ -288,7 +353,8 @@ class Incoming:
             return message, [lent[index] for index in range(len(sizes))]
         # A message that does not fit into an envelope is parsed from plain bytes; only payloads become tensors.
         allocate = heap_buffer if message.wrapped else self._allocate
-        transfer = _IncomingTransfer(message, lent, allocate, ordinal)
+        staged = {} if message.wrapped or lent else self._stage(message)
+        transfer = _IncomingTransfer(message, lent, allocate, ordinal, staged)
         if not transfer.missing:
             return self._deliver(transfer)
         if (refusal := self.announced.add(transfer.own_bytes)) is not None:
@@ -330,7 +396,11 @@ class Incoming:
                 f"{at}"
             )
         try:
-            return None if transfer.failure else transfer.buffer(buffer).view[at : at + size]
+            if transfer.failure:
+                return None
+            if transfer.staged:
+                return transfer.one_part(buffer, at, at + size)
+            return transfer.buffer(buffer).view[at : at + size]
         except MemoryError as exc:
             self._fail(transfer, exc)
             return None
@@ -341,6 +411,8 @@ class Incoming:
             transfer = self._transfers.get(number)
             if transfer is None:  # aborted meanwhile
                 return None
+            if transfer.staged:
+                transfer.chunk_arrived(buffer, size)
             transfer.filled[buffer] += size
             return self._count(transfer, size)
 
@@ -367,11 +439,15 @@ class Incoming:
                 self._fail(transfer, exc)
                 return None
 
-    def stripe_placed(self, ordinal: int, size: int) -> Delivery | None:
+    def stripe_placed(self, ordinal: int, index: int, size: int) -> Delivery | None:
         """Records that bytes of `stripe` were received or dropped; returns the message if they were the last ones."""
         with self._changed:
             transfer = self._by_ordinal.get(ordinal)
-            return None if transfer is None else self._count(transfer, size)
+            if transfer is None:
+                return None
+            if transfer.staged:
+                transfer.piece_arrived(index)
+            return self._count(transfer, size)
 
     def _count(self, transfer: _IncomingTransfer, size: int) -> Delivery | None:
         """Counts bytes that have arrived; returns the message if they were the last ones."""
