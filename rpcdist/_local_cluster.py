@@ -67,17 +67,56 @@ def worker_names(workers: int | Sequence[str]) -> tuple[str, ...]:
 class ClusterBlock(ABC):
     """A cluster that a `with` block starts and closes; `start` and `close` also have forms for coroutines."""
 
+    def __init__(self) -> None:
+        self._running: list[BackgroundRanks] = []  # the processes of the other workers
+        self._held = ExitStack()  # what the cluster needs until its end, such as the port
+        self._is_worker = False
+
     @abstractmethod
     def start(self) -> Self:
         """Starts the workers."""
 
-    @abstractmethod
     def close(self) -> None:
-        """Ends the job."""
+        """Shuts the job down: waits until no worker has unfinished work, and then until the processes have ended.
+
+        Raises:
+            ProcessFailed: the shutdown of another worker failed.
+            DeadlineExceeded: a process did not end.
+        """
+        if not self._is_worker:
+            return
+        from rpcdist import rpc
+
+        try:
+            self._stop_others()
+            if rpc.api._is_current_rpc_agent_set():  # otherwise the block has called `shutdown` itself
+                rpc.shutdown()
+            self._is_worker = False
+            for ranks in self._running:
+                ranks.wait_until_ended()
+                ranks.raise_exception()
+        except KeyboardInterrupt:
+            raise interrupted() from None
+        finally:
+            self._abandon()
 
     @abstractmethod
+    def _stop_others(self) -> None:
+        """Asks the other workers to leave the job, before this one leaves."""
+
     def _abandon(self) -> None:
         """Ends what is left of the job at once."""
+        with StopSignals():  # a second Ctrl-C does not interrupt this, which takes seconds at most
+            running, self._running = self._running, []
+            try:
+                if self._is_worker:
+                    self._is_worker = False
+                    with suppress(NotInitialized):  # the block, or another thread, has shut it down
+                        sys.modules["rpcdist.rpc"].shutdown(graceful=False)
+            finally:
+                for ranks in running:
+                    ranks.end()
+                self._held.close()
 
     def _cancel(self) -> None:
         """Ends a start that is under way on another thread."""
@@ -179,6 +218,7 @@ class LocalCluster(ClusterBlock):
         log_dir: str | os.PathLike[str] | None = None,
         dashboard: bool = False,
     ) -> None:
+        super().__init__()
         self.names = worker_names(workers)
         # Checked here, since otherwise each new process would report it with a traceback.
         if options is not None and not hasattr(options, "init_method"):
@@ -195,10 +235,7 @@ class LocalCluster(ClusterBlock):
         self._output = JobOutput(prefix, log_dir)
         self._wants_dashboard = dashboard
         self.dashboard_url: str | None = None
-        self._held = ExitStack()  # the port, and the process of the page
-        self._processes: BackgroundRanks | None = None
         self._engine: LocalRanks | None = None
-        self._is_worker = False
         self._cancelled = False
 
     def __repr__(self) -> str:
@@ -229,28 +266,8 @@ class LocalCluster(ClusterBlock):
             raise
         return self
 
-    def close(self) -> None:
-        """Shuts the job down: waits until no worker has unfinished work, and then until the processes have ended.
-
-        Raises:
-            ProcessFailed: the shutdown of another worker failed.
-            DeadlineExceeded: a process did not end.
-        """
-        if not self._is_worker:
-            return
-        from rpcdist import rpc
-
-        try:
-            if rpc.api._is_current_rpc_agent_set():  # otherwise the block has called `shutdown` itself
-                rpc.shutdown()
-            self._is_worker = False
-            if self._processes is not None:
-                self._processes.wait_until_ended()
-                self._processes.raise_exception()
-        except KeyboardInterrupt:
-            raise interrupted() from None
-        finally:
-            self._abandon()
+    def _stop_others(self) -> None:
+        """Does nothing, since the workers of a static world leave together."""
 
     def logs(self, name: str) -> str:
         """The last lines that the process of a worker has written, at most 200; `log_dir` has all of them.
@@ -276,7 +293,8 @@ class LocalCluster(ClusterBlock):
         call = pickle_call(join_cluster, (self.names, address, self._options, True), imports=("rpcdist.rpc",))
         common = {**os.environ, "MASTER_ADDR": HOST, "MASTER_PORT": str(port)}
         make_engine = partial(self._make_engine, call, common)
-        processes = self._processes = BackgroundRanks(range(1, len(self.names)), make_engine)
+        processes = BackgroundRanks(range(1, len(self.names)), make_engine)
+        self._running.append(processes)
         self._check_not_cancelled()  # from here on, `_cancel` finds the processes
         processes.start_ranks()
         with kept_interrupt():
@@ -347,25 +365,16 @@ class LocalCluster(ClusterBlock):
 
     def _abandon(self) -> None:
         """Ends what is left of the job at once. The processes are paused first, so that none reports the end."""
-        with StopSignals():  # a second Ctrl-C does not interrupt this, which takes seconds at most
-            processes, self._processes = self._processes, None
-            try:
-                if processes is not None and self._engine is not None:
-                    self._engine.pause()
-                if self._is_worker:
-                    self._is_worker = False
-                    with suppress(NotInitialized):  # the block, or another thread, has shut it down
-                        sys.modules["rpcdist.rpc"].shutdown(graceful=False)
-            finally:
-                if processes is not None:
-                    processes.end()
-                self._held.close()
+        with StopSignals():
+            if self._running and self._engine is not None:
+                self._engine.pause()
+            super()._abandon()
 
     def _note_failure(self, error: BaseException) -> None:
         """Adds what is known of the process that was lost."""
-        failure = self._processes.failure(QUICK_ANSWER_LIMIT_S) if self._processes is not None else None
-        if failure is not None:
-            error.add_note(str(error_of(failure)))
+        for ranks in self._running:
+            if (failure := ranks.failure(QUICK_ANSWER_LIMIT_S)) is not None:
+                error.add_note(str(error_of(failure)))
 
 
 MAX_URL_CHARS = 1000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from functools import partial
 from typing import Any, Self
 
@@ -68,6 +68,7 @@ class Cluster(ClusterBlock):
         strategy: str = "PACK",
         runtime_env: dict[str, Any] | None = None,
     ) -> None:
+        super().__init__()
         check_environment(env or {})
         self._first_names = worker_names(workers)
         self._resources = resources
@@ -78,9 +79,7 @@ class Cluster(ClusterBlock):
         self._strategy = strategy
         self._runtime_env = runtime_env
         self._others: dict[str, tuple[int, BackgroundRanks]] = {}  # the rank, and what watches its actor and others
-        self._held = ExitStack()  # the port
         self._next_rank = 1
-        self._is_worker = False
 
     def __repr__(self) -> str:
         return f"<Cluster on Ray of {', '.join(self.names)}{'' if self._is_worker else ' [closed]'}>"
@@ -155,31 +154,13 @@ class Cluster(ClusterBlock):
         watched.wait_until_ended([rank])
         del self._others[name]
         if all(ranks is not watched for _, ranks in self._others.values()):
+            self._running.remove(watched)
             watched.end()
 
-    def close(self) -> None:
-        """Makes all workers finish and leave, and waits until their actors have ended.
-
-        Raises:
-            ProcessFailed: a worker failed while it ended.
-            DeadlineExceeded: an actor did not end.
-        """
-        if not self._is_worker:
-            return
-        try:
-            for name in self.names[1:]:
-                with suppress(WorkerLost):  # a lost worker needs no request to stop
-                    rpc.stop_serving(name)
-            if rpc.api._is_current_rpc_agent_set():
-                rpc.shutdown()
-            self._is_worker = False
-            for rank, ranks in self._others.values():
-                ranks.wait_until_ended([rank])
-                ranks.raise_exception()
-        except KeyboardInterrupt:
-            raise interrupted() from None
-        finally:
-            self._abandon()
+    def _stop_others(self) -> None:
+        for name in self.names[1:]:
+            with suppress(WorkerLost):  # a lost worker needs no request to stop
+                rpc.stop_serving(name)
 
     def _check_open(self) -> None:
         if not self._is_worker:
@@ -210,6 +191,7 @@ class Cluster(ClusterBlock):
             placed=partial(say_where, plans),
         )
         started = BackgroundRanks(ranks, make_engine, dict.fromkeys(ranks, self._max_restarts))
+        self._running.append(started)
         self._others |= {name: (rank, started) for rank, name in by_rank.items()}
         started.start_ranks()
         limit_s = min(deadline.remaining_s(), CLUSTER_START_LIMIT_S)
@@ -219,18 +201,8 @@ class Cluster(ClusterBlock):
                 rpc.wait_for_worker(name, timeout=min(deadline.remaining_s(), CLUSTER_START_LIMIT_S))
 
     def _abandon(self) -> None:
-        """Ends the rest of the job at once."""
-        with StopSignals():  # a second Ctrl-C must not interrupt this, which takes seconds at most
-            others, self._others = self._others, {}
-            try:
-                if self._is_worker:
-                    self._is_worker = False
-                    with suppress(NotInitialized):  # the block has done it
-                        rpc.shutdown(graceful=False)
-            finally:
-                for ranks in {id(ranks): ranks for _, ranks in others.values()}.values():
-                    ranks.end()
-                self._held.close()
+        self._others.clear()
+        super()._abandon()
 
 
 def join_and_serve(rank: int, names: Mapping[int, str], options: RpcOptions) -> None:
