@@ -243,7 +243,10 @@ def _env_handler(
     host, port = outside_store() or (variable("MASTER_ADDR"), _number("MASTER_PORT", variable("MASTER_PORT")))
     if not 0 <= port <= 65535:
         raise _error("env", f"MASTER_PORT must be a number from 0 to 65535, not {port}")
+    if "/" in host or host.count(":") == 1:
+        raise _error("env", f"MASTER_ADDR must be a name or an address, and MASTER_PORT the port, but it is {host!r}")
     _check_rank("env", rank, world_size)
+    _check_port("env", port, world_size)
     yield create_store(host, port, rank, world_size, timeout, wait_for_workers), rank, world_size
     raise _once("env")
 
@@ -258,6 +261,7 @@ def _tcp_handler(
     if parts.hostname is None:
         raise _error("tcp", "host name missing")
     rank, world_size = _rank_and_size("tcp", _query(parts))
+    _check_port("tcp", port, world_size)
     yield create_store(parts.hostname, port, rank, world_size, timeout, wait_for_workers), rank, world_size
     raise _once("tcp")
 
@@ -293,6 +297,15 @@ def _check_rank(scheme: str, rank: int, world_size: int) -> None:
         raise _error(scheme, text)
     if world_size >= 0 and not 0 <= rank < world_size:
         raise _error(scheme, f"rank {rank} is not from 0 to {world_size - 1}, though the world size is {world_size}")
+
+
+def _check_port(scheme: str, port: int, world_size: int) -> None:
+    if port == 0 and world_size > 1:
+        raise _error(
+            scheme,
+            "the port is 0, so rank 0 would listen on a port that the others do not know. Choose a port that is free "
+            "on the host of rank 0",
+        )
 
 
 def _query(parts: SplitResult) -> dict[str, str]:

@@ -122,7 +122,8 @@ def torch_variables(environment: Mapping[str, str], own_name: Callable[[], str])
     Raises:
         ConfigError: two engines contradict each other.
     """
-    found = {name: environment[name] for name in _VARIABLES if environment.get(name)}
+    # Spaces and the brackets of IPv6 addresses are dropped: they come from files and from addresses with a port.
+    found = {name: text for name in _VARIABLES if (text := environment.get(name, "").strip("[] \t\n"))}
     is_placed = "RANK" in found and "WORLD_SIZE" in found
     place = _engine_of(environment, own_name, also_of_one="RANK" not in found and "WORLD_SIZE" not in found)
     if place is None:

@@ -119,6 +119,21 @@ def pick_bind_host(coordinator_host: str, explicit: str | None = None) -> str:
     )
 
 
+def why_not_here(host: str, exc: OSError) -> str:
+    """Why this process cannot listen on a port of a host, for the text of an error, and what to do."""
+    reason = exc.strerror or str(exc)
+    if isinstance(exc, socket.gaierror):
+        return f"this host cannot resolve the name {host!r} ({reason}). Check MASTER_ADDR or the init_method"
+    if exc.errno == errno.EACCES:
+        return f"{reason}. Choose a port above 1023 (MASTER_PORT, or RpcOptions(port=...))"
+    if exc.errno == errno.EADDRINUSE:
+        return f"{reason}. Choose another port (MASTER_PORT, or RpcOptions(port=...)), or end the process that uses it"
+    if exc.errno == errno.EADDRNOTAVAIL:
+        reason += ". This machine has no such address: start rank 0 on the machine that MASTER_ADDR names"
+        return f"{reason}, and check {_HOST_VARIABLE} if it is set"
+    return reason
+
+
 def _refuse_if_short(exc: Exception) -> None:
     if (shortage := own_shortage(exc)) is not None:
         raise TransportError(f"cannot choose an address to listen on: {shortage}") from exc

@@ -29,6 +29,7 @@ from rpcdist.collectives import (
 from rpcdist.collectives.rendezvous import ATTEMPT_VARIABLE, job_attempt, open_rendezvous
 from rpcdist.errors import ConfigError, ConnectFailed
 from rpcdist.testing import Program, WorkerPool, free_port
+from rpcdist.transport.addresses import split_address
 
 VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE")
 
@@ -95,6 +96,11 @@ def test_what_is_missing_is_said_in_torchs_words(
         (("tcp://127.0.0.1:1", 2, 2), "rank 2 is not from 0 to 1"),
         (("tcp://127.0.0.1:1?rank=a&world_size=1",), "rank must be a whole number, not 'a'"),
         (("tcp://127.0.0.1:99999", 0, 1), "not a number from 0 to 65535"),
+        (
+            ("tcp://127.0.0.1:0", 0, 2),
+            "the port is 0, so rank 0 would listen on a port that the others do not know",
+        ),
+        (("tcp://127.0.0.1:0", 1, 2), "the port is 0"),
         (("file://relative/path", 0, 1), "three slashes"),
         (("file:///no/such/folder/file", 0, 1), "No such file or directory"),
     ],
@@ -104,7 +110,16 @@ def test_wrong_arguments(arguments: tuple[object, ...], text: str) -> None:
         next(rendezvous(*arguments))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("name", "value"), [("MASTER_PORT", "abc"), ("MASTER_PORT", "70000"), ("RANK", "one")])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("MASTER_PORT", "abc"),
+        ("MASTER_PORT", "70000"),
+        ("RANK", "one"),
+        ("MASTER_ADDR", "http://node0"),
+        ("MASTER_ADDR", "node0:29500"),
+    ],
+)
 def test_wrong_variables(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     set_environment(monkeypatch, 1)
     monkeypatch.setenv(name, value)
@@ -123,6 +138,15 @@ def test_env(monkeypatch: pytest.MonkeyPatch) -> None:
         assert store.timeout.total_seconds() == 20
         with pytest.raises(RuntimeError, match="Unable to perform re-rendezvous using env:// method"):
             next(iterator)
+
+
+@pytest.mark.parametrize("address", ["[::1]", " ::1 ", "localhost ", "\t127.0.0.1\n"])
+def test_spaces_and_brackets_around_the_address_do_not_count(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    set_environment(monkeypatch, free_port())
+    monkeypatch.setenv("MASTER_ADDR", address)
+    with next(rendezvous("env://", timeout=20))[0] as store:
+        store.set("key", "value")
+        assert split_address(store.address)[0] == address.strip("[] \t\n")
 
 
 def test_arguments_come_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,7 @@ from rpcdist.testing import eventually
 from rpcdist.transport import Link, Node, Session
 from rpcdist.transport._channels import grpc_channel
 from rpcdist.transport._channels.grpc_channel import tls_failure
+from rpcdist.transport._channels.stream_sockets import listen_tcp
 from rpcdist.transport._server import unary_services
 from rpcdist.transport.connector import Connector
 from rpcdist.transport.unix_sockets import has_abstract_sockets
@@ -71,6 +72,41 @@ def test_a_port_is_picked_bound_and_given_back(nodes: Nodes) -> None:
         free.bind(("127.0.0.1", int(port)))
     with pytest.raises(RpcdistError, match="is closed"):
         node.serve("127.0.0.1", 0)
+
+
+@pytest.mark.parametrize(
+    ("host", "says"),
+    [
+        (
+            "192.0.2.1",
+            r"Cannot assign requested address\. This machine has no such address: start rank 0",
+        ),
+        (
+            "unknown.invalid",
+            r"this host cannot resolve the name 'unknown\.invalid' \(.+\)\. Check MASTER_ADDR",
+        ),
+        ("a..b", r"this host cannot resolve the name 'a\.\.b' \(.+\)\. Check MASTER_ADDR"),
+    ],
+)
+def test_an_address_that_is_not_this_machines_is_no_port_in_use(nodes: Nodes, host: str, says: str) -> None:
+    """gRPC says only that it could not bind."""
+    with pytest.raises(TransportError, match=rf"^cannot listen on {host} port 29999: {says}"):
+        nodes.make("server").serve(host, 29999)
+
+
+def test_a_name_with_an_address_that_this_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ "localhost" often means 127.0.0.1 and ::1, of which a network with IPv6 alone has only the second."""
+
+    def two_addresses(host: bytes, port: int, **_: object) -> list[Any]:
+        assert host == b"localhost"
+        here = (socket.SOCK_STREAM, socket.IPPROTO_TCP, "")
+        return [(socket.AF_INET, *here, ("192.0.2.1", port)), (socket.AF_INET, *here, ("127.0.0.1", port))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", two_addresses)
+    with listen_tcp("localhost") as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"
+        with pytest.raises(OSError, match="in use"):
+            listen_tcp("localhost", listener.getsockname()[1])
 
 
 def test_a_process_without_a_free_descriptor_says_so(nodes: Nodes) -> None:

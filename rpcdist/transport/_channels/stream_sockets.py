@@ -12,6 +12,7 @@ that hides process ids; the channel is then not used.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import socket
@@ -30,15 +31,28 @@ from rpcdist.waiters import wake
 logger = logging.getLogger(__name__)
 
 _BACKLOG: Final = 512
+_NOT_HERE: Final = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # the address is not one of this machine
 
 
 def listen_tcp(host: str, port: int = 0) -> socket.socket:
-    """Listens on a port; on a port that the system chooses, if it is 0.
+    """Listens on a port; on a port that the system chooses, if it is 0. Blocks while a name is resolved.
+
+    Of several addresses of a name it uses the first that this machine has: "localhost" often has two, but a network
+    with IPv6 alone has only the second.
 
     Raises:
-        OSError: the address does not belong to this machine, or the port is in use.
+        OSError: the name has no address, none of its addresses belongs to this machine, or the port is in use.
     """
-    family, kind, protocol, _, place = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+    name = host.strip("[]")
+    # As bytes: with a `str`, Python would import the tables of its IDNA codec.
+    places = socket.getaddrinfo(name.encode() if name.isascii() else name, port, type=socket.SOCK_STREAM)
+    for family, kind, protocol, _, place in places[:-1]:
+        try:
+            return _listen(socket.socket(family, kind, protocol), place)
+        except OSError as exc:
+            if exc.errno not in _NOT_HERE:
+                raise
+    family, kind, protocol, _, place = places[-1]
     return _listen(socket.socket(family, kind, protocol), place)
 
 

@@ -25,12 +25,13 @@ from rpcdist.transport._channels.channel import allowed_channels
 from rpcdist.transport._channels.grpc_channel import GrpcServerChannel, accepted_grpc_ends, refuse, server_options
 from rpcdist.transport._channels.polling_and_signals import may_poll
 from rpcdist.transport._channels.socket_channel import SocketChannel
+from rpcdist.transport._channels.stream_sockets import listen_tcp
 from rpcdist.transport._server.admission import Admission, Origin
 from rpcdist.transport._server.health_port import HealthPort, standard_handlers
 from rpcdist.transport._server.silent_connections import SilentConnections
 from rpcdist.transport._server.stream_listeners import StreamListeners
 from rpcdist.transport._server.unary_services import Method, UnaryServices
-from rpcdist.transport.addresses import PortRange, join_address
+from rpcdist.transport.addresses import PortRange, join_address, why_not_here
 from rpcdist.transport.credentials import Credentials
 from rpcdist.transport.handshake import ServerHandshake
 from rpcdist.transport.io_loop import IoLoop
@@ -91,7 +92,7 @@ class Server:
         """Binds and serves, possibly in addition to other addresses; returns host:port.
 
         Raises:
-            TransportError: the port is in use.
+            TransportError: the port is in use, or the address is not one of this machine.
             ConfigError: `RPCDIST_CHANNELS`, `RPCDIST_POLLING` or `RPCDIST_PAYLOAD_CONNECTIONS` has an invalid value, or
                 TLS is off where it is required.
         """
@@ -130,7 +131,8 @@ class Server:
             except RuntimeError as exc:  # gRPC does not report the reason
                 if (shortage := own_shortage()) is not None:
                     raise TransportError(f"cannot listen on {place}: {shortage}") from exc
-                raise OSError(errno.EADDRINUSE, "in use by another process, or not this machine's address") from exc
+                listen_tcp(host, port).close()  # raises the reason
+                raise OSError(errno.EADDRINUSE, "in use by another process until now") from exc
 
         try:
             return bind(port) if port else self._ports.bind(bind)
@@ -138,8 +140,7 @@ class Server:
             raise
         except OSError as exc:
             raise TransportError(
-                f"cannot listen on {host} port {port or self._ports}: {exc.strerror}. Choose another port "
-                "(MASTER_PORT, or RpcOptions(port=...)), or end the process that uses it."
+                f"cannot listen on {host} port {port or self._ports}: {why_not_here(host, exc)}."
             ) from exc
 
     def _tls_credentials(self) -> Any:

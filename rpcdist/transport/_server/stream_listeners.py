@@ -24,7 +24,7 @@ from rpcdist.transport._channels.socket_pipe import SocketPipe
 from rpcdist.transport._channels.stream_sockets import accept, accepted_ends, listen_tcp, listen_unix, tune
 from rpcdist.transport._server.admission import Admission, Origin
 from rpcdist.transport._tls.tls_socket import TlsSocket
-from rpcdist.transport.addresses import PortRange
+from rpcdist.transport.addresses import PortRange, why_not_here
 from rpcdist.transport.credentials import Credentials
 from rpcdist.transport.handshake import ServerHandshake
 from rpcdist.transport.handshake_side import refusal
@@ -70,7 +70,7 @@ class StreamListeners:
             try:
                 listener = self.ports.bind(partial(listen_tcp, host))
             except OSError as exc:
-                raise TransportError(f"cannot listen on {host!r}: {exc.strerror or exc}") from exc
+                raise TransportError(f"cannot listen on {host!r}: {why_not_here(host, exc)}") from exc
             address, port = listener.getsockname()[:2]
             self._tcp[host] = address, port
             self._start(host, listener)
