@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as tree
 
-import rpcdist.rpc as rpc
 from rpcdist.errors import ConfigError
 from rpcdist.rpc import RRef
 
@@ -95,24 +93,6 @@ def state_dict(module_rref: RRef[nn.Module]) -> dict[str, Any]:
 def load_state_dict(module_rref: RRef[nn.Module], state: Mapping[str, Any], strict: bool, assign: bool) -> Any:
     """Loads a state; returns the missing and the unexpected keys, like the module's own method."""
     return module_rref.local_value().load_state_dict(state, strict=strict, assign=assign)
-
-
-# ---------------------------------------------------------------- sending TorchScript modules
-
-
-def rebuild_script_module(saved: bytes) -> torch.jit.ScriptModule:
-    module: torch.jit.ScriptModule = torch.jit.load(io.BytesIO(saved))
-    return module
-
-
-def reduce_script_module(module: torch.jit.ScriptModule) -> tuple[Callable[[bytes], Any], tuple[bytes]]:
-    """Pickles a compiled module as a copy in TorchScript's own format."""
-    file = io.BytesIO()
-    torch.jit.save(module, file)
-    return rebuild_script_module, (file.getvalue(),)
-
-
-rpc.internal._internal_rpc_pickler._register_reducer(torch.jit.RecursiveScriptModule, reduce_script_module)
 
 
 def parse_remote_device(text: str) -> tuple[str | int | None, torch.device]:

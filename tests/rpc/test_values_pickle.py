@@ -7,13 +7,14 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torchscript_functions import compiled
 from values_helpers import encode, round_trip, wire
 
 from rpcdist._proto import value_pb2
@@ -47,6 +48,38 @@ class Unreadable:
 class Stubborn:
     def __reduce__(self) -> Any:
         raise ValueError("I stay here")
+
+
+class Doubling(torch.nn.Module):
+    """For TorchScript."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((2,), 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: compiled(Doubling()),
+        lambda: torch.jit.trace(Doubling(), torch.ones(2)),
+        lambda: torch.jit.freeze(compiled(Doubling().eval())),
+        lambda: compiled(torch.nn.Linear(200, 200)),  # more than travels inside of a message
+    ],
+    ids=["scripted", "traced", "frozen", "large"],
+)
+@pytest.mark.parametrize("by_value", [False, True])
+def test_modules_in_torchscript_travel_with_their_code(make: Callable[[], Any], by_value: bool) -> None:
+    module = make()
+    x = torch.rand(200) if hasattr(module, "in_features") else torch.rand(2)
+    arrived = round_trip([Holder(module), 1], by_value=by_value)[1][0].item
+    assert isinstance(arrived, torch.jit.ScriptModule) and arrived is not module
+    assert torch.equal(arrived(x), module(x))
+    assert [part.requires_grad for part in arrived.parameters()] == [part.requires_grad for part in module.parameters()]
 
 
 def test_tensors_in_objects_go_into_the_table() -> None:

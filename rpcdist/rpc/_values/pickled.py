@@ -94,6 +94,8 @@ class PickledParts:
             return _typed_storage, (obj._untyped_storage, obj.dtype)
         if kind is torch.jit.ScriptFunction:
             return script_function, (obj.qualified_name,)
+        if isinstance(obj, torch.jit.ScriptModule):
+            return _reduce_script_module(obj)
         if isinstance(obj, torch.futures.Future):
             raise SerializationError("Can not pickle torch.futures.Future; wait for it, and send its value")
         if isinstance(obj, FakeTensor):
@@ -276,6 +278,17 @@ def script_function(qualified_name: str) -> Any:
             "import"
         )
     return function
+
+
+def _reduce_script_module(module: torch.jit.ScriptModule) -> Any:
+    """Sends a compiled or traced module, with its code, in TorchScript's own format."""
+    file = io.BytesIO()
+    torch.jit.save(module, file)
+    return _script_module, (pickle.PickleBuffer(file.getbuffer()),)
+
+
+def _script_module(saved: bytes | bytearray | memoryview) -> Any:
+    return torch.jit.load(io.BytesIO(saved))
 
 
 def _attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
