@@ -41,7 +41,7 @@ from rpcdist.rpc._agent import Agent
 from rpcdist.rpc._inspection import call_records
 from rpcdist.rpc._peers.network import AnySession, PoolJob
 from rpcdist.rpc._serving.active_calls import CALL_BYTES
-from rpcdist.rpc._values import ReceiveBuffer
+from rpcdist.rpc._values.buffers import ReceiveBuffer
 from rpcdist.rpc._values.exceptions import add_note
 from rpcdist.rpc.future import Future
 from rpcdist.time_limits import CONTEXT_DROP_DELAY_S

@@ -36,9 +36,9 @@ from rpcdist.rpc._agent import Agent
 from rpcdist.rpc._executors.blocking import blocking, hooks
 from rpcdist.rpc._executors.deferred_replies import DeferredReply
 from rpcdist.rpc._peers.network import AnySession, PoolJob
-from rpcdist.rpc._values import LargeBuffer
 from rpcdist.rpc._values.exceptions import set_cause, text_of, traceback_of
 from rpcdist.rpc._values.tensors import DeviceRoute
+from rpcdist.transport.memory_copies import LargeBuffer
 from rpcdist.transport.wire_messages import CompactPass
 
 T = TypeVar("T")

@@ -38,28 +38,6 @@ if TYPE_CHECKING:
 
     __version__: str
 
-__all__ = [
-    "LocalCluster",
-    "Placement",
-    "Role",
-    "__version__",
-    "autograd",
-    "checkpoint",
-    "collectives",
-    "data",
-    "deadline",
-    "errors",
-    "ids",
-    "launch",
-    "nn",
-    "optim",
-    "parallel",
-    "placement_from_environment",
-    "publish",
-    "rpc",
-    "trace",
-]
-
 _MODULE_OF: Final = {
     "LocalCluster": "rpcdist._local_cluster",
     "Placement": "rpcdist._launch.placement",
@@ -69,7 +47,8 @@ _MODULE_OF: Final = {
     "publish": "rpcdist._counters",
     "trace": "rpcdist.tracing",
 }
-"""Where the functions and classes of `__all__` are; its other names are submodules."""
+_SUBMODULES: Final = "autograd checkpoint collectives data deadline errors ids nn optim parallel rpc".split()
+__all__ = ["__version__", *_MODULE_OF, *_SUBMODULES]
 
 
 def __getattr__(name: str) -> object:

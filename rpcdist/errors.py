@@ -57,57 +57,6 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import NoReturn, ParamSpec, TypeVar
 
-__all__ = [
-    "AlreadyInitialized",
-    "AuthenticationFailed",
-    "AutogradError",
-    "BackwardError",
-    "BlockingInLoop",
-    "CallRefused",
-    "Cancelled",
-    "CheckpointError",
-    "CollectiveError",
-    "CollectiveMismatch",
-    "CollectiveTimeout",
-    "ConfigError",
-    "ConnectFailed",
-    "ContextNotFound",
-    "CoordinatorLost",
-    "DeadlineExceeded",
-    "DistBackendError",
-    "DistError",
-    "DistNetworkError",
-    "DistStoreError",
-    "DuplicateName",
-    "ForkedProcess",
-    "FunctionNotFound",
-    "GroupAborted",
-    "JobEnded",
-    "LeaseExpired",
-    "NotInitialized",
-    "Overloaded",
-    "OwnerLost",
-    "PoolExhausted",
-    "ProcessFailed",
-    "ProtocolViolation",
-    "QueueEmptyError",
-    "RRefError",
-    "RankLost",
-    "RemoteError",
-    "RendezvousError",
-    "RpcdistError",
-    "SerializationError",
-    "StoreTimeout",
-    "TransportError",
-    "UnknownWorker",
-    "WorkerLost",
-    "WorldMismatch",
-    "begins_traceback",
-    "listed",
-    "on_error",
-    "refuse_pickling",
-]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -543,3 +492,7 @@ class BackwardError(AutogradError):
 
     def __str__(self) -> str:
         return f"Error on Node {self.node}: {self.text} ({self.type_name} on worker {self.worker!r})"
+
+
+__all__ = ["begins_traceback", "listed", "on_error", "refuse_pickling"]
+__all__ += [name for name, value in globals().items() if isinstance(value, type) and issubclass(value, RpcdistError)]

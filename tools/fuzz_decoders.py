@@ -25,7 +25,7 @@ with atheris.instrument_imports(include=["rpcdist"]):
     from rpcdist.autograd._pass_message import PassMessage, read_message
     from rpcdist.errors import RpcdistError
     from rpcdist.rpc._rref.messages import decode_messages
-    from rpcdist.rpc._values import decode, encode_into
+    from rpcdist.rpc._values.codec import decode, encode_into
     from rpcdist.rpc._values.compact import read_compact
     from rpcdist.rpc._values.plain import PlainWriter
     from rpcdist.transport._framing.frames import (

@@ -31,47 +31,25 @@ if TYPE_CHECKING:
     from rpcdist.parallel.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
     from rpcdist.parallel.zero_redundancy import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
 
-__all__ = [
-    "DiLoCoOptimizer",
-    "DistributedDataParallel",
-    "ElasticDataParallel",
-    "Join",
-    "MixedPrecision",
-    "ParameterServer",
-    "Pipeline",
-    "Published",
-    "ShardedEmbedding",
-    "SyncBatchNorm",
-    "TensorPart",
-    "ZeroRedundancyOptimizer",
-    "algorithms",
-    "comm_hooks",
-    "diloco",
-    "distributed",
-    "elastic",
-    "model_averaging",
-    "parameter_server",
-    "pipeline",
-    "published",
-    "sync_batch_norm",
-    "zero_redundancy",
-]
-
-# The modules of names that are not submodules.
+_SUBMODULES = (
+    "algorithms comm_hooks diloco distributed elastic model_averaging parameter_server pipeline published "
+    "sync_batch_norm zero_redundancy"
+).split()
 _HOMES = {
-    "DiLoCoOptimizer": "rpcdist.parallel.diloco",
-    "DistributedDataParallel": "rpcdist.parallel.distributed",
-    "ElasticDataParallel": "rpcdist.parallel.elastic",
-    "Join": "rpcdist.parallel.algorithms",
-    "MixedPrecision": "rpcdist.parallel._ddp._ddp_arguments",
-    "ParameterServer": "rpcdist.parallel.parameter_server",
-    "Pipeline": "rpcdist.parallel.pipeline",
-    "Published": "rpcdist.parallel.published",
-    "ShardedEmbedding": "rpcdist.parallel.parameter_server",
-    "SyncBatchNorm": "rpcdist.parallel.sync_batch_norm",
-    "TensorPart": "rpcdist.parallel.published",
-    "ZeroRedundancyOptimizer": "rpcdist.parallel.zero_redundancy",
+    "DiLoCoOptimizer": "diloco",
+    "DistributedDataParallel": "distributed",
+    "ElasticDataParallel": "elastic",
+    "Join": "algorithms",
+    "MixedPrecision": "_ddp._ddp_arguments",
+    "ParameterServer": "parameter_server",
+    "Pipeline": "pipeline",
+    "Published": "published",
+    "ShardedEmbedding": "parameter_server",
+    "SyncBatchNorm": "sync_batch_norm",
+    "TensorPart": "published",
+    "ZeroRedundancyOptimizer": "zero_redundancy",
 }
+__all__ = [*_HOMES, *_SUBMODULES]
 
 
 def __getattr__(name: str) -> object:
@@ -79,7 +57,7 @@ def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module 'rpcdist.parallel' has no attribute {name!r}")
     if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
+        return getattr(importlib.import_module(f"rpcdist.parallel.{_HOMES[name]}"), name)
     return importlib.import_module(f"rpcdist.parallel.{name}")
 
 

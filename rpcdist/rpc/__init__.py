@@ -29,7 +29,7 @@ for coroutines, whose names end in `_async`. The guide is `docs/rpc.md`; the err
 from __future__ import annotations
 
 from rpcdist.profile_ranges import _server_process_global_profile  # noqa: F401  # torch has it here
-from rpcdist.rpc import api, backend_registry, constants, functions, internal, options
+from rpcdist.rpc import api, backend_registry, constants, functions, internal, membership, options
 from rpcdist.rpc._agent import Agent as RpcAgent
 from rpcdist.rpc._agent import Agent as TensorPipeAgent
 from rpcdist.rpc._api.initialization import RpcSession, init_rpc, init_rpc_async, session, shutdown_async
@@ -38,8 +38,8 @@ from rpcdist.rpc._api.named_groups import new_group, new_group_async
 from rpcdist.rpc._api.restarting_actor import RestartingActor
 from rpcdist.rpc._calling.result_streams import Stream
 from rpcdist.rpc._futures.waiting import as_completed, collect_all, wait_all, wait_any
-from rpcdist.rpc.api import (  # noqa: F401  # torch has the private ones here, and programs use them
-    AllGatherStates,
+from rpcdist.rpc.api import *  # noqa: F403
+from rpcdist.rpc.api import (  # noqa: F401  # torch has these private ones here, and programs use them
     _all_gather,
     _barrier,
     _delete_all_user_and_unforked_owner_rrefs,
@@ -52,25 +52,6 @@ from rpcdist.rpc.api import (  # noqa: F401  # torch has the private ones here, 
     _use_rpc_pickler,
     _wait_all,
     _wait_all_workers,
-    call,
-    call_async,
-    debug_info,
-    debug_rrefs,
-    enable_gil_profiling,
-    get_actor,
-    get_actor_async,
-    get_rpc_timeout,
-    get_worker_info,
-    inspect_worker,
-    is_available,
-    method_factory,
-    new_method,
-    remote,
-    remote_async,
-    rpc_async,
-    rpc_stream,
-    rpc_sync,
-    shutdown,
 )
 from rpcdist.rpc.backend_registry import (
     BackendType,
@@ -81,30 +62,13 @@ from rpcdist.rpc.backend_registry import (
 )
 from rpcdist.rpc.functions import idempotent
 from rpcdist.rpc.future import Future
-from rpcdist.rpc.membership import (
-    MembershipChange,
-    on_membership_change,
-    serve,
-    serve_async,
-    stop_serving,
-    stop_serving_async,
-    wait_for_worker,
-    wait_for_worker_async,
-    wait_for_workers,
-    wait_for_workers_async,
-    workers,
-)
+from rpcdist.rpc.membership import *  # noqa: F403
 from rpcdist.rpc.options import RpcBackendOptions, RpcOptions, TensorPipeRpcBackendOptions, TlsOptions
-from rpcdist.rpc.rref import PyRRef, RRef
 from rpcdist.rpc.worker_info import WorkerInfo
 
 __all__ = [
-    "AllGatherStates",
     "BackendType",
     "Future",
-    "MembershipChange",
-    "PyRRef",
-    "RRef",
     "RestartingActor",
     "RpcAgent",
     "RpcBackendOptions",
@@ -119,55 +83,28 @@ __all__ = [
     "as_completed",
     "backend_registered",
     "backend_registry",
-    "call",
-    "call_async",
     "call_each",
     "call_each_async",
     "collect_all",
     "constants",
     "construct_rpc_backend_options",
-    "debug_info",
-    "debug_rrefs",
-    "enable_gil_profiling",
     "functions",
-    "get_actor",
-    "get_actor_async",
-    "get_rpc_timeout",
-    "get_worker_info",
     "idempotent",
     "init_backend",
     "init_rpc",
     "init_rpc_async",
-    "inspect_worker",
     "internal",
-    "is_available",
-    "method_factory",
     "new_group",
     "new_group_async",
-    "new_method",
-    "on_membership_change",
     "options",
     "register_backend",
-    "remote",
-    "remote_async",
-    "rpc_async",
-    "rpc_stream",
-    "rpc_sync",
-    "serve",
-    "serve_async",
     "session",
-    "shutdown",
     "shutdown_async",
-    "stop_serving",
-    "stop_serving_async",
     "wait_all",
     "wait_any",
-    "wait_for_worker",
-    "wait_for_worker_async",
-    "wait_for_workers",
-    "wait_for_workers_async",
-    "workers",
 ]
+__all__ += api.__all__
+__all__ += membership.__all__
 
 
 def __dir__() -> list[str]:

@@ -24,7 +24,7 @@ from rpcdist.deadline import Deadline
 from rpcdist.ids import Identity
 from rpcdist.inspection import ContextFacts, PassFacts
 from rpcdist.rpc._peers.network import AnySession, PoolJob
-from rpcdist.rpc._values import ReceiveBuffer
+from rpcdist.rpc._values.buffers import ReceiveBuffer
 from rpcdist.transport.wire_messages import CompactPass, History
 
 

@@ -15,8 +15,8 @@ import torch
 
 from rpcdist.errors import SerializationError
 from rpcdist.profile_ranges import profiling_key
-from rpcdist.rpc._values import ReceiveBuffer, register_reducer
-from rpcdist.rpc._values.pickled import read_pickle, write_pickle
+from rpcdist.rpc._values.buffers import ReceiveBuffer
+from rpcdist.rpc._values.pickled import read_pickle, register_reducer, write_pickle
 from rpcdist.rpc.rref import RRef
 
 __all__ = ["PythonUDF", "RPCExecMode", "RemoteException", "deserialize", "serialize"]

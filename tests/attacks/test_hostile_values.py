@@ -24,8 +24,8 @@ from rpcdist.errors import ProtocolViolation, SerializationError
 from rpcdist.ids import Identity
 from rpcdist.rpc._peers.network import Demultiplexer, Lifetime
 from rpcdist.rpc._rref.messages import decode_messages
-from rpcdist.rpc._values import decode, encode_into
 from rpcdist.rpc._values.buffers import copy_of
+from rpcdist.rpc._values.codec import decode, encode_into
 from rpcdist.rpc._values.rebuild import MAX_UNTRUSTED_TENSORS, TENSOR_BYTES
 from rpcdist.rpc.options import RpcOptions
 from rpcdist.testing import WorkerPool

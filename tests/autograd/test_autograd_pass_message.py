@@ -16,8 +16,7 @@ from torch import Tensor
 
 from rpcdist.autograd._pass_message import PassMessage, UnknownMessages, begins, read_message
 from rpcdist.errors import ProtocolViolation, SerializationError
-from rpcdist.rpc._values import INLINE_LIMIT
-from rpcdist.rpc._values.buffers import copy_of
+from rpcdist.rpc._values.buffers import INLINE_LIMIT, copy_of
 from rpcdist.transport._framing.frames import parse, pass_frame
 from rpcdist.transport.wire_messages import CompactPass
 

@@ -15,7 +15,7 @@ from rpcdist._proto import autograd_pb2
 from rpcdist.autograd import _context, _pass_message
 from rpcdist.autograd._context import Releases
 from rpcdist.rpc._devices.gpu_sharing import GpuSharing
-from rpcdist.rpc._values import DeviceRoute
+from rpcdist.rpc._values.tensors import DeviceRoute
 from rpcdist.testing import InProcessCluster, eventually
 
 

@@ -232,6 +232,11 @@ def test_refused_methods(name: str) -> None:
         getattr(module, name)()
 
 
+def test_each_method_works_here_or_is_refused() -> None:
+    assert {"add_module", "cuda", "named_buffers", "register_forward_hook", "zero_grad"} <= set(REFUSED)
+    assert not {"forward", "to", "train", "eval", "state_dict", "parameters", "named_parameters"} & set(REFUSED)
+
+
 def test_more_refusals(cluster: Cluster) -> None:
     module = net()
     with pytest.raises(ValueError, match=r"``parameters`` not supported for RemoteModule. Please use ``remote_param"):

@@ -17,7 +17,7 @@ from values_helpers import encode, fail
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import CollectiveMismatch, RemoteError, WorkerLost
 from rpcdist.rpc._futures.failure import Failure, raise_failure
-from rpcdist.rpc._values import decode
+from rpcdist.rpc._values.codec import decode
 from rpcdist.rpc._values.exceptions import copied
 from rpcdist.rpc._values.failures import exception_of
 

@@ -35,8 +35,8 @@ from rpcdist.rpc._devices.borrowed_gpu_memory import BorrowedGpuMemory
 from rpcdist.rpc._devices.gpu_sharing import GpuSharing, ValueOnGpus
 from rpcdist.rpc._devices.pinned_arrivals import CopyStream, GpuReceiveBuffer, PinnedRing
 from rpcdist.rpc._marshal.arrived_value import ArrivedValue
-from rpcdist.rpc._values import ReceiveBuffer, buffers
-from rpcdist.rpc._values.buffers import STAGED_BYTES, GpuBuffer, received_buffers
+from rpcdist.rpc._values import buffers
+from rpcdist.rpc._values.buffers import STAGED_BYTES, GpuBuffer, ReceiveBuffer, received_buffers
 from rpcdist.rpc._values.rebuild import rebuild_tensors
 from rpcdist.testing import eventually
 from rpcdist.transport._channels.channel import CHANNELS_VARIABLE

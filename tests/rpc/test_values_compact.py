@@ -12,11 +12,11 @@ from torch.nn import Parameter
 from values_helpers import Box
 
 from rpcdist.errors import SerializationError
-from rpcdist.rpc._values import INLINE_LIMIT, LargeBuffer
-from rpcdist.rpc._values.buffers import copy_of
+from rpcdist.rpc._values.buffers import INLINE_LIMIT, copy_of
 from rpcdist.rpc._values.codec import write_plain
 from rpcdist.rpc._values.compact import compact_value, read_compact
 from rpcdist.rpc._values.tensors import DTYPE_CODES
+from rpcdist.transport.memory_copies import LargeBuffer
 
 LARGE = INLINE_LIMIT // 4 + 1  # floats
 

@@ -13,7 +13,8 @@ from values_helpers import encode
 
 from rpcdist._proto import value_pb2
 from rpcdist.errors import SerializationError
-from rpcdist.rpc._values import ReceiveBuffer, decode
+from rpcdist.rpc._values.buffers import ReceiveBuffer
+from rpcdist.rpc._values.codec import decode
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 

@@ -19,8 +19,10 @@ from values_helpers import encode, round_trip, wire
 
 from rpcdist._proto import value_pb2
 from rpcdist.errors import SerializationError
-from rpcdist.rpc._values import INLINE_LIMIT, decode, pickled, register_reducer
-from rpcdist.rpc._values.buffers import copy_of
+from rpcdist.rpc._values import pickled
+from rpcdist.rpc._values.buffers import INLINE_LIMIT, copy_of
+from rpcdist.rpc._values.codec import decode
+from rpcdist.rpc._values.pickled import register_reducer
 
 PICKLE = value_pb2.Value.PICKLE
 
@@ -247,7 +249,7 @@ def test_code_by_value() -> None:
 SCRIPT = """
     import multiprocessing, sys
     from rpcdist._proto import value_pb2
-    from rpcdist.rpc._values import decode, encode_into
+    from rpcdist.rpc._values.codec import decode, encode_into
     from rpcdist.rpc._values.function_names import function_reference
 
     class Own:

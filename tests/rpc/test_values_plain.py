@@ -19,8 +19,9 @@ from values_helpers import Box, encode, round_trip, wire
 
 from rpcdist._proto import value_pb2
 from rpcdist.errors import SerializationError
-from rpcdist.rpc._values import INLINE_LIMIT, ReceiveBuffer, codec, decode, encode_into
-from rpcdist.rpc._values.buffers import copy_of
+from rpcdist.rpc._values import codec
+from rpcdist.rpc._values.buffers import INLINE_LIMIT, ReceiveBuffer, copy_of
+from rpcdist.rpc._values.codec import decode, encode_into
 from rpcdist.rpc._values.plain import MAX_DEPTH, read_plain
 from rpcdist.transport._framing.message_parts import parsed
 

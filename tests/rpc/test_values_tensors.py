@@ -19,11 +19,13 @@ from values_helpers import encode, round_trip, wire
 
 from rpcdist._proto import value_pb2
 from rpcdist.errors import SerializationError
-from rpcdist.rpc._values import INLINE_LIMIT, LargeBuffer, ReceiveBuffer, decode, tensors
-from rpcdist.rpc._values.buffers import copy_of
+from rpcdist.rpc._values import tensors
+from rpcdist.rpc._values.buffers import INLINE_LIMIT, LargeBuffer, ReceiveBuffer, copy_of
+from rpcdist.rpc._values.codec import decode
 from rpcdist.rpc._values.compact import compact_tensors, read_compact_tensors
 from rpcdist.rpc._values.tensors import DTYPES, KEPT_HOLES_BYTES
 from rpcdist.transport._framing.incoming import MissingBuffer
+from rpcdist.transport.memory_copies import LargeBuffer
 
 ALL_DTYPES = list(DTYPES.values())
 COMPLEX32 = "ignore:ComplexHalf support is experimental:UserWarning"

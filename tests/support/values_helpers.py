@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from rpcdist._proto import rpc_pb2, value_pb2
-from rpcdist.rpc._values import LargeBuffer, decode, encode_into
 from rpcdist.rpc._values.buffers import copy_of
-from rpcdist.rpc._values.codec import fill_pickled
+from rpcdist.rpc._values.codec import decode, encode_into, fill_pickled
 from rpcdist.rpc._values.failures import exception_of, failure_of
+from rpcdist.transport.memory_copies import LargeBuffer
 
 __all__ = ["Box", "Encoded", "Failed", "encode", "fail", "round_trip", "wire"]
 

@@ -16,11 +16,13 @@ from chunk_envelopes import chunk_of, messages_of
 from transport_nodes import is_local
 
 from rpcdist._proto import value_pb2
-from rpcdist.rpc._values import LargeBuffer, ReceiveBuffer, decode, encode_into
+from rpcdist.rpc._values.buffers import ReceiveBuffer
+from rpcdist.rpc._values.codec import decode, encode_into
 from rpcdist.transport import Node, Session, acquire_node
 from rpcdist.transport._framing.frames import CHUNK_BYTES
 from rpcdist.transport._framing.incoming import Delivery, Incoming
 from rpcdist.transport._framing.outgoing import Outgoing
+from rpcdist.transport.memory_copies import LargeBuffer
 from rpcdist.transport.session import NullHandler
 from rpcdist.transport.wire_messages import ReplyMessage
 

@@ -22,47 +22,6 @@ __all__ = ["RemoteModule"]
 
 logger = logging.getLogger(__name__)
 
-REFUSED = (
-    "add_module",
-    "apply",
-    "bfloat16",
-    "buffers",
-    "children",
-    "compile",
-    "cpu",
-    "cuda",
-    "double",
-    "extra_repr",
-    "float",
-    "get_buffer",
-    "get_parameter",
-    "get_submodule",
-    "half",
-    "ipu",
-    "modules",
-    "mtia",
-    "named_buffers",
-    "named_children",
-    "register_backward_hook",
-    "register_buffer",
-    "register_forward_hook",
-    "register_forward_pre_hook",
-    "register_full_backward_hook",
-    "register_full_backward_pre_hook",
-    "register_load_state_dict_post_hook",
-    "register_load_state_dict_pre_hook",
-    "register_module",
-    "register_parameter",
-    "register_state_dict_post_hook",
-    "register_state_dict_pre_hook",
-    "set_submodule",
-    "share_memory",
-    "to_empty",
-    "type",
-    "xpu",
-    "zero_grad",
-)
-
 
 def refuse(name: str, advice: str) -> NoReturn:
     """Raises `ConfigError`, which is a `ValueError` like torch's error."""
@@ -389,6 +348,13 @@ for _name, _empty in {
 }.items():
     setattr(RemoteModule, _name, _empty)
 
+# The other methods of modules are for modules of this process.
+_STAY = ("forward", "get_extra_state", "set_extra_state", *vars(RemoteModule))
+REFUSED = [
+    name
+    for name, value in vars(nn.Module).items()
+    if callable(value) and not name.startswith("_") and name not in _STAY
+]
 for _name in REFUSED:
     setattr(RemoteModule, _name, _refusing(_name))
 

@@ -33,12 +33,13 @@ from rpcdist.rpc._peers.router import Router
 from rpcdist.rpc._rref.handles import Handle
 from rpcdist.rpc._rref.messages import ReferenceShare
 from rpcdist.rpc._rref.shell import RRefShell
-from rpcdist.rpc._values import LargeBuffer, ReceiveBuffer, takes_long
+from rpcdist.rpc._values.buffers import ReceiveBuffer, takes_long
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.rpc.future import Future
 from rpcdist.rpc.worker_info import WorkerInfo
 from rpcdist.transport.common_buffers import CommonBuffers, FreeMemory, free_memory
 from rpcdist.transport.io_loop import IoLoop
+from rpcdist.transport.memory_copies import LargeBuffer
 from rpcdist.transport.wire_messages import CallMessage, ReplyMessage
 
 Destination = str | int | WorkerInfo

@@ -30,12 +30,12 @@ from rpcdist.rpc._peers.network import AnySession, PoolJob, calling_worker
 from rpcdist.rpc._rref.handles import Handle
 from rpcdist.rpc._rref.messages import ReferenceShare
 from rpcdist.rpc._rref.proxied import CALLS_OF_METHODS, called_method
-from rpcdist.rpc._values import LargeBuffer
 from rpcdist.rpc._values.exceptions import add_note
 from rpcdist.rpc._values.function_names import function_reference, unwrap
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.rpc.future import Future
 from rpcdist.time_limits import THREAD_GRACE_S
+from rpcdist.transport.memory_copies import LargeBuffer
 from rpcdist.transport.wire_messages import CallMessage
 
 logger = logging.getLogger(__name__)

@@ -35,10 +35,9 @@ from rpcdist.rpc._devices.pinned_arrivals import (
 from rpcdist.rpc._peers.device_maps import DeviceMap
 from rpcdist.rpc._peers.directory import MemberEvent
 from rpcdist.rpc._peers.network import AnySession, calling_worker
-from rpcdist.rpc._values import DeviceRoute, MapDevice, ReceiveBuffer
-from rpcdist.rpc._values.buffers import Received
+from rpcdist.rpc._values.buffers import ReceiveBuffer, Received
 from rpcdist.rpc._values.rebuild import contiguous_strides, over_storage
-from rpcdist.rpc._values.tensors import moves_cpu
+from rpcdist.rpc._values.tensors import DeviceRoute, MapDevice, moves_cpu
 from rpcdist.rpc.future import Future
 from rpcdist.time_limits import IDLE_LIMIT_S, SLOW_ANSWER_LIMIT_S
 from rpcdist.transport.wire_messages import WireMessage

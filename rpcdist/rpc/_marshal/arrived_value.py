@@ -17,7 +17,8 @@ from rpcdist.rpc._devices.gpu_sharing import ValueOnGpus
 from rpcdist.rpc._devices.handler_streams import ArrivedTensors
 from rpcdist.rpc._rref.handles import Handle
 from rpcdist.rpc._rref.shell import RRefShell
-from rpcdist.rpc._values import ReceiveBuffer, decode
+from rpcdist.rpc._values.buffers import ReceiveBuffer
+from rpcdist.rpc._values.codec import decode
 from rpcdist.rpc._values.compact import read_compact
 from rpcdist.rpc._values.failures import exception_of
 from rpcdist.rpc._values.plain import REFERENCE_BYTES, allowed_bytes

@@ -23,14 +23,15 @@ from rpcdist.rpc._marshal.arrived_value import Arrived, ArrivedCompact, ArrivedF
 from rpcdist.rpc._peers.device_maps import DeviceMap
 from rpcdist.rpc._peers.network import AnySession
 from rpcdist.rpc._rref.shell import RRefShell
-from rpcdist.rpc._values import DeviceRoute, LargeBuffer, ReceiveBuffer
+from rpcdist.rpc._values.buffers import ReceiveBuffer
 from rpcdist.rpc._values.codec import add_weight, fill_pickled, fill_value, unpicklable_part, write_plain
 from rpcdist.rpc._values.compact import compact_value
 from rpcdist.rpc._values.exceptions import add_note
 from rpcdist.rpc._values.failures import failure_of
 from rpcdist.rpc._values.pickled import PickledParts
 from rpcdist.rpc._values.plain import PlainWriter
-from rpcdist.rpc._values.tensors import ShareRRef
+from rpcdist.rpc._values.tensors import DeviceRoute, ShareRRef
+from rpcdist.transport.memory_copies import LargeBuffer
 from rpcdist.transport.wire_messages import CallMessage, ReplyMessage, WireMessage
 
 logger = logging.getLogger(__name__)

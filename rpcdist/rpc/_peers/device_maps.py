@@ -18,7 +18,8 @@ from rpcdist._proto import rpc_pb2
 from rpcdist.errors import CallRefused, ProtocolViolation, RpcdistError
 from rpcdist.ids import Identity
 from rpcdist.rpc._peers.network import AnySession
-from rpcdist.rpc._values import MapDevice, ReceiveBuffer
+from rpcdist.rpc._values.buffers import ReceiveBuffer
+from rpcdist.rpc._values.tensors import MapDevice
 
 logger = logging.getLogger(__name__)
 

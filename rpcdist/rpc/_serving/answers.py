@@ -21,12 +21,13 @@ from rpcdist.rpc._rref.proxied import CALLS_OF_METHODS
 from rpcdist.rpc._rref.shell import RRefShell
 from rpcdist.rpc._serving.active_calls import ActiveCall, ActiveCalls
 from rpcdist.rpc._serving.producers import is_generator
-from rpcdist.rpc._values import LargeBuffer, takes_long
+from rpcdist.rpc._values.buffers import takes_long
 from rpcdist.rpc._values.exceptions import described
 from rpcdist.rpc._values.failures import exception_of
 from rpcdist.rpc._values.function_names import function_name
 from rpcdist.time_limits import LOG_PERIOD_S
 from rpcdist.transport.announced_bytes import AnnouncedBytes
+from rpcdist.transport.memory_copies import LargeBuffer
 from rpcdist.transport.wire_messages import ReplyMessage
 
 logger = logging.getLogger(__name__)

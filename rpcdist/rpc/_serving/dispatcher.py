@@ -59,8 +59,7 @@ from rpcdist.rpc._rref.shell import RRefShell
 from rpcdist.rpc._serving.active_calls import ActiveCall, ActiveCalls, Callables, decoded_call
 from rpcdist.rpc._serving.answers import Answers
 from rpcdist.rpc._serving.producers import AsyncProducer, StreamSender, SyncProducer, is_generator
-from rpcdist.rpc._values import ReceiveBuffer
-from rpcdist.rpc._values.buffers import keep_for_current_streams
+from rpcdist.rpc._values.buffers import ReceiveBuffer, keep_for_current_streams
 from rpcdist.rpc._values.exceptions import described
 from rpcdist.rpc._values.function_names import function_name
 from rpcdist.rpc.functions import ASYNC_MARK
