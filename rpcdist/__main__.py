@@ -10,7 +10,6 @@ import select
 import signal
 import sys
 import threading
-from typing import TYPE_CHECKING
 
 from rpcdist._dashboard.live_commands import add_live_commands
 from rpcdist._doctor.command import add_doctor
@@ -18,9 +17,6 @@ from rpcdist._inspect.flight_report import add_report, add_stacks
 from rpcdist._launch.job_commands import add_launch_commands
 from rpcdist.compat._commands import add_port, add_run
 from rpcdist.errors import RpcdistError
-
-if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -53,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     return status
 
 
-def _add_store(commands: Commands) -> None:
+def _add_store(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     store = commands.add_parser(
         "store",
         help="serves a store outside of the ranks, for RPCDIST_STORE",

@@ -8,6 +8,7 @@ import asyncio
 import contextvars
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -50,10 +51,8 @@ def _start(function: Callable[[], T], name: str) -> asyncio.Future[T]:
             result = context.run(function)
         except BaseException as exc:
             error = exc
-        try:
+        with suppress(RuntimeError):  # the loop was closed, and the wait with it
             loop.call_soon_threadsafe(settle, result, error)
-        except RuntimeError:
-            pass  # the loop was closed, and the wait with it
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return done

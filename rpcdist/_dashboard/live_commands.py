@@ -21,14 +21,13 @@ if TYPE_CHECKING:
     from rpcdist._inspect.asking import Asker
     from rpcdist.inspection.facts import JobFacts
 
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _PERIODS: Final = (0.2, 3600.0)
 MAX_LISTED: Final = 10
 MAX_COMMAND: Final = 100
 
 
-def add_live_commands(commands: Commands) -> None:
+def add_live_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     dashboard = commands.add_parser("dashboard", help="serves a web page that shows a job live")
     dashboard.set_defaults(run=_run_dashboard)
     dashboard.add_argument(

@@ -13,7 +13,6 @@ from rpcdist.errors import ConfigError
 if TYPE_CHECKING:
     from rpcdist._doctor.doctor_facts import HostFacts, WorkerFact
 
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 MAX_MEMBERS: Final = 64
 _AT_A_TIME: Final = 8
@@ -24,7 +23,7 @@ machine. An address is that of a worker (host:port, such as MASTER_ADDR:MASTER_P
 The exit status is 1 if something was found."""
 
 
-def add_doctor(commands: Commands) -> None:
+def add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("doctor", help="says why workers cannot reach each other", description=_DESCRIPTION)
     parser.add_argument("addresses", nargs="*", type=_address, metavar="ADDRESS", help="host:port of a worker")
     parser.set_defaults(run=_run)

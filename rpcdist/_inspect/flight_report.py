@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from rpcdist._launch.job_records import address_of
 from rpcdist.errors import AuthenticationFailed, ConfigError, ProtocolViolation
@@ -32,14 +32,9 @@ from rpcdist.inspection import (
     facts_to_json,
     printable_lines,
 )
+from rpcdist.inspection.facts import JobFacts
 from rpcdist.private_files import flight_folder
 from rpcdist.time_limits import LONG_WAIT_S
-
-if TYPE_CHECKING:
-    from rpcdist.inspection.facts import JobFacts
-
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
-
 
 MAX_FILE_BYTES: Final = 16 << 20
 MAX_FILES: Final = 2000
@@ -282,7 +277,7 @@ def _what_they_did(files: Sequence[FlightFile], absent: Sequence[MemberFacts]) -
             yield from (f'    File "{line.file}", line {line.line}, in {line.function}' for line in main.stack[-8:])
 
 
-def add_report(commands: Commands) -> None:
+def add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     report = commands.add_parser("report", help="explains why a job failed, from the files of its workers")
     report.set_defaults(run=_show_report)
     report.add_argument(
@@ -321,7 +316,7 @@ def _failed_operations(folder: Path, workers: dict[int, str]) -> list[Incident]:
     return found
 
 
-def add_stacks(commands: Commands) -> None:
+def add_stacks(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     stacks = commands.add_parser("stacks", help="shows what the long-running calls of a job wait for")
     stacks.set_defaults(run=_show_stacks)
     stacks.add_argument(

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rpcdist._launch.job_plan import Role
 from rpcdist._launch.job_records import LaunchedJob, find_job, jobs, start_of
@@ -19,11 +19,8 @@ from rpcdist._launch.launching import launch
 from rpcdist.errors import ConfigError
 from rpcdist.time_limits import JOB_STOP_LIMIT_S, LONGEST_WAIT_S
 
-if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
-
-def add_launch_commands(commands: Commands) -> None:
+def add_launch_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     add = commands.add_parser("launch", help="runs a function in processes of this machine, in one role or several")
     add.set_defaults(run=_launch)
     add.add_argument(

@@ -18,18 +18,13 @@ import tokenize
 from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
-
 
 _DESCRIPTION = """Changes torch.distributed, its rpc, autograd, optim and nn, DDP, SyncBatchNorm and
 DistributedSampler to rpcdist's in the import lines and where they are written out in full. Shows a diff, and writes
 nothing unless --write is given. Names each line that is left to you on stderr; the exit status is then 1."""
 
 
-def add_port(commands: Commands) -> None:
+def add_port(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds the command to a parser; `arguments.run(arguments)` runs it."""
     parser = commands.add_parser(
         "port", help="change the imports of scripts that were written for torch", description=_DESCRIPTION
@@ -89,7 +84,7 @@ def _port_file(path: Path, *, write: bool) -> int:
     return 1 if result.left else 0
 
 
-def add_run(commands: Commands) -> None:
+def add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds the command to a parser; `arguments.run(arguments)` runs it."""
     parser = commands.add_parser(
         "run",

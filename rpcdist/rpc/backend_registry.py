@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch.distributed
 
 from rpcdist.collectives import Store, TorchStoreAdapter
 from rpcdist.rpc._start import start_agent
-from rpcdist.rpc.constants import DEFAULT_INIT_METHOD, DEFAULT_NUM_WORKER_THREADS, DEFAULT_RPC_TIMEOUT_SEC
+from rpcdist.rpc.constants import DEFAULT_INIT_METHOD, DEFAULT_RPC_TIMEOUT_SEC
 from rpcdist.rpc.options import RpcBackendOptions, RpcOptions, TensorPipeRpcBackendOptions
 
 __all__ = [
@@ -148,22 +148,10 @@ def infer_backend(options: RpcBackendOptions) -> _BackendTypeBase:
     raise TypeError(f"Could not infer backend for options {options}")
 
 
-def _construct_options(
-    rpc_timeout: float,
-    init_method: str,
-    num_worker_threads: int = DEFAULT_NUM_WORKER_THREADS,
-    _transports: Sequence[str] | None = None,
-    _channels: Sequence[str] | None = None,
-    **_ignored: object,
-) -> TensorPipeRpcBackendOptions:
+def _construct_options(rpc_timeout: float, init_method: str, **options: Any) -> TensorPipeRpcBackendOptions:
     # Unknown keywords are dropped, as in torch: one call may carry the options of several backends.
-    return TensorPipeRpcBackendOptions(
-        rpc_timeout=rpc_timeout,
-        init_method=init_method,
-        num_worker_threads=num_worker_threads,
-        _transports=_transports,
-        _channels=_channels,
-    )
+    known = {name: options[name] for name in ("num_worker_threads", "_transports", "_channels") if name in options}
+    return TensorPipeRpcBackendOptions(rpc_timeout=rpc_timeout, init_method=init_method, **known)
 
 
 def _start(

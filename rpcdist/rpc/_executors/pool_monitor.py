@@ -20,9 +20,7 @@ BUSY_SHARE: Final = 0.2  # if the threads together used less CPU time than this,
 LINGER_TICKS: Final = 2  # keep sampling this long after the queue is empty, so that a burst wakes the monitor once
 
 
-def threads_to_start(
-    *, queued: int, oldest_s: float, running: int, stalled_s: float, burst: int, num_cores: int
-) -> int:
+def threads_to_start(queued: int, oldest_s: float, running: int, stalled_s: float, burst: int, num_cores: int) -> int:
     """Returns how many idle or new threads to start now (rule 3 of the pool).
 
     Args:
@@ -34,9 +32,7 @@ def threads_to_start(
     """
     if queued == 0:
         return 0
-    if running == 0:
-        return 1
-    if running < num_cores and oldest_s >= POLL_S:
+    if running == 0 or (running < num_cores and oldest_s >= POLL_S):
         return 1
     if stalled_s >= POOL_STALL_S and oldest_s >= POLL_S:
         return min(burst, queued)
@@ -83,14 +79,8 @@ class LoadHistory:
             self._burst = 1
         elif now - self._last_move >= POOL_STALL_S:
             self._choose_burst(now - self._last_move)
-        wanted = threads_to_start(
-            queued=queued,
-            oldest_s=oldest_s,
-            running=running,
-            stalled_s=now - self._last_move,
-            burst=self._burst,
-            num_cores=self._num_cores,
-        )
+        stalled_s = now - self._last_move
+        wanted = threads_to_start(queued, oldest_s, running, stalled_s, self._burst, self._num_cores)
         if wanted:
             self._last_move = now
         return wanted

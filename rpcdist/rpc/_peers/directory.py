@@ -392,9 +392,9 @@ class Event(Generic[P]):
     def __init__(self) -> None:
         self._listeners: list[Callable[P, object]] = []
 
-    def listen(self, listener: Callable[P, object]) -> None:
-        """Registers a function to be called at each event, after those registered before."""
-        self._listeners.append(listener)
+    def listen(self, *listeners: Callable[P, object]) -> None:
+        """Registers functions to be called at each event, after those registered before."""
+        self._listeners += listeners
 
     def publish(self, *args: P.args, **kwargs: P.kwargs) -> None:
         """Calls the listeners, in the order of their registration; an exception of one is logged."""
