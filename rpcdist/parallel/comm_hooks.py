@@ -54,26 +54,11 @@ class PowerSGDState(power_sgd.PowerSGDState):
 
 
 __all__ = [
-    "BuiltinCommHookType",
-    "DDPCommHookType",
-    "GradBucket",
-    "PostLocalSGDState",
-    "PowerSGDState",
-    "TakesCommHook",
-    "allreduce_hook",
-    "bf16_compress_hook",
-    "bf16_compress_wrapper",
-    "builtin_hook",
-    "fp16_compress_hook",
-    "fp16_compress_wrapper",
-    "leaves_equal_bits",
-    "noop_hook",
-    "post_localSGD_hook",
-    "powerSGD_hook",
-    "quantization_perchannel_hook",
-    "quantization_pertensor_hook",
-    "register_ddp_comm_hook",
-]
+    "BuiltinCommHookType", "DDPCommHookType", "GradBucket", "PostLocalSGDState", "PowerSGDState", "TakesCommHook",
+    "allreduce_hook", "bf16_compress_hook", "bf16_compress_wrapper", "builtin_hook", "fp16_compress_hook",
+    "fp16_compress_wrapper", "leaves_equal_bits", "noop_hook", "post_localSGD_hook", "powerSGD_hook",
+    "quantization_perchannel_hook", "quantization_pertensor_hook", "register_ddp_comm_hook",
+]  # fmt: skip
 
 
 post_localSGD_hook = cast(CommHook, local_sgd.post_localSGD_hook)

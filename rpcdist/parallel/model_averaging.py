@@ -24,14 +24,9 @@ from rpcdist.parallel._ddp._ddp_arguments import member_group
 from rpcdist.torch_optimizers import take_step
 
 __all__ = [
-    "HierarchicalModelAverager",
-    "ModelAverager",
-    "PeriodicModelAverager",
-    "PostLocalSGDOptimizer",
-    "average_parameters",
-    "average_parameters_or_parameter_groups",
-    "get_params_to_average",
-]
+    "HierarchicalModelAverager", "ModelAverager", "PeriodicModelAverager", "PostLocalSGDOptimizer",
+    "average_parameters", "average_parameters_or_parameter_groups", "get_params_to_average",
+]  # fmt: skip
 
 Parameters = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 """Parameters, or an optimizer's groups of parameters."""

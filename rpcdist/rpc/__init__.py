@@ -67,42 +67,13 @@ from rpcdist.rpc.options import RpcBackendOptions, RpcOptions, TensorPipeRpcBack
 from rpcdist.rpc.worker_info import WorkerInfo
 
 __all__ = [
-    "BackendType",
-    "Future",
-    "RestartingActor",
-    "RpcAgent",
-    "RpcBackendOptions",
-    "RpcOptions",
-    "RpcSession",
-    "Stream",
-    "TensorPipeAgent",
-    "TensorPipeRpcBackendOptions",
-    "TlsOptions",
-    "WorkerInfo",
-    "api",
-    "as_completed",
-    "backend_registered",
-    "backend_registry",
-    "call_each",
-    "call_each_async",
-    "collect_all",
-    "constants",
-    "construct_rpc_backend_options",
-    "functions",
-    "idempotent",
-    "init_backend",
-    "init_rpc",
-    "init_rpc_async",
-    "internal",
-    "new_group",
-    "new_group_async",
-    "options",
-    "register_backend",
-    "session",
-    "shutdown_async",
-    "wait_all",
+    "BackendType", "Future", "RestartingActor", "RpcAgent", "RpcBackendOptions", "RpcOptions", "RpcSession", "Stream",
+    "TensorPipeAgent", "TensorPipeRpcBackendOptions", "TlsOptions", "WorkerInfo", "api", "as_completed",
+    "backend_registered", "backend_registry", "call_each", "call_each_async", "collect_all", "constants",
+    "construct_rpc_backend_options", "functions", "idempotent", "init_backend", "init_rpc", "init_rpc_async",
+    "internal", "new_group", "new_group_async", "options", "register_backend", "session", "shutdown_async", "wait_all",
     "wait_any",
-]
+]  # fmt: skip
 __all__ += api.__all__
 __all__ += membership.__all__
 

@@ -40,29 +40,10 @@ from rpcdist.rpc.worker_info import WorkerInfo
 from rpcdist.time_limits import RREF_DELETION_LIMIT_S
 
 __all__ = [
-    "AllGatherStates",
-    "PyRRef",
-    "RRef",
-    "call",
-    "call_async",
-    "debug_info",
-    "debug_rrefs",
-    "enable_gil_profiling",
-    "get_actor",
-    "get_actor_async",
-    "get_rpc_timeout",
-    "get_worker_info",
-    "inspect_worker",
-    "is_available",
-    "method_factory",
-    "new_method",
-    "remote",
-    "remote_async",
-    "rpc_async",
-    "rpc_stream",
-    "rpc_sync",
-    "shutdown",
-]
+    "AllGatherStates", "PyRRef", "RRef", "call", "call_async", "debug_info", "debug_rrefs", "enable_gil_profiling",
+    "get_actor", "get_actor_async", "get_rpc_timeout", "get_worker_info", "inspect_worker", "is_available",
+    "method_factory", "new_method", "remote", "remote_async", "rpc_async", "rpc_stream", "rpc_sync", "shutdown",
+]  # fmt: skip
 
 P = ParamSpec("P")
 T = TypeVar("T")

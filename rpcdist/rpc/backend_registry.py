@@ -15,14 +15,9 @@ from rpcdist.rpc.constants import DEFAULT_INIT_METHOD, DEFAULT_RPC_TIMEOUT_SEC
 from rpcdist.rpc.options import RpcBackendOptions, RpcOptions, TensorPipeRpcBackendOptions
 
 __all__ = [
-    "BackendType",
-    "BackendValue",
-    "backend_registered",
-    "construct_rpc_backend_options",
-    "infer_backend",
-    "init_backend",
-    "register_backend",
-]
+    "BackendType", "BackendValue", "backend_registered", "construct_rpc_backend_options", "infer_backend",
+    "init_backend", "register_backend",
+]  # fmt: skip
 
 
 # Compared by identity: in an enum, members of equal value are aliases of one.

@@ -6,13 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Final, ParamSpec, TypeVar
 
-__all__ = [
-    "ASYNC_MARK",
-    "IDEMPOTENT_MARK",
-    "async_execution",
-    "idempotent",
-    "is_async_execution",
-]
+__all__ = ["ASYNC_MARK", "IDEMPOTENT_MARK", "async_execution", "idempotent", "is_async_execution"]
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -124,21 +124,9 @@ class Future(torch.futures.Future[T]):
     """
 
     __slots__ = (
-        "_arrived",
-        "_callbacks",
-        "_debt",
-        "_devices",
-        "_error",
-        "_expected",
-        "_failure",
-        "_finished",
-        "_observers",
-        "_on_cancel",
-        "_once",
-        "_result",
-        "_traceback",
-        "is_quiet",
-    )
+        "_arrived", "_callbacks", "_debt", "_devices", "_error", "_expected", "_failure", "_finished", "_observers",
+        "_on_cancel", "_once", "_result", "_traceback", "is_quiet",
+    )  # fmt: skip
 
     def __init__(
         self,

@@ -18,18 +18,9 @@ from rpcdist.rpc.worker_info import WorkerInfo
 from rpcdist.time_limits import FIRST_PAUSE_S, LONGEST_PAUSE_S
 
 __all__ = [
-    "MembershipChange",
-    "on_membership_change",
-    "serve",
-    "serve_async",
-    "stop_serving",
-    "stop_serving_async",
-    "wait_for_worker",
-    "wait_for_worker_async",
-    "wait_for_workers",
-    "wait_for_workers_async",
-    "workers",
-]
+    "MembershipChange", "on_membership_change", "serve", "serve_async", "stop_serving", "stop_serving_async",
+    "wait_for_worker", "wait_for_worker_async", "wait_for_workers", "wait_for_workers_async", "workers",
+]  # fmt: skip
 
 
 def workers(role: str | None = None) -> list[WorkerInfo]:

@@ -36,14 +36,7 @@ from rpcdist.transport import TlsOptions
 by_value_by_default = False
 """Set by a launcher whose ranks cannot import the program, such as the ranks of a notebook on Ray."""
 
-__all__ = [
-    "DeviceMap",
-    "DeviceType",
-    "RpcBackendOptions",
-    "RpcOptions",
-    "TensorPipeRpcBackendOptions",
-    "TlsOptions",
-]
+__all__ = ["DeviceMap", "DeviceType", "RpcBackendOptions", "RpcOptions", "TensorPipeRpcBackendOptions", "TlsOptions"]
 
 T = TypeVar("T")
 DeviceType = int | str | torch.device

@@ -63,16 +63,7 @@ class RRef(Generic[T]):
         ConfigError: a type hint for another value.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_calls",
-        "_creation",
-        "_handle",
-        "_kind",
-        "_order",
-        "_profiled",
-        "_type_future",
-    )
+    __slots__ = ("__weakref__", "_calls", "_creation", "_handle", "_kind", "_order", "_profiled", "_type_future")
 
     def __init__(self, value: T, type_hint: object = None) -> None:
         if agent_or_none() is None:

@@ -20,23 +20,7 @@ from rpcdist.testing.worker import Pending, Worker, WorkerEnded, WorkerTimeout, 
 from rpcdist.testing.worker_pool import RankPool, RpcWorld, WorkerPool
 
 __all__ = [
-    "LIMIT_S",
-    "UNIT_S",
-    "InProcessCluster",
-    "MemoryNetwork",
-    "Pending",
-    "Program",
-    "RankPool",
-    "RpcWorld",
-    "Worker",
-    "WorkerEnded",
-    "WorkerPool",
-    "WorkerTimeout",
-    "eventually",
-    "eventually_async",
-    "free_port",
-    "preload",
-    "server_pid",
-    "wait_for_any",
-    "wait_until_asleep",
-]
+    "LIMIT_S", "UNIT_S", "InProcessCluster", "MemoryNetwork", "Pending", "Program", "RankPool", "RpcWorld", "Worker",
+    "WorkerEnded", "WorkerPool", "WorkerTimeout", "eventually", "eventually_async", "free_port", "preload",
+    "server_pid", "wait_for_any", "wait_until_asleep",
+]  # fmt: skip

@@ -17,15 +17,9 @@ from pathlib import Path
 from typing import TypeVar
 
 __all__ = [
-    "END_LIMIT_S",
-    "LIMIT_S",
-    "STACKS_LIMIT_S",
-    "UNIT_S",
-    "eventually",
-    "eventually_async",
-    "wait_until_asleep",
+    "END_LIMIT_S", "LIMIT_S", "STACKS_LIMIT_S", "UNIT_S", "eventually", "eventually_async", "wait_until_asleep",
     "wait_until_stopped",
-]
+]  # fmt: skip
 
 UNIT_S = 0.1 * float(os.environ.get("RPCDIST_TEST_SCALE", "1"))
 """In seconds: the shortest time in which every worker of a loaded machine runs at least once."""

@@ -21,22 +21,7 @@ from rpcdist.parallel.pipeline._stage_runner import RemoteStages
 from rpcdist.parallel.pipeline._step_messages import PipelineAborted, PipelineError, PipelineTimeout
 
 __all__ = [
-    "SCHEDULES",
-    "Action",
-    "Pipeline",
-    "PipelineAborted",
-    "PipelineError",
-    "PipelineOptimizer",
-    "PipelineTimeout",
-    "RemoteStages",
-    "Slot",
-    "StepResult",
-    "Timeline",
-    "bubble",
-    "format_grid",
-    "max_live_microbatches",
-    "parse_action",
-    "schedule",
-    "simulate",
-    "validate",
-]
+    "SCHEDULES", "Action", "Pipeline", "PipelineAborted", "PipelineError", "PipelineOptimizer", "PipelineTimeout",
+    "RemoteStages", "Slot", "StepResult", "Timeline", "bubble", "format_grid", "max_live_microbatches", "parse_action",
+    "schedule", "simulate", "validate",
+]  # fmt: skip

@@ -49,20 +49,9 @@ class Turn(Future[Any]):
     """
 
     __slots__ = (
-        "args",
-        "began",
-        "context",
-        "coroutine",
-        "deadline",
-        "host",
-        "kwargs",
-        "method",
-        "number",
-        "reply",
-        "target",
-        "thread",
-        "who",
-    )
+        "args", "began", "context", "coroutine", "deadline", "host", "kwargs", "method", "number", "reply", "target",
+        "thread", "who",
+    )  # fmt: skip
 
     def __init__(
         self,

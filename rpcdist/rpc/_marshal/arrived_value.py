@@ -97,16 +97,8 @@ class ArrivedValue(Arrived):
     """
 
     __slots__ = (
-        "_buffers",
-        "_gpus",
-        "_on_gpus",
-        "_references",
-        "_rrefs",
-        "_sender",
-        "_value",
-        "keeps_tensors",
-        "plain_only",
-    )
+        "_buffers", "_gpus", "_on_gpus", "_references", "_rrefs", "_sender", "_value", "keeps_tensors", "plain_only",
+    )  # fmt: skip
 
     def __init__(
         self,

@@ -136,20 +136,9 @@ class PlainWriter:
     """
 
     __slots__ = (
-        "_known",
-        "_known_rrefs",
-        "_left",
-        "_num_listed",
-        "_rref_type",
-        "_seen",
-        "body",
-        "buffers",
-        "cost_bytes",
-        "lists_tensors",
-        "may_list_tensors",
-        "rrefs",
-        "tensors",
-    )
+        "_known", "_known_rrefs", "_left", "_num_listed", "_rref_type", "_seen", "body", "buffers", "cost_bytes",
+        "lists_tensors", "may_list_tensors", "rrefs", "tensors",
+    )  # fmt: skip
 
     def __init__(self, rref_type: RRefType, max_items: int, *, may_list_tensors: bool = False) -> None:
         self._rref_type = rref_type
