@@ -100,20 +100,14 @@ def inspect_process(pid: int) -> FrozenProcess:
     if state == "D":
         place = waits_in or "for a device"
         return FrozenProcess("in the kernel", f"process {pid} waits in the kernel ({place})", stacks)
-    if runs:
-        return FrozenProcess(
-            "frozen",
-            f"process {pid} computes, and its other threads cannot get the interpreter's lock: one thread runs code "
-            "that keeps it, such as C code, or many threads compute in Python",
-            stacks,
-            runs,
-        )
-    return FrozenProcess(
-        "frozen",
-        f"process {pid} sleeps in code that keeps the interpreter's lock, so none of its Python threads can run: one "
-        "thread has called C code that does not release the lock",
-        stacks,
+    does = (
+        "computes, and its other threads cannot get the interpreter's lock: one thread runs code that keeps it, such "
+        "as C code, or many threads compute in Python"
+        if runs
+        else "sleeps in code that keeps the interpreter's lock, so none of its Python threads can run: one thread has "
+        "called C code that does not release the lock"
     )
+    return FrozenProcess("frozen", f"process {pid} {does}", stacks, runs)
 
 
 def _state_of(pid: int) -> tuple[str, str]:

@@ -281,9 +281,7 @@ def add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     report = commands.add_parser("report", help="explains why a job failed, from the files of its workers")
     report.set_defaults(run=_show_report)
     report.add_argument(
-        "folder",
-        nargs="?",
-        help="RPCDIST_FLIGHT_RECORDER_DIR of the job; by default the folder of this user",
+        "folder", nargs="?", help="RPCDIST_FLIGHT_RECORDER_DIR of the job; by default the folder of this user"
     )
 
 
@@ -325,11 +323,7 @@ def add_stacks(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="of a worker (MASTER_ADDR:MASTER_PORT), or name of a job of `launch`; by default all jobs of this host",
     )
     stacks.add_argument(
-        "--older-than",
-        type=float,
-        default=LONG_WAIT_S,
-        metavar="SECONDS",
-        help="only calls of this age; 1 by default",
+        "--older-than", type=float, default=LONG_WAIT_S, metavar="SECONDS", help="only calls of this age; 1 by default"
     )
     stacks.add_argument("--json", action="store_true", help="prints the facts of each worker as a line of JSON")
 

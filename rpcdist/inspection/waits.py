@@ -7,8 +7,10 @@ node that it has passed, which is a deadlock.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Final, NamedTuple
 
 from rpcdist.inspection.facts import (
@@ -97,7 +99,7 @@ def explain(
     graph = _WaitGraph(workers, silent, older_than_s)
     chains: list[Chain] = []
     circles: dict[frozenset[WaitNode], str] = {}
-    ends: dict[str, int] = {}
+    ends: Counter[str] = Counter()
     reached: set[WaitNode] = set()
     of_shutdown: set[Chain] = set()
     for root in graph.roots():
@@ -105,7 +107,7 @@ def explain(
             continue
         for path, is_circle in _paths(graph, root):
             reached.update(path)
-            chain = Chain(tuple(graph.link(node, after) for node, after in _pairs(path)), is_circle)
+            chain = Chain(tuple(graph.link(node, after) for node, after in zip_longest(path, path[1:])), is_circle)
             chains.append(chain)
             if graph.is_in_shutdown(root):
                 of_shutdown.add(chain)
@@ -115,15 +117,9 @@ def explain(
                 circle = path[path.index(path[-1]) : -1]
                 circles.setdefault(frozenset(circle), _sentence(graph, circle))
             elif not graph.goes_on(path):
-                end = graph.culprit(path[-1])
-                ends[end] = ends.get(end, 0) + 1
+                ends[graph.culprit(path[-1])] += 1
     chains.sort(key=lambda chain: (not chain.is_circle, chain in of_shutdown, -len(chain.links)))
-    culprits = sorted(ends.items(), key=lambda end: -end[1])
-    return Explanation(tuple(chains), tuple(circles.values()), tuple(culprits))
-
-
-def _pairs(path: Sequence[WaitNode]) -> Iterator[tuple[WaitNode, WaitNode | None]]:
-    yield from zip(path, [*path[1:], None], strict=True)
+    return Explanation(tuple(chains), tuple(circles.values()), tuple(ends.most_common()))
 
 
 def _paths(graph: _WaitGraph, root: WaitNode) -> Iterator[tuple[list[WaitNode], bool]]:
@@ -218,10 +214,8 @@ class _WaitGraph:
             for current in facts.backward_passes:
                 if current.parent == "":
                     yield WaitNode("pass", facts.worker, current.id)
-        awaited = {
-            WaitNode("made", node.worker, id) for node, thread in self._threads.items() for id in thread.waits_for
-        }
-        awaited |= {WaitNode("made", node.worker, id) for node, call in self._served.items() for id in call.waits_for}
+        waiters: list[tuple[WaitNode, ThreadState | CallServed]] = [*self._threads.items(), *self._served.items()]
+        awaited = {WaitNode("made", node.worker, id) for node, waiter in waiters for id in waiter.waits_for}
         for made_node, made in self._made.items():
             if made.age_s >= self._older_than_s and made_node not in awaited:
                 yield made_node

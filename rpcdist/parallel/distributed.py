@@ -32,10 +32,7 @@ from rpcdist.parallel._ddp._ddp_arguments import (
 from rpcdist.parallel._ddp._ddp_errors import DataParallelError, list_names
 from rpcdist.parallel._ddp._finite_check import CheckFinite
 from rpcdist.parallel._ddp._gradient_sources import in_distributed_context
-from rpcdist.parallel._ddp._model_hooks import (
-    DelayedReduction,
-    GradientHooks,
-)
+from rpcdist.parallel._ddp._model_hooks import DelayedReduction, GradientHooks
 from rpcdist.parallel._ddp._parameters import (
     Trained,
     broadcast_tensors,
@@ -48,7 +45,7 @@ from rpcdist.parallel._ddp._parameters import (
 from rpcdist.parallel._ddp._quantization import adapt_hook
 from rpcdist.parallel._ddp._reducer import Reducer
 from rpcdist.parallel._ddp._tensor_tree import choose_device, move_to
-from rpcdist.parallel._ddp._torch_methods import SampledIteration, TorchMethods, logging_data
+from rpcdist.parallel._ddp._torch_methods import SampledIteration, TorchMethods
 from rpcdist.parallel.algorithms import CallingJoinHook, Join, Joinable, JoinHook
 from rpcdist.parallel.comm_hooks import BuiltinCommHookType, average_in, builtin_hook, leaves_equal_bits
 from rpcdist.parallel.sync_batch_norm import adopt_sync_batch_norms
@@ -203,15 +200,8 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
 
     def _shared_options(self) -> dict[str, object]:
         """The options that must be the same on all ranks."""
-        return {
-            "the bucket cap": self._caps,
-            "find_unused_parameters": self.find_unused_parameters,
-            "static_graph": self.static_graph,
-            "gradient_as_bucket_view": self.gradient_as_bucket_view,
-            "skip_all_reduce_unused_params": self.skip_all_reduce_unused_params,
-            "check_finite": self.check_finite,
-            "mixed_precision": self._precision,
-        }
+        named = {name: getattr(self, name) for name in _SHARED}
+        return {"the bucket cap": self._caps, **named, "mixed_precision": self._precision}
 
     def _make_reducer(self, parameters: list[Trained]) -> None:
         options = ReducerOptions(
@@ -513,16 +503,6 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
     def _get_active_ddp_module(cls) -> DistributedDataParallel | None:
         return _active_module.get()
 
-    def _get_ddp_logging_data(self) -> dict[str, str | int]:
-        """Options and buckets, and the times of the last iteration that was sampled, for debugging."""
-        return logging_data(
-            self.module,
-            self.reducer,
-            self._logged,
-            forward_sync_buffers=self.forward_sync_buffers,
-            device_ids=self.device_ids,
-        )
-
     @contextmanager
     def _logging_errors(self) -> Iterator[None]:
         """Records an error of the `with` block in the logging data."""
@@ -570,6 +550,10 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
 
 
 _requires_grad = attrgetter("requires_grad")
+_SHARED = (
+    "find_unused_parameters", "static_graph", "gradient_as_bucket_view", "skip_all_reduce_unused_params",
+    "check_finite",
+)  # fmt: skip
 
 # `torch.compile` of this class compiles the module inside.
 hide_from_compiler(DistributedDataParallel, Reducer, Join)

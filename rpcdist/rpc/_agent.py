@@ -189,12 +189,7 @@ class Agent:
             lends=options.lends_gpu_memory,
         )
         self.marshal = Marshal(
-            self.rrefs,
-            rref_type,
-            self.gpus,
-            me.name,
-            by_value=options.by_value,
-            allow_pickle=options.allow_pickle,
+            self.rrefs, rref_type, self.gpus, me.name, by_value=options.by_value, allow_pickle=options.allow_pickle
         )
         self.streams = StreamTable(self.router.send_if_alive, self.marshal)
         self.caller = Caller(

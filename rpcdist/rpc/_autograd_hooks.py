@@ -36,15 +36,12 @@ class CallContext(Protocol):
 
         None and 0 if the context is over.
         """
-        ...
 
     def sending(self, tensors: Sequence[torch.Tensor], to: int) -> History | None:
         """Records that a value with this tensor table was encoded; returns the history for its message."""
-        ...
 
     def received(self, history: History | None, tensors: Sequence[torch.Tensor], sender: int) -> None:
         """Attaches the history of a message, in place, to the tensor table of its value."""
-        ...
 
 
 class AutogradHooks(Protocol):
@@ -53,11 +50,9 @@ class AutogradHooks(Protocol):
     @property
     def pass_taps(self) -> list[Callable[[int, Sequence[Any], Sequence[Any]], object]]:
         """Functions that get the id, the spans and the messages of each backward pass when it has ended here."""
-        ...
 
     def admit(self, context_id: int, sender: Identity) -> CallContext | None:
         """The context of a call that arrived; None if it is over. Any thread; it runs no code of users."""
-        ...
 
     def on_message(
         self, sender: Identity, message: autograd_pb2.AutogradMessage, buffers: Sequence[ReceiveBuffer]
@@ -67,21 +62,17 @@ class AutogradHooks(Protocol):
         On the I/O loop, or on a thread that reads for it; it runs no code of users. The ends of contexts come on the
         loop.
         """
-        ...
 
     def on_pass(
         self, session: AnySession, part: CompactPass, buffers: Sequence[ReceiveBuffer], jobs: list[PoolJob]
     ) -> None:
         """Handles a message of a backward pass; the pool runs the functions added to `jobs`."""
-        ...
 
     def worker_lost(self, identity: Identity, exc: Exception) -> None:
         """Records that messages to or from a worker may be lost; on the I/O loop."""
-        ...
 
     def worker_dead(self, identity: Identity) -> None:
         """Ends the contexts of a worker that was declared dead; on the I/O loop."""
-        ...
 
     def backward(
         self, context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool, mode: str, deadline: Deadline
@@ -91,13 +82,11 @@ class AutogradHooks(Protocol):
 
     def facts(self, now: float, most: int) -> tuple[list[ContextFacts], list[PassFacts]]:
         """The contexts and the running passes; any thread."""
-        ...
 
     def flush(self) -> None: ...
 
     def close(self) -> None:
         """Fails running passes and ends contexts, because the agent shuts down."""
-        ...
 
 
 current_autograd: ContextVar[CallContext | None] = ContextVar("rpcdist_autograd_context", default=None)

@@ -40,13 +40,8 @@ def _refusing(name: str) -> Any:
 
 # The attributes that are sent when a RemoteModule is an argument or a result of a call.
 _REMOTE_MODULE_PICKLED_ATTRIBUTES = (
-    "on",
-    "device",
-    "is_device_map_set",
-    "is_scriptable",
-    "generated_methods",
-    "module_rref",
-)
+    "on", "device", "is_device_map_set", "is_scriptable", "generated_methods", "module_rref",
+)  # fmt: skip
 # Attributes that the receiver recreates.
 _OWN_METHODS = ("forward_async", "forward")
 

@@ -19,11 +19,8 @@ from rpcdist.parallel._ddp._ddp_errors import list_names
 KEEP_COMPLEX = ("allreduce_hook", "noop_hook", "post_localSGD_hook")
 """The hooks of this package and of torch that keep the imaginary part of gradients, by name."""
 OURS_KEEP_COMPLEX = (
-    "bf16_compress_hook",
-    "bf16_compress_wrapper_hook",
-    "fp16_compress_hook",
-    "fp16_compress_wrapper_hook",
-)
+    "bf16_compress_hook", "bf16_compress_wrapper_hook", "fp16_compress_hook", "fp16_compress_wrapper_hook",
+)  # fmt: skip
 """Further hooks, which keep it in this package but not in torch; for a wrapper, the wrapped hook counts as well."""
 
 

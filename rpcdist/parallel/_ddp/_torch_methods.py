@@ -64,65 +64,13 @@ class SampledIteration:
         }
 
 
-def logging_data(
-    module: nn.Module,
-    reducer: Reducer,
-    sampled: SampledIteration,
-    *,
-    forward_sync_buffers: bool,
-    device_ids: Sequence[object] | None,
-) -> dict[str, str | int]:
-    """Returns the options, the buckets, and the times of the last sampled iteration."""
-    group, options, hook = reducer.group, reducer.options, reducer.hook
-    tensors = [named.tensor for named in reducer.parameters]
-    sizes = _joined(bucket.num_bytes for bucket in reducer.buckets)
-    has_rebuilt = reducer.readiness == "used"
-    members = ", ".join(" ".join(str(member.index) for member in bucket.members) for bucket in reducer.buckets)
-    return {
-        "module_name": type(module).__name__,
-        "backend_name": group.name(),
-        "world_size": group.size(),
-        "rank": group.rank(),
-        "iteration": reducer.iteration if reducer.error else sampled.iteration,
-        "has_error": int(bool(reducer.error)),
-        "error": reducer.error,
-        "dtypes": ", ".join(sorted({_NAMES.get(tensor.dtype, str(tensor.dtype)[6:]) for tensor in tensors})),
-        "num_parameter_tensors": len(tensors),
-        "total_parameter_size_bytes": sum(tensor.nbytes for tensor in tensors),
-        "bucket_cap_bytes": options.caps.num_bytes,
-        "initial_bucket_sizes": _joined(reducer.initial_bucket_bytes),
-        "bucket_sizes": sizes,
-        "rebuilt_bucket_sizes": sizes if has_rebuilt else "",
-        "rebuilt_per_bucket_param_indices": members if has_rebuilt else "",
-        "has_rebuilt_buckets": int(has_rebuilt),
-        "num_buckets_reduced": reducer.num_buckets_reduced,
-        "broadcast_buffers": int(forward_sync_buffers),
-        "device_ids": _joined(device_ids or ()),
-        "output_device": -1,
-        "is_multi_device_module": int(len({tensor.device for tensor in tensors}) > 1),
-        "find_unused_parameters": int(options.find_unused),
-        "gradient_as_bucket_view": int(options.view),
-        "static_graph": int(options.static),
-        "can_set_static_graph": reducer._ddp_graph_static(),
-        "join_uneven_inputs": int(reducer.joins),
-        "has_sync_bn": int(any(isinstance(child, nn.SyncBatchNorm) for child in module.modules())),
-        **({} if hook is None or not hook.name else {"comm_hook": hook.name}),
-        **{name: os.environ.get(name.upper(), "N/A") for name in _VARIABLES},
-        **(_gloo_settings() if group.name() == "gloo" else {}),
-        **sampled.facts,
-    }
-
-
 _NAMES = {torch.float32: "float", torch.float64: "double", torch.float16: "c10::Half", torch.bfloat16: "c10::BFloat16"}
 """torch's C++ names of dtypes that differ from those in Python."""
 _VARIABLES = ("master_addr", "master_port", "cuda_visible_devices", "torch_distributed_debug")
 _GLOO_THREADS = 2  # torch's default, which rpcdist cannot change
 _AVERAGED = (
-    "forward_compute_time",
-    "backward_compute_time",
-    "backward_comm_time",
-    "backward_compute_comm_overlap_time",
-)
+    "forward_compute_time", "backward_compute_time", "backward_comm_time", "backward_compute_comm_overlap_time",
+)  # fmt: skip
 
 
 def _gloo_settings() -> dict[str, str | int]:
@@ -161,6 +109,8 @@ class TorchMethods(nn.Module):
     parameters_to_ignore: Collection[str]
     mixed_precision: object | None
     reducer: Reducer
+    forward_sync_buffers: bool
+    device_ids: Sequence[object] | None
     _delayed: object | None
     _logged: SampledIteration
 
@@ -233,6 +183,48 @@ class TorchMethods(nn.Module):
                 f"{len(names)} of them are those of the module that require gradients"
             )
         return names
+
+    def _get_ddp_logging_data(self) -> dict[str, str | int]:
+        """Options and buckets, and the times of the last iteration that was sampled, for debugging."""
+        reducer = self.reducer
+        group, options, hook = reducer.group, reducer.options, reducer.hook
+        tensors = [named.tensor for named in reducer.parameters]
+        sizes = _joined(bucket.num_bytes for bucket in reducer.buckets)
+        has_rebuilt = reducer.readiness == "used"
+        members = ", ".join(" ".join(str(member.index) for member in bucket.members) for bucket in reducer.buckets)
+        return {
+            "module_name": type(self.module).__name__,
+            "backend_name": group.name(),
+            "world_size": group.size(),
+            "rank": group.rank(),
+            "iteration": reducer.iteration if reducer.error else self._logged.iteration,
+            "has_error": int(bool(reducer.error)),
+            "error": reducer.error,
+            "dtypes": ", ".join(sorted({_NAMES.get(tensor.dtype, str(tensor.dtype)[6:]) for tensor in tensors})),
+            "num_parameter_tensors": len(tensors),
+            "total_parameter_size_bytes": sum(tensor.nbytes for tensor in tensors),
+            "bucket_cap_bytes": options.caps.num_bytes,
+            "initial_bucket_sizes": _joined(reducer.initial_bucket_bytes),
+            "bucket_sizes": sizes,
+            "rebuilt_bucket_sizes": sizes if has_rebuilt else "",
+            "rebuilt_per_bucket_param_indices": members if has_rebuilt else "",
+            "has_rebuilt_buckets": int(has_rebuilt),
+            "num_buckets_reduced": reducer.num_buckets_reduced,
+            "broadcast_buffers": int(self.forward_sync_buffers),
+            "device_ids": _joined(self.device_ids or ()),
+            "output_device": -1,
+            "is_multi_device_module": int(len({tensor.device for tensor in tensors}) > 1),
+            "find_unused_parameters": int(options.find_unused),
+            "gradient_as_bucket_view": int(options.view),
+            "static_graph": int(options.static),
+            "can_set_static_graph": reducer._ddp_graph_static(),
+            "join_uneven_inputs": int(reducer.joins),
+            "has_sync_bn": int(any(isinstance(child, nn.SyncBatchNorm) for child in self.module.modules())),
+            **({} if hook is None or not hook.name else {"comm_hook": hook.name}),
+            **{name: os.environ.get(name.upper(), "N/A") for name in _VARIABLES},
+            **(_gloo_settings() if group.name() == "gloo" else {}),
+            **self._logged.facts,
+        }
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         """Sets how often the logging data sample an iteration after the first ten; one in 100 by default."""

@@ -20,16 +20,7 @@ from rpcdist.collectives._transports.shm import futex
 from rpcdist.deadline import Deadline
 from rpcdist.errors import CallRefused, DeadlineExceeded, TransportError, abridged
 from rpcdist.parallel._published._layout import VersionLayout
-from rpcdist.parallel._published._parts import (
-    ASKED,
-    HAVE,
-    NEWEST,
-    PAGE_BYTES,
-    READING,
-    VERSION_IN,
-    packed,
-    unpacked,
-)
+from rpcdist.parallel._published._parts import ASKED, HAVE, NEWEST, PAGE_BYTES, READING, VERSION_IN, packed, unpacked
 from rpcdist.parallel._published._reader import (
     HELLO,
     HELLO_MAGIC,

@@ -5,7 +5,7 @@ All functions are pure. `Timeline` has the measured times of a step's actions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -76,29 +76,18 @@ def simulate(
                 done[action] = Slot(worker, action, start_s, free_s[worker])
                 next_index[worker] += 1
                 progress = True
-    stuck = [
-        (worker, row[at]) for worker, (row, at) in enumerate(zip(actions, next_index, strict=True)) if at < len(row)
-    ]
-    if stuck:
-        raise ConfigError(_describe_deadlock(actions, stuck, done, num_stages))
+    lines = ["the schedule cannot be executed, because its workers wait for each other:"]
+    for worker, (row, at) in enumerate(zip(actions, next_index, strict=True)):
+        if at < len(row):
+            missing = [str(other) for other in dependencies(row[at], num_stages) if other not in done]
+            lines.append(f"  worker {worker} stops before {row[at]}, which needs {' and '.join(missing)}")
+    if len(lines) > 1:
+        raise ConfigError("\n".join([*lines, format_rows(actions)]))
     return sorted(done.values(), key=lambda slot: (slot.start_s, slot.worker))
 
 
 def _per_stage(time_s: float | Sequence[float], num_stages: int) -> Sequence[float]:
     return time_s if isinstance(time_s, Sequence) else [time_s] * num_stages
-
-
-def _describe_deadlock(
-    actions: Sequence[Sequence[Action]],
-    stuck: Sequence[tuple[int, Action]],
-    done: Mapping[Action, Slot],
-    num_stages: int,
-) -> str:
-    lines = ["the schedule cannot be executed, because its workers wait for each other:"]
-    for worker, action in stuck:
-        missing = [str(other) for other in dependencies(action, num_stages) if other not in done]
-        lines.append(f"  worker {worker} stops before {action}, which needs {' and '.join(missing)}")
-    return "\n".join([*lines, format_rows(actions)])
 
 
 def validate(actions: Sequence[Sequence[Action]], num_stages: int, num_microbatches: int) -> None:

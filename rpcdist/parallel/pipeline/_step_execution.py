@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -109,28 +110,22 @@ class Stage:
         self.module.zero_grad(set_to_none=True)
 
 
+@dataclass(eq=False, repr=False)
 class StepExecution:
     """One step on one worker; used once, by one thread."""
 
-    def __init__(
-        self,
-        config: PipelineConfig,
-        name: str,
-        stages: Mapping[int, Stage],
-        order: StepOrder,
-        mailbox: Mailbox,
-        deadline: Deadline,
-    ) -> None:
-        self._config = config
-        self._name = name
-        self._stages = stages
-        self._order = order
-        self._mailbox = mailbox
-        self._deadline = deadline
-        self._with_grad = any(action.kind == "B" for action in order.actions)
-        self._sent: list[tuple[Action, Callable[[], object]]] = []
+    _config: PipelineConfig
+    _name: str
+    _stages: Mapping[int, Stage]
+    _order: StepOrder
+    _mailbox: Mailbox
+    _deadline: Deadline
+    _sent: list[tuple[Action, Callable[[], object]]] = field(default_factory=list)
+    _report: StepReport = field(default_factory=StepReport)
+
+    def __post_init__(self) -> None:
         self._agent = current_agent()
-        self._report = StepReport()
+        self._with_grad = any(action.kind == "B" for action in self._order.actions)
 
     def run(self) -> StepReport:
         with torch.set_grad_enabled(self._with_grad):
@@ -224,15 +219,8 @@ class StepExecution:
         # The device maps of the options do not apply: the tensors go to the device of the next stage.
         devices = {leaf.device for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and not leaf.is_cpu}
         device_map = {device: self._config.devices[worker] for device in devices} or None
-        arguments = (
-            self._config.key,
-            worker,
-            self._order.step,
-            receiver.stage,
-            receiver.kind,
-            receiver.microbatch,
-            values,
-        )
+        place = receiver.stage, receiver.kind, receiver.microbatch
+        arguments = (self._config.key, worker, self._order.step, *place, values)
         timeout_s = self._deadline.remaining_s() if self._deadline.is_finite else 0
         # Not a future, which the pool would complete: this thread waits for the call, unless the step fails.
         receiver_id = self._agent.directory.resolve(self._config.workers[worker])

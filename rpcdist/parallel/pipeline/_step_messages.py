@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, cast
+from typing import Any, cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -252,15 +252,8 @@ class Mailbox:
         return action in self._arrived or self._failure is not None
 
 
-class Receiver(Protocol):
-    """Takes the tensors that a neighbour pushes: a `StageRunner`."""
-
-    def arrived(self, step: int, action: Action, values: Sequence[object]) -> None:
-        """Takes the tensors for an action of this or a later step, on any thread."""
-
-
-receivers: Callable[[], WeakValueDictionary[tuple[str, int], Receiver]] = agent_local(WeakValueDictionary)
-"""The receivers by the key of the pipeline and the index of the worker."""
+receivers: Callable[[], WeakValueDictionary[tuple[str, int], Any]] = agent_local(WeakValueDictionary)
+"""The `StageRunner`s, by the key of the pipeline and the index of the worker."""
 
 
 def push(key: str, worker: int, step: int, stage: int, kind: Kind, microbatch: int, values: list[object]) -> None:

@@ -189,13 +189,8 @@ class ActorTable:
 
 logger = logging.getLogger(__name__)
 
-RESERVE: Final = "rpcdist.rpc._actors.actor_names:reserve"
-CONFIRM: Final = "rpcdist.rpc._actors.actor_names:confirm"
-ADMIT: Final = "rpcdist.rpc._actors.actor_names:admit"
-RELEASE: Final = "rpcdist.rpc._actors.actor_names:release"
-FIND: Final = "rpcdist.rpc._actors.actor_names:find"
-GIVE: Final = "rpcdist.rpc._actors.actor_names:give"
-KEPT: Final = "rpcdist.rpc._actors.actor_names:kept"
+_REQUESTS: Final = ("reserve", "confirm", "admit", "release", "find", "give", "kept")
+RESERVE, CONFIRM, ADMIT, RELEASE, FIND, GIVE, KEPT = (f"{__name__}:{request}" for request in _REQUESTS)
 
 MAX_NAME_CHARS: Final = 1000
 MAX_NAMES: Final = 1 << 14
@@ -256,15 +251,7 @@ class ActorNames:
 
     @property
     def callables(self) -> dict[str, Callable[..., Coroutine[Any, Any, object]]]:
-        return {
-            RESERVE: self._on_reserve,
-            ADMIT: self._on_admit,
-            CONFIRM: self._on_confirm,
-            RELEASE: self._on_release,
-            FIND: self._on_find,
-            GIVE: self._on_give,
-            KEPT: self._on_kept,
-        }
+        return {f"{__name__}:{request}": getattr(self, f"_on_{request}") for request in _REQUESTS}
 
     async def _on_reserve(self, name: str, owner: int, creator: int) -> None:
         check_speaks_for(self._directory.name_of(creator))

@@ -151,6 +151,9 @@ class StreamState:
         """Seconds since an item was last read; 0 while a thread or task waits for one."""
         return 0.0 if self._readers else time.monotonic() - self._last_read
 
+    def facts(self, session: str, peer: str) -> StreamFacts:
+        return StreamFacts(self.id, session, self.what, peer, "reads", len(self._items), self.unread_s() or None)
+
     def _next_locked(self) -> object:
         self._last_read = time.monotonic()
         if not self._items:
@@ -375,18 +378,8 @@ class StreamTable:
         return self._idle.wait_for(lambda: not self._streams, timeout_s)
 
     def facts(self, most: int) -> list[StreamFacts]:
-        return [
-            StreamFacts(
-                state.id,
-                session.id.hex(),
-                state.what,
-                session.peer.name,
-                "reads",
-                len(state._items),
-                state.unread_s() or None,
-            )
-            for state, session in list(islice(self._streams.values(), most))
-        ]
+        streams = list(islice(self._streams.values(), most))
+        return [state.facts(session.id.hex(), session.peer.name) for state, session in streams]
 
     def describe(self) -> list[str]:
         return [repr(state) for state, _ in list(self._streams.values())]

@@ -83,7 +83,7 @@ class FlightLog:
         # take a lock.
         self._note("signal", signal.Signals(number).name)
         with suppress(RuntimeError):  # no thread can be started; the signal may come again
-            start_new_thread(self._write_now, ())
+            start_new_thread(lambda: self._write(self._facts()), ())
 
     # ------------------------------------------------------------ failures of this process
 
@@ -146,9 +146,6 @@ class FlightLog:
 
     def _note(self, kind: str, text: str, **more: str) -> None:
         self._events.append({"kind": kind, "time_ns": time.time_ns(), "text": text[:MAX_TEXT], **more})
-
-    def _write_now(self) -> None:
-        self._write(self._facts())
 
     def _write_later(self, facts: WorkerFacts) -> None:
         try:

@@ -16,6 +16,7 @@ import inspect
 import re
 import sys
 import threading
+import traceback
 from functools import lru_cache
 from itertools import islice, pairwise
 from types import CodeType, FrameType, MemberDescriptorType
@@ -201,17 +202,7 @@ def thread_states(only: int | None = None) -> tuple[list[ThreadState], int]:
             name, lock, holder = waiting[ident]
             ordered = sorted(chosen, key=lambda one: one[0] == ident)  # it may hold the lock itself
             holder = holder or next((one for one, top in ordered if _holds(top, lock)), None)
-        found.append(
-            ThreadState(
-                ident,
-                names.get(ident, ""),
-                stack,
-                waits_for,
-                name,
-                holder,
-                is_callback,
-            )
-        )
+        found.append(ThreadState(ident, names.get(ident, ""), stack, waits_for, name, holder, is_callback))
     return found, len(frames) - len(chosen)
 
 
@@ -243,15 +234,13 @@ def _walk(innermost: FrameType) -> tuple[tuple[Frame, ...], tuple[int, ...], boo
     stack: list[Frame] = []
     waits_for: list[int] = []
     is_callback = False
-    frame: FrameType | None = innermost
-    while frame is not None:
+    for frame, _ in traceback.walk_stack(innermost):
         code = frame.f_code
         if len(stack) < MAX_FRAMES:
             stack.append(_frame(code.co_filename, frame.f_lineno, code.co_qualname))
         if not waits_for:
             waits_for += _waited_in(frame)
         is_callback |= code is _RUNS_CALLBACKS
-        frame = frame.f_back
     return tuple(reversed(stack)), tuple(dict.fromkeys(waits_for))[:MAX_WAITS], is_callback
 
 
@@ -293,11 +282,4 @@ def _local(frame: FrameType, name: str) -> object:
 
 
 def _holds(innermost: FrameType, lock: object) -> bool:
-    frame: FrameType | None = innermost
-    for _ in range(MAX_FRAMES):
-        if frame is None:
-            return False
-        if holds_lock(frame, lock):
-            return True
-        frame = frame.f_back
-    return False
+    return any(holds_lock(frame, lock) for frame, _ in islice(traceback.walk_stack(innermost), MAX_FRAMES))

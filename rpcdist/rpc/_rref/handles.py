@@ -136,33 +136,22 @@ def replaced(name: str) -> WorkerLost:
 
 def describe(reason: Reason, what: str, owner: str) -> Exception:
     """Returns the error for a protocol reason; `what` names the reference."""
-    if reason is Reason.LEASE_EXPIRED:
-        return LeaseExpired(
-            f"{what}: its owner {owner!r} received nothing from this process for too long, and dropped its references. "
-            "Create a new one, or have a worker that holds it send it again."
-        )
     if reason is Reason.OWNER_LOST:
         return OwnerLost(owner, f"use of {what}", 0.0, "the owner was declared dead")
-    if reason is Reason.CREATION_FAILED:
-        return RRefError(
-            f"RRef creation via rpc.remote() failed: the call never reached {owner!r}, so {what} has no value."
-        )
-    if reason is Reason.SHARE_LOST:
-        return RRefError(f"{what} is unusable: its sender could not deliver the message with it. Have it sent again.")
-    if reason is Reason.NOT_HELD:
-        return RRefError(
-            f"the owner {owner!r} of {what} refused it: the requesting worker does not hold the share that it named, "
-            "which was released or belongs to another worker. Use a reference that was sent to this worker."
-        )
-    if reason is Reason.TOO_MANY:
-        return RRefError(
-            f"the owner {owner!r} of {what} refused it: this worker already holds the maximum of {MAX_HELD} references "
-            "to values there. Drop some, or put several values behind one reference."
-        )
-    return RRefError(
-        f"the owner {owner!r} does not know {what}: all references to it were dropped, or the worker that shared "
-        "it died before the owner counted the share."
-    )
+    texts = {
+        Reason.UNKNOWN: f"the owner {owner!r} does not know {what}: all references to it were dropped, or the worker "
+        "that shared it died before the owner counted the share.",
+        Reason.LEASE_EXPIRED: f"{what}: its owner {owner!r} received nothing from this process for too long, and "
+        "dropped its references. Create a new one, or have a worker that holds it send it again.",
+        Reason.CREATION_FAILED: "RRef creation via rpc.remote() failed: the call never reached "
+        f"{owner!r}, so {what} has no value.",
+        Reason.SHARE_LOST: f"{what} is unusable: its sender could not deliver the message with it. Have it sent again.",
+        Reason.NOT_HELD: f"the owner {owner!r} of {what} refused it: the requesting worker does not hold the share "
+        "that it named, which was released or belongs to another worker. Use a reference that was sent to this worker.",
+        Reason.TOO_MANY: f"the owner {owner!r} of {what} refused it: this worker already holds the maximum of "
+        f"{MAX_HELD} references to values there. Drop some, or put several values behind one reference.",
+    }
+    return (LeaseExpired if reason is Reason.LEASE_EXPIRED else RRefError)(texts[reason])
 
 
 def creation_error(exc: BaseException, owner: str) -> Exception:

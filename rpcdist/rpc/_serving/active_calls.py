@@ -248,17 +248,8 @@ class ActiveCalls:
             if active.weight:
                 session.account.subtract(active.weight)
             if (note := self.ended.note) is not None:
-                note(
-                    (
-                        active.id,
-                        session.peer.id,
-                        active.what,
-                        active.arrived,
-                        time.monotonic(),
-                        outcome,
-                        active.started if active.handle is None else active.run_began,
-                    )
-                )
+                began = active.started if active.handle is None else active.run_began
+                note((active.id, session.peer.id, active.what, active.arrived, time.monotonic(), outcome, began))
             if active.span is not None and (spans := call_records.exporter) is not None:
                 spans.end(active.span, active.what, session.peer.name, outcome)
         if self._idle.num:

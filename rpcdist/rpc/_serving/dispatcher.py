@@ -45,14 +45,7 @@ from rpcdist.rpc._inspection import call_records
 from rpcdist.rpc._inspection.call_records import CallRecorder
 from rpcdist.rpc._marshal.marshal import Marshal
 from rpcdist.rpc._peers.device_maps import inverse_of
-from rpcdist.rpc._peers.network import (
-    AnySession,
-    Lifetime,
-    PoolJob,
-    calling_worker,
-    functions_that_ask,
-    line_of,
-)
+from rpcdist.rpc._peers.network import AnySession, Lifetime, PoolJob, calling_worker, functions_that_ask, line_of
 from rpcdist.rpc._rref.messages import ReferenceShare
 from rpcdist.rpc._rref.proxied import CALLS_OF_METHODS, MAX_METHOD_CHARS, _invoke_in_turn, called_method, method_of
 from rpcdist.rpc._rref.shell import RRefShell

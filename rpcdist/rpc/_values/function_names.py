@@ -22,17 +22,8 @@ from rpcdist.rpc._values.pickled import NOT_ON_CALLEE
 
 _MRO: Final[Any] = type.__dict__["__mro__"]
 _CLASS_DICT: Final[Any] = type.__dict__["__dict__"]
-_CALLABLES: Final = frozenset(
-    (
-        types.FunctionType,
-        types.BuiltinFunctionType,
-        types.MethodDescriptorType,
-        types.WrapperDescriptorType,
-        types.ClassMethodDescriptorType,
-        staticmethod,
-        classmethod,
-    )
-)
+_DESCRIPTORS: Final = (types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType)
+_CALLABLES: Final = {types.FunctionType, types.BuiltinFunctionType, *_DESCRIPTORS, staticmethod, classmethod}
 """The members of a class whose binding runs only code of the interpreter."""
 
 
@@ -67,9 +58,6 @@ def _member(owner: Any, name: str) -> Any:
                 found = members[name]
                 return found.__get__(None, owner) if type(found) in _CALLABLES else found
     raise AttributeError(f"it has no {name!r} of its own")
-
-
-_DESCRIPTORS = (types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType)
 
 
 class FunctionLookupError(RpcdistError, AttributeError):

@@ -30,20 +30,10 @@ _SMALLEST_ALLOCATION_BYTES: Final = 16
 small tensor at the beginning of a storage at such an address lies within its memory, even if the storage was shrunk;
 only an empty storage has no memory."""
 
-_DTYPES: Final = frozenset(
-    {
-        torch.float32,
-        torch.float64,
-        torch.float16,
-        torch.bfloat16,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-        torch.bool,
-    }
-)
+_DTYPES: Final = frozenset((
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool,
+))  # fmt: skip
 
 # torch's stubs describe these two only with `out=`, where they return None.
 _unbind_copy: Final = cast("Callable[[torch.Tensor], Sequence[torch.Tensor]]", torch.unbind_copy)

@@ -33,55 +33,16 @@ from rpcdist.transport.memory_copies import LargeBuffer
 # running torch does not have are left out, and an arriving tensor of such a type is refused.
 _CODES: Final = {
     # 0 costs no byte on the wire, so the most common type has it.
-    "float32": 0,
-    "float64": 1,
-    "float16": 2,
-    "bfloat16": 3,
-    "int64": 4,
-    "int32": 5,
-    "int16": 6,
-    "int8": 7,
-    "uint8": 8,
-    "uint16": 9,
-    "uint32": 10,
-    "uint64": 11,
-    "bool": 12,
-    "complex64": 13,
-    "complex128": 14,
-    "complex32": 15,
-    "float8_e4m3fn": 16,
-    "float8_e4m3fnuz": 17,
-    "float8_e5m2": 18,
-    "float8_e5m2fnuz": 19,
-    "float8_e8m0fnu": 20,
-    "float4_e2m1fn_x2": 21,
-    "int1": 32,
-    "int2": 33,
-    "int3": 34,
-    "int4": 35,
-    "int5": 36,
-    "int6": 37,
-    "int7": 38,
-    "uint1": 40,
-    "uint2": 41,
-    "uint3": 42,
-    "uint4": 43,
-    "uint5": 44,
-    "uint6": 45,
-    "uint7": 46,
+    "float32": 0, "float64": 1, "float16": 2, "bfloat16": 3, "int64": 4, "int32": 5, "int16": 6, "int8": 7, "uint8": 8,
+    "uint16": 9, "uint32": 10, "uint64": 11, "bool": 12, "complex64": 13, "complex128": 14, "complex32": 15,
+    "float8_e4m3fn": 16, "float8_e4m3fnuz": 17, "float8_e5m2": 18, "float8_e5m2fnuz": 19, "float8_e8m0fnu": 20,
+    "float4_e2m1fn_x2": 21, "int1": 32, "int2": 33, "int3": 34, "int4": 35, "int5": 36, "int6": 37, "int7": 38,
+    "uint1": 40, "uint2": 41, "uint3": 42, "uint4": 43, "uint5": 44, "uint6": 45, "uint7": 46,
+}  # fmt: skip
+
+DTYPES: Final[dict[int, torch.dtype]] = {
+    code: dtype for name, code in _CODES.items() if isinstance(dtype := getattr(torch, name, None), torch.dtype)
 }
-
-
-def _available() -> dict[int, torch.dtype]:
-    found = {}
-    for name, code in _CODES.items():
-        dtype = getattr(torch, name, None)
-        if isinstance(dtype, torch.dtype):
-            found[code] = dtype
-    return found
-
-
-DTYPES: Final[dict[int, torch.dtype]] = _available()
 DTYPE_CODES: Final[dict[torch.dtype, int]] = {dtype: code for code, dtype in DTYPES.items()}
 
 
@@ -282,9 +243,7 @@ def _send_runs(value: value_pb2.Value, runs: list[TensorRun], large: list[LargeB
         _send_span(value, start, size, (memory,), (_View(start, start + size, message, memory),), large)
 
 
-def _with_parts(
-    tensors: Sequence[torch.Tensor],
-) -> tuple[Sequence[torch.Tensor], dict[int, value_pb2.Sparse] | None]:
+def _with_parts(tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], dict[int, value_pb2.Sparse] | None]:
     """The tensors, followed by the indices and values of the sparse ones, and the positions of those, by `id`."""
     if all(tensor.layout is torch.strided for tensor in tensors):
         return tensors, None
