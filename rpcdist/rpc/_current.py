@@ -89,11 +89,15 @@ def use_agent(agent: Agent) -> Iterator[Agent]:
         _place.reset(token)
 
 
-def forget_agent(agent: Agent) -> None:
-    """Removes an agent that has ended."""
-    agent.context.run(_place.get).agent = None
-    if _of_process.agent is agent:
-        _of_process.agent = None
+def end_agent(agent: Agent) -> None:
+    """Closes an agent, removes it from its place, and releases what it has of the process."""
+    try:
+        agent.close()
+    finally:
+        agent.context.run(_place.get).agent = None
+        if _of_process.agent is agent:
+            _of_process.agent = None
+        agent.release()
 
 
 T = TypeVar("T")

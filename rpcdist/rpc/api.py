@@ -29,7 +29,7 @@ from rpcdist.rpc._api.call_functions import (
     rpc_sync,
 )
 from rpcdist.rpc._api.many_workers import AllGatherStates, method_factory, new_method
-from rpcdist.rpc._current import agent_or_none, current_agent, forget_agent, set_current_agent, start_lock
+from rpcdist.rpc._current import agent_or_none, current_agent, end_agent, set_current_agent, start_lock
 from rpcdist.rpc._futures.waiting import collecting as _thread_local_var
 from rpcdist.rpc._inspection.inspector import Inspector
 from rpcdist.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
@@ -247,11 +247,7 @@ def _close(agent: Agent, finished: bool, flush: bool) -> None:
             agent.autograd.flush()
             agent.leaving.send_last_replies(together=finished)
     finally:
-        try:
-            agent.close()
-        finally:
-            forget_agent(agent)
-            agent.release()
+        end_agent(agent)
     if leak is not None:
         raise leak
 

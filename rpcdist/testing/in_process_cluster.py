@@ -22,7 +22,7 @@ from rpcdist import rpc
 from rpcdist.collectives import HashStore
 from rpcdist.errors import ConfigError
 from rpcdist.rpc._agent import Agent
-from rpcdist.rpc._current import forget_agent, use_agent
+from rpcdist.rpc._current import end_agent, use_agent
 from rpcdist.rpc._start import start_agent
 from rpcdist.testing.limits import LIMIT_S
 from rpcdist.testing.memory_network import MemoryNetwork, MemoryNode
@@ -108,7 +108,7 @@ class InProcessCluster:
         agent = self._agent(name)
         del self._agents[name]
         self.network.kill(self._nodes.pop(name))
-        _end(agent)
+        end_agent(agent)
 
     def shutdown(self, *names: str, **arguments: Any) -> None:
         """Calls `rpc.shutdown(**arguments)` on the named workers, by default all, at the same time."""
@@ -127,7 +127,7 @@ class InProcessCluster:
             AssertionError: such a call did not end. Its thread continues, and Python waits for it at exit.
         """
         for agent in list(self._agents.values()):
-            _end(agent)
+            end_agent(agent)
         self._agents.clear()
         _, running = wait(list(self._calls), LIMIT_S)
         self._threads.shutdown(wait=not running)
@@ -167,11 +167,3 @@ class InProcessCluster:
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
         return call
-
-
-def _end(agent: Agent) -> None:
-    try:
-        agent.close()
-    finally:
-        forget_agent(agent)
-        agent.release()

@@ -20,7 +20,7 @@ from values_helpers import encode, round_trip, wire
 from rpcdist._proto import value_pb2
 from rpcdist.errors import SerializationError
 from rpcdist.rpc._values import tensors
-from rpcdist.rpc._values.buffers import INLINE_LIMIT, LargeBuffer, ReceiveBuffer, copy_of
+from rpcdist.rpc._values.buffers import INLINE_LIMIT, ReceiveBuffer, copy_of
 from rpcdist.rpc._values.codec import decode
 from rpcdist.rpc._values.compact import compact_tensors, read_compact_tensors
 from rpcdist.rpc._values.tensors import DTYPES, KEPT_HOLES_BYTES

@@ -10,7 +10,7 @@ from inside_agents import Agent
 
 from rpcdist import rpc
 from rpcdist.collectives import HashStore
-from rpcdist.rpc._current import forget_agent
+from rpcdist.rpc._current import end_agent
 from rpcdist.rpc._start import node_options, start_agent
 from rpcdist.transport import Node
 
@@ -35,9 +35,3 @@ def agents_here(*names: str) -> Iterator[tuple[Agent, ...]]:
         for agent in reversed(started):
             stack.callback(end_agent, agent)
         yield started
-
-
-def end_agent(agent: Agent) -> None:
-    agent.close()
-    forget_agent(agent)
-    agent.release()
