@@ -24,12 +24,15 @@ _START_LIMIT_S = 10
 
 
 @contextlib.contextmanager
-def two_hosts(rate: str | None = None, delay_ms: float = 0.0) -> Iterator[tuple[str, str]]:
+def two_hosts(
+    rate: str | None = None, delay_ms: float = 0.0, congestion_control: str | None = None
+) -> Iterator[tuple[str, str]]:
     """The names of two namespaces, each with one address.
 
     Args:
         rate: of the cable, as `tc` writes it, in each direction; None: as fast as the machine is.
         delay_ms: in each direction. It takes a C compiler and /dev/net/tun, since few kernels have netem.
+        congestion_control: of TCP on both, such as "cubic"; None: the system's.
 
     Raises:
         PairFailed: something is missing for that.
@@ -40,6 +43,9 @@ def two_hosts(rate: str | None = None, delay_ms: float = 0.0) -> Iterator[tuple[
             run("ip", "netns", "add", name)
             stack.callback(subprocess.run, ["ip", "netns", "del", name], capture_output=True, timeout=10)
             run("ip", "-n", name, "link", "set", "lo", "up")
+            if congestion_control is not None:
+                setting = f"net.ipv4.tcp_congestion_control={congestion_control}"
+                run("ip", "netns", "exec", name, "sysctl", "-w", setting)
         if delay_ms:
             stack.enter_context(_long_cable(names, delay_ms))
         else:

@@ -164,6 +164,7 @@ def make_lines(times: dict[str, dict[str, list[Times]]], budgets: list[Budget]) 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[2])
     parser.add_argument("--delay", type=float, default=0.0, help="of the link in each direction, in ms (default: none)")
+    parser.add_argument("--congestion", help="TCP's congestion control, such as cubic (default: the system's)")
     parser.add_argument("--rounds", type=int, default=9, help="rounds (default: 9)")
     parser.add_argument("--effort", type=float, default=1.0, help="how many of each in a round (default: 1.0)")
     parser.add_argument("--only", nargs="*", help="the cases, such as 'echo 1 MiB'")
@@ -177,7 +178,7 @@ def main() -> int:
     about = [*about_machine("rpcdist", "torch"), f"- {arguments.delay:g} ms each way, {arguments.rounds} rounds"]
     print("\n".join(about), flush=True)
     try:
-        with two_hosts(delay_ms=arguments.delay) as hosts, contextlib.ExitStack() as stack:
+        with two_hosts(None, arguments.delay, arguments.congestion) as hosts, contextlib.ExitStack() as stack:
             pairs = [stack.enter_context(open_pair(name, Peer, name, hosts)) for name in libraries]
             lines = make_lines(measure(pairs, cases, arguments.rounds, arguments.effort), budgets)
     except PairFailed as error:

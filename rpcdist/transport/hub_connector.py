@@ -13,7 +13,7 @@ from rpcdist.errors import ConfigError, ConnectFailed, RpcdistError
 from rpcdist.own_shortage import own_shortage
 from rpcdist.time_limits import FIRST_PAUSE_S, LONGEST_PAUSE_S
 from rpcdist.transport._channels.proving import open_proven
-from rpcdist.transport._channels.stream_sockets import connect_tcp, connect_unix
+from rpcdist.transport._channels.stream_sockets import connect_tcp, connect_unix, pace_if_far
 from rpcdist.transport._tls.tls_socket import StreamSocket
 from rpcdist.transport.addresses import join_address, split_address
 from rpcdist.transport.credentials import Credentials
@@ -91,7 +91,9 @@ async def _attempt(credentials: Credentials, address: HubAddress, purpose: str, 
 
 
 def widen(connection: StreamSocket) -> None:
-    """Enlarges the buffers of a Unix socket; TCP grows its own."""
+    """Lets a connection carry large amounts: a Unix socket with larger buffers, TCP paced only to a far peer."""
     if connection.family == socket.AF_UNIX:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
+    else:
+        pace_if_far(connection)

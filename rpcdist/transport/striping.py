@@ -49,7 +49,7 @@ from typing import Any, Final
 from rpcdist.errors import ConfigError, ProtocolViolation, RpcdistError
 from rpcdist.ids import Identity
 from rpcdist.time_limits import CLOSE_STEP_LIMIT_S, SIDE_ATTEMPT_LIMIT_S
-from rpcdist.transport._channels.stream_sockets import break_when_silent
+from rpcdist.transport._channels.stream_sockets import FAR_ROUND_TRIP_S, break_when_silent, pace_if_far
 from rpcdist.transport._framing.incoming import MAX_CONNECTIONS, Delivery, Incoming, StripeCursor, num_stripes, num_used
 from rpcdist.transport._tls.tls_socket import NO_SIGPIPE, TlsSocket
 from rpcdist.transport.io_loop import IoLoop
@@ -263,8 +263,6 @@ _MIN_FAR_BYTES: Final = 256 << 10
 
 _MAX_UNSENT_BYTES: Final = 256 << 10  # that the kernel accepts beyond those that it sends now
 
-_FAR_ROUND_TRIP: Final = 2e-3  # seconds; within a data centre it is shorter
-
 Connections = Sequence[socket.socket | TlsSocket]
 OpenConnections = Callable[[int], Coroutine[Any, Any, Connections]]
 """Opens this number of payload connections; raises `OSError` or `TimeoutError` if that fails."""
@@ -315,7 +313,7 @@ class Striping:
     _num_ended: int = 0
 
     def __post_init__(self, open: OpenConnections | None, round_trip_s: float | None) -> None:
-        self._is_far = is_far = round_trip_s is not None and round_trip_s >= _FAR_ROUND_TRIP
+        self._is_far = is_far = round_trip_s is not None and round_trip_s >= FAR_ROUND_TRIP_S
         self._num_wanted = num_connections(is_far)
         self._min_bytes = _MIN_FAR_BYTES if is_far else MIN_STRIPED_BYTES
         self._open = open if self._num_wanted else None
@@ -423,6 +421,7 @@ class Striping:
                 break_when_silent(connection, self._silence_limit_s)  # [Note: silence]
                 if self._is_far:  # [Note: turns]
                     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _MAX_UNSENT_BYTES)
+                pace_if_far(connection)
                 begun.append(StripeConnection(connection, (index, count), self._incoming, self, self._name, self._io))
         except RuntimeError as exc:  # [Note: unused]
             logger.warning("no payload connections with %s, so one connection carries everything: %s", self._name, exc)

@@ -6,9 +6,11 @@ import asyncio
 import logging
 import os
 import socket
+import struct
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import pytest
 from transport_nodes import (
@@ -27,8 +29,15 @@ from rpcdist._proto import rpc_pb2
 from rpcdist.errors import ConnectFailed
 from rpcdist.testing import eventually
 from rpcdist.transport import Link, Node, connector
-from rpcdist.transport._channels import socket_pipe
-from rpcdist.transport._channels.stream_sockets import accepted_ends, connect_tcp, connected_ends
+from rpcdist.transport._channels import socket_pipe, stream_sockets
+from rpcdist.transport._channels.stream_sockets import (
+    FAR_ROUND_TRIP_S,
+    SHORTEST_AT,
+    accepted_ends,
+    connect_tcp,
+    connected_ends,
+    listen_tcp,
+)
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="there are no abstract sockets")
 
@@ -221,3 +230,78 @@ def test_both_sides_name_the_same_two_ends() -> None:
     for client, server in pairs:
         with client, server:
             assert connected_ends(client) == accepted_ends(server)
+
+
+# ---------------------------------------------------------------- BBR's pacing, which only far peers get
+
+CUBIC, BBR = b"cubic", b"bbr"
+
+
+class FakeConnection:
+    """A TCP connection with a round trip and a congestion control, on a system with a default."""
+
+    family = socket.AF_INET
+
+    def __init__(self, control: bytes, trip_s: float | None) -> None:
+        self.control = control
+        self.trip_s = trip_s
+
+    def getsockopt(self, level: int, option: int, size: int) -> bytes:
+        assert level == socket.IPPROTO_TCP
+        if option == socket.TCP_CONGESTION:
+            return self.control.ljust(size, b"\0")
+        assert option == socket.TCP_INFO and size == SHORTEST_AT + 4
+        if self.trip_s is None:
+            raise OSError("closed")
+        return bytes(SHORTEST_AT) + struct.pack("=I", round(self.trip_s * 1e6))
+
+    def setsockopt(self, level: int, option: int, value: Any) -> None:
+        assert (level, option) == (socket.IPPROTO_TCP, socket.TCP_CONGESTION)
+        self.control = value
+
+    def __enter__(self) -> FakeConnection:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("of_system", "control", "trip_s", "expected"),
+    [
+        (BBR, CUBIC, FAR_ROUND_TRIP_S, BBR),
+        (BBR, CUBIC, FAR_ROUND_TRIP_S / 2, CUBIC),
+        (BBR, CUBIC, None, CUBIC),
+        (CUBIC, CUBIC, FAR_ROUND_TRIP_S, CUBIC),
+        (b"dctcp", b"dctcp", FAR_ROUND_TRIP_S, b"dctcp"),
+    ],
+)
+def test_only_a_far_peer_gets_bbr(
+    monkeypatch: pytest.MonkeyPatch, of_system: bytes, control: bytes, trip_s: float | None, expected: bytes
+) -> None:
+    monkeypatch.setattr(socket, "socket", lambda *form: FakeConnection(of_system, None))
+    connection = FakeConnection(control, trip_s)
+    stream_sockets.pace_if_far(connection)  # type: ignore[arg-type]
+    assert connection.control == expected
+
+
+def control_of(connection: socket.socket) -> bytes:
+    return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0")
+
+
+def test_near_ends_use_the_control_of_the_system_except_bbr() -> None:
+    with socket.socket() as fresh:
+        of_system = control_of(fresh)
+    listener = listen_tcp("127.0.0.1")
+    with listener:
+        client = asyncio.run(connect_tcp("127.0.0.1", listener.getsockname()[1]))
+        server, _ = listener.accept()
+        with client, server:
+            for end in (client, server):
+                stream_sockets.pace_if_far(end)
+                assert control_of(end) == (CUBIC if of_system == BBR and has_cubic() else of_system)
+
+
+def has_cubic() -> bool:
+    """Whether the system has cubic and lets every user choose it."""
+    with open("/proc/sys/net/ipv4/tcp_allowed_congestion_control") as allowed:
+        return CUBIC.decode() in allowed.read().split()

@@ -33,6 +33,7 @@ from rpcdist.inspection import ChannelFacts
 from rpcdist.time_limits import READ_TURN_S
 from rpcdist.transport._channels.channel import FrameReceiver
 from rpcdist.transport._channels.socket_reader import SocketReader, Watch, WatchedSockets
+from rpcdist.transport._channels.stream_sockets import ROUND_TRIP_AT, SHORTEST_AT, pace_if_far, round_trip_s
 from rpcdist.transport._framing.frames import (
     CHUNK_BYTES,
     CHUNK_HEAD_BYTES,
@@ -58,8 +59,6 @@ _SOCKET_BYTES: Final = 1 << 20
 """Size of the send buffer. Its bytes delay every small message behind them, and a larger buffer does not make large
 messages faster."""
 
-_ROUND_TRIP_AT: Final = 68  # tcpi_rtt in struct tcp_info
-_SHORTEST_AT: Final = 148  # tcpi_min_rtt
 _UNSENT_BYTES: Final = 256 << 10
 """The limit for TCP, on bytes that the kernel has not begun to send."""
 
@@ -122,16 +121,14 @@ class SocketChannel:
     def facts(self) -> ChannelFacts:
         """See `ReadChannel`."""
         kind = "local" if self.passes_descriptors else "tcp"
-        round_trip_s = None
-        if kind == "tcp" and not self._closed:
-            round_trip_s = _round_trip_s(self._socket, _ROUND_TRIP_AT)
+        trip_s = round_trip_s(self._socket, ROUND_TRIP_AT) if kind == "tcp" and not self._closed else None
         is_tls = self._tls is not None
-        return ChannelFacts("", "", False, kind, is_tls, self._num_sent, self._num_received, round_trip_s=round_trip_s)
+        return ChannelFacts("", "", False, kind, is_tls, self._num_sent, self._num_received, round_trip_s=trip_s)
 
     @property
     def shortest_round_trip_s(self) -> float | None:
         """The shortest round trip that the kernel has measured; None for a Unix socket, or if it is unknown."""
-        return None if self._closed or self.passes_descriptors else _round_trip_s(self._socket, _SHORTEST_AT)
+        return None if self._closed or self.passes_descriptors else round_trip_s(self._socket, SHORTEST_AT)
 
     @property
     def traffic(self) -> tuple[int, int]:
@@ -516,12 +513,4 @@ def _bound_unsent_bytes(connection: socket.socket | TlsSocket) -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
     else:  # a fixed buffer would also bound the bytes in flight, and so the rate
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
-
-
-def _round_trip_s(connection: Any, at: int) -> float | None:
-    """The round trip in that field of the kernel's `tcp_info` of a connection; None if it is not available."""
-    try:
-        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, at + 4)
-    except OSError:  # the connection is closed
-        return None
-    return float(struct.unpack_from("=I", info, at)[0]) / 1e6 if len(info) == at + 4 else None
+        pace_if_far(connection)

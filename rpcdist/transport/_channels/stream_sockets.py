@@ -7,6 +7,11 @@ and the pid namespace. The client states the ends in its hello, which the proofs
 with its own view. This detects a process that relays the handshake: it has another port, or another process id, which
 the kernel adds to each message (unix_sockets.py). It also detects a network that translates addresses, and a container
 that hides process ids; the channel is then not used.
+
+[Note: pacing] BBR, the congestion control of some systems, sends at the rate that it has measured, by timers. Between
+near peers, the timers and the first low estimates cost half of the rate, and more on a busy machine. So where the
+system uses BBR, a connection begins with cubic, the kernel's own default, and changes to BBR if the peer is far: a
+connection that has used BBR stays paced.
 """
 
 from __future__ import annotations
@@ -16,6 +21,8 @@ import errno
 import logging
 import os
 import socket
+import struct
+from contextlib import suppress
 from typing import Any, Final
 
 from rpcdist.deadline import backoff
@@ -32,6 +39,12 @@ logger = logging.getLogger(__name__)
 
 _BACKLOG: Final = 512
 _NOT_HERE: Final = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # the address is not one of this machine
+
+FAR_ROUND_TRIP_S: Final = 2e-3
+"""A peer with this round trip or a longer one is far; within a data centre it is shorter."""
+
+ROUND_TRIP_AT: Final = 68  # tcpi_rtt in struct tcp_info
+SHORTEST_AT: Final = 148  # tcpi_min_rtt
 
 
 def listen_tcp(host: str, port: int = 0) -> socket.socket:
@@ -70,6 +83,8 @@ def _listen(listener: socket.socket, place: Any) -> socket.socket:
     """
     fork.note_socket(listener)
     with on_error(listener.close):
+        if listener.family != socket.AF_UNIX:
+            _begin_unpaced(listener)  # accepted connections inherit it
         listener.bind(place)
         listener.listen(_BACKLOG)
     listener.setblocking(False)
@@ -189,11 +204,43 @@ def keep_alive(connection: socket.socket | TlsSocket, idle_s: int, interval_s: i
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in ((socket.TCP_KEEPIDLE, idle_s), (socket.TCP_KEEPINTVL, interval_s), (socket.TCP_KEEPCNT, 3)):
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    _begin_unpaced(connection)
 
 
 def break_when_silent(connection: socket.socket | TlsSocket, limit_s: float) -> None:
     """Makes the kernel break a connection whose peer acknowledges no bytes for `limit_s`."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, min(int(1000 * limit_s), 2**31 - 1)))
+
+
+def round_trip_s(connection: StreamSocket, at: int) -> float | None:
+    """The round trip in that field of the kernel's `tcp_info` of a connection; None if it is not available."""
+    try:
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, at + 4)
+    except OSError:  # the connection is closed, or it is a Unix socket
+        return None
+    return float(struct.unpack_from("=I", info, at)[0]) / 1e6 if len(info) == at + 4 else None
+
+
+def pace_if_far(connection: StreamSocket) -> None:
+    """Gives a connection to a far peer the system's congestion control. [Note: pacing]"""
+    trip_s = round_trip_s(connection, SHORTEST_AT)
+    if trip_s is None or trip_s < FAR_ROUND_TRIP_S or _congestion_control(connection) != b"cubic":
+        return
+    with socket.socket(connection.family, socket.SOCK_STREAM) as fresh:
+        of_system = _congestion_control(fresh)
+    if of_system == b"bbr":
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, of_system)
+
+
+def _begin_unpaced(connection: socket.socket) -> None:
+    """Replaces BBR on a socket that is not connected, if the system allows it. [Note: pacing]"""
+    if _congestion_control(connection) == b"bbr":
+        with suppress(OSError):  # the system does not have or allow cubic
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
+
+
+def _congestion_control(connection: StreamSocket) -> bytes:
+    return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0")
 
 
 def connected_ends(connection: socket.socket) -> str:

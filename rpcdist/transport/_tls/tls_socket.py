@@ -97,7 +97,7 @@ class TlsSocket:
         if flag:
             raise ValueError("a TlsSocket never blocks")
 
-    def setsockopt(self, level: int, option: int, value: int) -> None:
+    def setsockopt(self, level: int, option: int, value: int | bytes) -> None:
         self._tls.setsockopt(level, option, value)
 
     def getsockopt(self, level: int, option: int, size: int) -> bytes:
