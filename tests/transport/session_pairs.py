@@ -32,6 +32,7 @@ __all__ = [
     "num_unsent",
     "pretend_awake",
     "turn_of",
+    "wake_writer",
 ]
 
 LIMIT_S = 20.0
@@ -268,6 +269,11 @@ def lose_turn_once(session: Session, meanwhile: Callable[[], object] = lambda: N
     writer: Any = session._writer
     writer._turn = SimpleNamespace(acquire=acquire, release=turn.release, locked=turn.locked)
     return losses
+
+
+def wake_writer(session: Session) -> None:
+    """Makes the writer's task look at the queue, which may be empty."""
+    session._writer._wake_task()
 
 
 def pretend_awake(session: Session, is_awake: bool) -> None:

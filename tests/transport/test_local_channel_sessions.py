@@ -23,6 +23,7 @@ from session_pairs import (
     num_unsent,
     pretend_awake,
     turn_of,
+    wake_writer,
 )
 from transport_nodes import Memory
 
@@ -179,7 +180,7 @@ async def test_the_task_writes_what_a_thread_left_in_the_channel_while_it_went_t
         assert not pair.streams[0].is_free
 
     losses = lose_turn_once(session, put)
-    session.send(rpc_pb2.Message(ack=rpc_pb2.Ack(control_seq=1)))  # not urgent: it wakes the task
+    wake_writer(session)
     assert (await pair.handlers[1].next())[0] == 1 and losses == ["lost"]
 
 
