@@ -101,10 +101,14 @@ def test_what_is_set_and_what_is_refused(caplog: pytest.LogCaptureFixture) -> No
     apply(None)  # another C library has none
 
 
+def has_mallopt() -> bool:
+    return freed_memory._find_mallopt() is not None
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc is Linux's")
 def test_pages_do_not_come_again_in_each_step() -> None:
     """Of 40 MiB that each step allocates and frees; by glibc's own rule most of them do."""
-    if freed_memory._find_mallopt() is None:
+    if not has_mallopt():
         pytest.skip("the C library is not glibc")
     num_pages = ROUNDS * BLOCKS * BLOCK_BYTES // 4096
     assert _num_faults("off") > num_pages // 2
@@ -114,7 +118,7 @@ def test_pages_do_not_come_again_in_each_step() -> None:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc is Linux's")
 def test_a_thread_that_makes_large_tensors_does_not_grow() -> None:
     """Its steps need 24 MiB. Without a stock, or blocks at pages, it takes 0.8 GiB with glibc 2.36."""
-    if freed_memory._find_mallopt() is None or not freed_memory._HUGE_PAGES.exists():
+    if not has_mallopt() or not freed_memory._HUGE_PAGES.exists():
         pytest.skip("the C library is not glibc, or the kernel has no huge pages")
     assert _number_from(TENSORS, "auto") < 300 << 20
 

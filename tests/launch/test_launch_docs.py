@@ -15,25 +15,18 @@ OUTPUTS = [text for _, text in blocks(page("docs/launch.md"), "text")]
 
 
 @pytest.mark.multiproc
-def test_the_cluster_runs(tmp_path: Path) -> None:
-    (tmp_path / "cluster.py").write_text(PROGRAMS[0])
-    [printed] = run([([sys.executable, "cluster.py"], environment())], tmp_path)
-    assert f"$ python cluster.py\n{printed}" == OUTPUTS[0]
-
-
-@FULL_ONLY  # `test_torchrun.py` always runs it, in processes of torchrun
-@pytest.mark.multiproc
-def test_the_launched_program_runs(tmp_path: Path) -> None:
-    (tmp_path / "average.py").write_text(PROGRAMS[1])
-    [printed] = run([([sys.executable, "average.py"], environment())], tmp_path)
-    assert f"$ python average.py\n{printed}" == OUTPUTS[1]
-
-
-@pytest.mark.multiproc
-def test_the_roles_run(tmp_path: Path) -> None:
-    (tmp_path / "roles.py").write_text(PROGRAMS[2])
-    [printed] = run([([sys.executable, "roles.py"], environment())], tmp_path)
-    assert f"$ python roles.py\n{printed}" == OUTPUTS[2]
+@pytest.mark.parametrize(
+    ("number", "name"),
+    [
+        (0, "cluster.py"),
+        pytest.param(1, "average.py", marks=FULL_ONLY),  # `test_torchrun.py` always runs it, in processes of torchrun
+        (2, "roles.py"),
+    ],
+)
+def test_the_programs_print_what_the_page_says(tmp_path: Path, number: int, name: str) -> None:
+    (tmp_path / name).write_text(PROGRAMS[number])
+    [printed] = run([([sys.executable, name], environment())], tmp_path)
+    assert f"$ python {name}\n{printed}" == OUTPUTS[number]
 
 
 @pytest.mark.multiproc

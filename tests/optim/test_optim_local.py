@@ -37,11 +37,15 @@ def make(kind: Callable[..., torch.optim.Optimizer], parameter: torch.Tensor, **
     return LocalOptimizer(threading.Lock(), kind, [{"params": [rpc.RRef(parameter)]}], True, [[0]], (), options)
 
 
+def compute(monkeypatch: pytest.MonkeyPatch, *gradients: torch.Tensor | None) -> None:
+    """Lets every pass compute these gradients."""
+    monkeypatch.setattr(_local_optimizer, "_gradients_of", lambda context_id, parameters: list(gradients))
+
+
 def stepped(
     local: LocalOptimizer, parameter: torch.Tensor, monkeypatch: pytest.MonkeyPatch, hogwild: bool = False
 ) -> None:
-    gradients = [torch.ones_like(parameter)]
-    monkeypatch.setattr(_local_optimizer, "_gradients_of", lambda context_id, parameters: gradients)
+    compute(monkeypatch, torch.ones_like(parameter))
     for _ in range(3):
         assert local.step(1, [{}], hogwild)
 
@@ -68,7 +72,7 @@ def test_adam_is_fused_where_that_is_the_same(
     local = make(kind, ours, lr=0.1, **options)
     implementations: list[object] = []
     local.optim.register_step_pre_hook(lambda optim, *_: implementations.append(optim.param_groups[0]["fused"]))
-    monkeypatch.setattr(_local_optimizer, "_gradients_of", lambda context_id, parameters: [gradient])
+    compute(monkeypatch, gradient)
     reference = kind([theirs], lr=0.1, **options)
     theirs.grad = gradient.clone()
     for _ in range(3):
@@ -166,6 +170,6 @@ def test_gradients_on_gpus_are_kept_for_the_stream_of_the_step(monkeypatch: pyte
     local = make(torch.optim.SGD, parameter, lr=0.1)
     local._parameters = [parameter.as_subclass(OnGpu), torch.ones(3), torch.ones(2, 2)]
     gradients = [torch.ones(3).as_subclass(OnGpu), None, torch.eye(2).to_sparse()]
-    monkeypatch.setattr(_local_optimizer, "_gradients_of", lambda context_id, parameters: gradients)
+    compute(monkeypatch, *gradients)
     local.step(1, [{}], False)
     assert len(kept) == 1 and kept[0] is gradients[0]

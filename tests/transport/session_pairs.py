@@ -246,9 +246,14 @@ def num_unsent(session: Session) -> int:
 # way of the following functions only.
 
 
+def writer_of(session: Session) -> Any:
+    return session._writer
+
+
 def turn_of(session: Session) -> threading.Lock:
     """Its holder writes the queue."""
-    return session._writer._turn
+    turn: threading.Lock = writer_of(session)._turn
+    return turn
 
 
 def lose_turn_once(session: Session, meanwhile: Callable[[], object] = lambda: None) -> list[str]:
@@ -266,16 +271,15 @@ def lose_turn_once(session: Session, meanwhile: Callable[[], object] = lambda: N
         meanwhile()
         return False
 
-    writer: Any = session._writer
-    writer._turn = SimpleNamespace(acquire=acquire, release=turn.release, locked=turn.locked)
+    writer_of(session)._turn = SimpleNamespace(acquire=acquire, release=turn.release, locked=turn.locked)
     return losses
 
 
 def wake_writer(session: Session) -> None:
     """Makes the writer's task look at the queue, which may be empty."""
-    session._writer._wake_task()
+    writer_of(session)._wake_task()
 
 
 def pretend_awake(session: Session, is_awake: bool) -> None:
     """Sets what threads that send know of the writer's task: whether it will look at the queue by itself."""
-    session._writer._awake = is_awake
+    writer_of(session)._awake = is_awake
