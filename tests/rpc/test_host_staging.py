@@ -667,6 +667,18 @@ def test_a_machine_without_a_gpu_has_no_ring(monkeypatch: pytest.MonkeyPatch) ->
     assert pinned_arrivals.pinned_ring.__wrapped__() is None
 
 
+def test_a_forked_process_does_not_use_the_ring_of_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver does not map pinned memory in a child, which would end at the first byte that it receives there."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    pinned_arrivals.pinned_ring()
+    assert pinned_arrivals.pinned_ring.cache_info().currsize == 1
+    child = os.fork()
+    if not child:
+        os._exit(pinned_arrivals.pinned_ring.cache_info().currsize)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    pinned_arrivals.pinned_ring.cache_clear()
+
+
 def test_the_ring_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pinned_arrivals, "STAGED_BYTES", STAGED_BYTES)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -14,6 +14,7 @@ only a part of a GPU's memory; others stay in memory of the host until then.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -340,3 +341,6 @@ def pinned_ring() -> PinnedRing | None:
         limit_bytes = torch.cuda.get_device_properties(device).total_memory // MOST_OF_DEVICE
         streams[str(device)] = CopyStream(device, limit_bytes)
     return PinnedRing(pinned_memory(RING_BYTES), streams)
+
+
+os.register_at_fork(after_in_child=pinned_ring.cache_clear)  # a child of this process has no such memory
