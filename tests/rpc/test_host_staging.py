@@ -825,14 +825,15 @@ def test_a_connection_that_is_lost_in_the_middle(
             rpc.rpc_sync("bob", total, (value,), device_map=MAP)
         eventually(lambda: bob.gpus.ring is not None)
         [session] = bob.connections.sessions()
-        arrived = GpuReceiveBuffer.arrived
+        parts = GpuReceiveBuffer.parts
 
-        def break_off(self: GpuReceiveBuffer, start: int, end: int) -> None:
-            arrived(self, start, end)
-            session.close("the test cuts the cable")
+        def break_off(self: GpuReceiveBuffer, start: int, end: int) -> list[memoryview]:
+            if start >= FAR_PART:
+                session.close("the test cuts the cable")
+            return parts(self, start, end)
 
         with monkeypatch.context() as patched:
-            patched.setattr(GpuReceiveBuffer, "arrived", break_off)
+            patched.setattr(GpuReceiveBuffer, "parts", break_off)
             with pytest.raises(WorkerLost):
                 rpc.rpc_sync("bob", total, (value,), device_map=MAP)
         eventually(far.is_free)
