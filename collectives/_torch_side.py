@@ -72,8 +72,7 @@ class TorchWork(_c10d.Work):  # type: ignore[misc]  # see _c10d
     def source_rank(self) -> int:
         return self._works[0].source_rank()
 
-    def _source_rank(self) -> int:
-        return self.source_rank()
+    _source_rank = source_rank
 
     def boxed(self) -> torch.ScriptObject:
         box: torch.ScriptObject = held(self).boxed()

@@ -43,11 +43,8 @@ class Backend(str):
     backend_list: ClassVar[list[str]] = [UNDEFINED, TCP, GLOO, NCCL, MPI]
     default_device_backend_map: ClassVar[dict[str, str]] = {"cpu": TCP, "cuda": NCCL}
     backend_capability: ClassVar[dict[str, list[str]]] = {
-        TCP: ["cpu", "cuda"],
-        GLOO: ["cpu", "cuda"],
-        NCCL: ["cuda"],
-        MPI: ["cpu", "cuda"],
-    }
+        TCP: ["cpu", "cuda"], GLOO: ["cpu", "cuda"], NCCL: ["cuda"], MPI: ["cpu", "cuda"],
+    }  # fmt: skip
 
     def __new__(cls, name: str) -> Backend:
         if not isinstance(name, str):

@@ -13,6 +13,7 @@ import json
 import logging
 import select
 import socket
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import ClassVar
@@ -32,6 +33,7 @@ from rpcdist.collectives._transports.p2p.messenger import open_messenger
 from rpcdist.collectives._transports.shm.futex import unsupported_here
 from rpcdist.collectives._transports.shm.routes import segment_size
 from rpcdist.collectives._transports.shm.shm_transport import ShmTransport
+from rpcdist.collectives._transports.sockets.pair_connections import PairConnections
 from rpcdist.collectives._transports.sockets.socket_transport import SocketTransport
 from rpcdist.collectives._transports.transport_base import SingleRankTransport, Transport
 from rpcdist.deadline import Deadline
@@ -181,10 +183,8 @@ class TcpBackend(EngineBackend):
             logger.warning(
                 "group %r was closed before %d sends had left this process; they are lost. The first is %s. Wait for "
                 "the Work of each isend, or destroy the group before the program ends, so that sends have more time",
-                self.context.name,
-                len(left),
-                left[0].title,
-            )
+                self.context.name, len(left), left[0].title,
+            )  # fmt: skip
         self._messenger.close()
 
 
@@ -200,7 +200,7 @@ def _make_transport(context: GroupContext, watch: GroupWatch, options: TcpOption
     if largest > 1:
         segment, hosts = share_memory(context, watch, hosts, size_bytes, deadline)
     if len(hosts) == context.size:
-        return SocketTransport(context.rank, context.size, watch.hub, f"{watch.uid}/all", list(watch.addresses))
+        return _over_sockets(context.rank, range(context.size), watch, "all")
     on_host = hosts[index_of_host(hosts, context.rank)]
     local: Transport
     if segment is None:
@@ -214,10 +214,12 @@ def _make_transport(context: GroupContext, watch: GroupWatch, options: TcpOption
 
 def _make_hierarchical(context: GroupContext, watch: GroupWatch, hosts: Hosts, local: Transport) -> Transport:
     leaders = leaders_of(hosts)
-    between = None
-    if context.rank in leaders:
-        addresses = [watch.addresses[rank] for rank in leaders]
-        name = f"{watch.uid}/leaders"
-        between = SocketTransport(leaders.index(context.rank), len(leaders), watch.hub, name, addresses)
-    everyone = SocketTransport(context.rank, context.size, watch.hub, f"{watch.uid}/all", list(watch.addresses))
+    between = _over_sockets(context.rank, leaders, watch, "leaders") if context.rank in leaders else None
+    everyone = _over_sockets(context.rank, range(context.size), watch, "all")
     return HierarchicalTransport(context.rank, hosts, local, between, everyone)
+
+
+def _over_sockets(rank: int, ranks: Sequence[int], watch: GroupWatch, name: str) -> SocketTransport:
+    """Returns the transport between some ranks of the group; `rank` is this process's rank in the group."""
+    addresses = [watch.addresses[each] for each in ranks]
+    return SocketTransport(PairConnections(ranks.index(rank), watch.hub, f"{watch.uid}/{name}", addresses))

@@ -204,8 +204,7 @@ class Work:
         """Returns the sender of a finished receive, as a rank in the group; -1 for other operations."""
         return self._source
 
-    def _source_rank(self) -> int:
-        return self.source_rank()
+    _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """Returns a future of the output tensors. Its callbacks may call further operations, and wait for them."""

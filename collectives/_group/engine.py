@@ -18,7 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -50,28 +50,18 @@ MAX_SHAPES: Final = 8
 """The largest number of shapes in an error."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Job(Control):
     """One operation: its number, deadline and Work, and the control of its transport."""
 
-    __slots__ = ("_engine", "deadline", "fingerprint", "finish", "operation", "record", "sequence", "work")
-
-    def __init__(
-        self,
-        engine: Engine,
-        operation: Operation,
-        sequence: int,
-        deadline: Deadline,
-        finish: Callable[[], None] | None,
-        record: Record,
-        result: list[torch.Tensor] | None,
-    ) -> None:
-        self._engine = engine
-        self.operation = operation
-        self.sequence = sequence
-        self.deadline = deadline
-        self.finish = finish
-        self.record = record
-        self.work = Work(record, result, callbacks=engine.callbacks)
+    _engine: Engine
+    operation: Operation
+    sequence: int
+    deadline: Deadline
+    finish: Callable[[], None] | None
+    record: Record
+    work: Work
+    fingerprint: bytes = b""
 
     @property
     def title(self) -> str:
@@ -99,10 +89,7 @@ class Job(Control):
                 raise self._engine.fail_everywhere(departure).error(self.title)
 
 
-_DTYPE_NAMES: Final[dict[torch.dtype | None, str]] = {
-    None: "",
-    **{dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES},
-}
+_DTYPE_NAMES: Final = {dtype: str(dtype or "").removeprefix("torch.") for dtype in (None, *DTYPES)}
 
 
 def record_of(group: str, sequence: int, operation: Operation) -> Record:
@@ -190,7 +177,8 @@ class Engine(StateKeeper):
             record = record_of(state.group, sequence, operation)
             self._recorder.note(record)  # looked up each time: metrics may have been enabled meanwhile
             deadline = Deadline.after(self._timeout_s if timeout_s is None else timeout_s)
-            job = Job(self, operation, sequence, deadline, finish, record, result)
+            work = Work(record, result, callbacks=self.callbacks)
+            job = Job(self, operation, sequence, deadline, finish, record, work)
             if here:
                 self._busy = True
             else:

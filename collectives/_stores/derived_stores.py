@@ -16,8 +16,6 @@ from rpcdist.collectives._stores.store_operations import ListKeys, StoreOperatio
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ConfigError, DistError, DistNetworkError, DistStoreError
 
-__all__ = ["PrefixStore", "TorchStoreAdapter"]
-
 
 class PrefixStore(Store):
     """Puts `prefix/` before every key, so that users of one store do not interfere with each other.
@@ -36,60 +34,50 @@ class PrefixStore(Store):
     def __init__(self, prefix: str, store: Store) -> None:
         if not isinstance(prefix, str) or not isinstance(store, Store):
             raise TypeError(f"PrefixStore needs a string and a store, not {prefix!r} and {store!r}")
-        self._prefix = prefix
-        self._store = store
-
-    @property
-    def prefix(self) -> str:
-        """The text before all keys."""
-        return self._prefix
-
-    @property
-    def underlying_store(self) -> Store:
-        """The store that holds the keys."""
-        return self._store
+        self.prefix = prefix
+        self.underlying_store = store
 
     @property
     def _underlying_non_prefix_store(self) -> Store:
         """The store below all prefixes, under torch's name."""
-        store = self._store
+        store = self.underlying_store
         return store._underlying_non_prefix_store if isinstance(store, PrefixStore) else store
 
     @property
     def address(self) -> str:
-        return self._store.address
+        return self.underlying_store.address
 
     def full_key(self, key: str) -> str:
-        return self._store.full_key(f"{self._prefix}/{key}")
+        return self.underlying_store.full_key(f"{self.prefix}/{key}")
 
     def clone(self) -> PrefixStore:
         """Returns the same prefix of a clone of the underlying store; close the clone through `underlying_store`."""
-        return PrefixStore(self._prefix, self._store.clone())
+        return PrefixStore(self.prefix, self.underlying_store.clone())
 
     @property
     def timeout(self) -> timedelta:
-        return self._store.timeout
+        return self.underlying_store.timeout
 
     def set_timeout(self, timeout: Timeout) -> None:
         """Sets the limit of waits without a timeout of their own, in seconds or as a `timedelta`."""
-        self._store.set_timeout(timeout)
+        self.underlying_store.set_timeout(timeout)
 
     def note_failure(self, reason: str) -> None:
-        self._store.note_failure(reason)
+        self.underlying_store.note_failure(reason)
 
     @property
     def _timeout_s(self) -> float:  # type: ignore[override]  # the base keeps a number here
-        return self._store._timeout_s
+        return self.underlying_store._timeout_s
 
     def has_extended_api(self) -> bool:
-        return self._store.has_extended_api()
+        return self.underlying_store.has_extended_api()
 
     def __repr__(self) -> str:
-        return f"<PrefixStore {self._prefix!r} of {self._store!r}>"
+        return f"<PrefixStore {self.prefix!r} of {self.underlying_store!r}>"
 
     def execute(self, operation: StoreOperation[object], deadline: Deadline) -> object:
-        prefix = f"{self._prefix}/"
-        result = self._store.execute(operation.under(prefix), deadline)
+        prefix = f"{self.prefix}/"
+        result = self.underlying_store.execute(operation.under(prefix), deadline)
         if isinstance(operation, ListKeys):
             return tuple(key.removeprefix(prefix) for key in cast(tuple[str, ...], result))
         return result

@@ -249,9 +249,6 @@ def _system_errors(path: str) -> Iterator[None]:
         raise DistStoreError(text) from exc
 
 
-__all__ = ["FileStore"]
-
-
 class FileStore(Store):
     """A store in a file. A process that is killed during a write does no harm.
 
@@ -275,13 +272,9 @@ class FileStore(Store):
     ) -> None:
         super().__init__(timeout)
         close_dropped()
-        self._table = FileTable(os.path.abspath(os.fspath(file_name)), world_size)
+        self.path = os.path.abspath(os.fspath(file_name))
+        self._table = FileTable(self.path, world_size)
         self._closer = weakref.finalize(self, _drop, os.getpid(), self._table)
-
-    @property
-    def path(self) -> str:
-        """The file that holds the store."""
-        return self._table.path
 
     @property
     def address(self) -> str:

@@ -46,8 +46,6 @@ from rpcdist.transport.fork import check_not_forked, in_forked_child
 from rpcdist.transport.keys import REFUSED
 from rpcdist.waiters import noticed
 
-__all__ = ["TCPStore"]
-
 logger = logging.getLogger(__name__)
 
 CHECK_RANK_0: Final = "Is rank 0 running there, and do all processes have the same MASTER_ADDR and MASTER_PORT?"
@@ -219,7 +217,7 @@ class TCPStore(Store):
     ) -> None:
         super().__init__(timeout)
         close_dropped()
-        self._host = host_name
+        self.host = host_name
         self._world_size = world_size
         if master_listen_fd is not None:
             text = "master_listen_fd is not supported, as gRPC opens its own socket. Pass port=0 to have a port chosen."
@@ -255,11 +253,6 @@ class TCPStore(Store):
                 raise _timed_out_join(self._timeout_s, came, world_size, self.address)
 
     @property
-    def host(self) -> str:
-        """The address at which the store is served."""
-        return self._host
-
-    @property
     def port(self) -> int:
         """The port at which the store is served."""
         return int(self.address.rpartition(":")[2])
@@ -272,7 +265,7 @@ class TCPStore(Store):
         """Returns another store object on the same connection."""
         twin = TCPStore.__new__(TCPStore)
         Store.__init__(twin, self._timeout_s)
-        twin._host, twin._world_size = self._host, self._world_size
+        twin.host, twin._world_size = self.host, self._world_size
         twin._attach(self._access.share())
         return twin
 

@@ -26,8 +26,6 @@ from rpcdist.rpc import Future, RRef
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.torch_optimizers import is_watched
 
-__all__ = ["DistributedOptimizer"]
-
 Scheduler = TypeVar("Scheduler")
 
 

@@ -12,6 +12,7 @@ from inside_groups import Control
 from socket_hubs import LIMIT_S, hubs
 
 from rpcdist.collectives._operations.operation import Operation
+from rpcdist.collectives._transports.sockets.pair_connections import PairConnections
 from rpcdist.collectives._transports.sockets.socket_transport import SocketTransport
 from rpcdist.deadline import Deadline
 
@@ -144,7 +145,7 @@ def socket_ranks(size: int, unix: bool | None = None, sockets_per_pair: int | No
         addresses = [hub.address for hub in members]
         transports = []
         for rank, hub in enumerate(members):
-            transport = SocketTransport(rank, size, hub, "test group", addresses, unix, sockets_per_pair)
+            transport = SocketTransport(PairConnections(rank, hub, "test group", addresses, unix, sockets_per_pair))
             stack.callback(transport.close)
             transports.append(transport)
         ranks = Ranks(transports)

@@ -182,7 +182,7 @@ CLASSES: dict[str, tuple[type, type, dict[str, str]]] = {
     ),
 }
 
-ON_INSTANCES = {"bound_device_id"}
+ON_INSTANCES = {"bound_device_id", "host", "path", "prefix", "underlying_store"}
 """Attributes that the constructor sets."""
 
 

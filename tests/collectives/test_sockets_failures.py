@@ -16,7 +16,7 @@ from socket_hubs import LIMIT_S, hubs, read_exactly, read_some
 from socket_ranks import FakeControl, Ranks, socket_ranks
 
 from rpcdist.collectives._operations.operation import Kind, Operation, ReduceOp
-from rpcdist.collectives._transports.sockets.pair_connections import HEADER_BYTES, OperationFrame
+from rpcdist.collectives._transports.sockets.pair_connections import HEADER_BYTES, OperationFrame, PairConnections
 from rpcdist.collectives._transports.sockets.socket_transport import SocketTransport
 from rpcdist.errors import GroupAborted
 
@@ -176,7 +176,7 @@ def test_the_end_of_a_peer_is_noticed(group: Ranks, rank: int, count: int) -> No
 
 def test_an_unreachable_peer_is_lost() -> None:
     with hubs(2) as (mine, other):
-        transport = SocketTransport(0, 2, mine, "test group", [mine.address, other.address], unix=False)
+        transport = SocketTransport(PairConnections(0, mine, "test group", [mine.address, other.address], unix=False))
         other.close()
         control = FakeControl(Operation(Kind.BARRIER), 1)
         try:
@@ -196,7 +196,9 @@ def test_an_unreachable_peer_is_lost() -> None:
 def scripted_peer(operation: Operation) -> Iterator[tuple[socket.socket, Callable[[], Exception | None]]]:
     """Rank 1 runs an operation, and rank 0 is a bare socket of the test; the callable waits for rank 1's end."""
     with hubs(2) as (mine, theirs):
-        transport = SocketTransport(1, 2, theirs, "test group", [mine.address, theirs.address], unix=False)
+        transport = SocketTransport(
+            PairConnections(1, theirs, "test group", [mine.address, theirs.address], unix=False)
+        )
         control = FakeControl(operation, 1)
         errors: list[Exception] = []
 
@@ -307,7 +309,7 @@ def test_what_is_no_header_of_this_step_is_a_mismatch_and_touches_nothing(bad: b
 
 def test_connections_that_are_not_wanted_are_closed() -> None:
     with hubs(2) as (mine, theirs):
-        transport = SocketTransport(1, 2, theirs, "test group", [mine.address, theirs.address])
+        transport = SocketTransport(PairConnections(1, theirs, "test group", [mine.address, theirs.address]))
         try:
             for purpose in ("link/x", "link/0", "link/0.1", "link/1.0", "link/7.0"):
                 with mine.connect(theirs.address, f"test group/{purpose}", LIMIT_S) as link:

@@ -23,7 +23,7 @@ from rpcdist.collectives._operations.dense import memory_of
 from rpcdist.collectives._operations.operation import Kind, Operation
 from rpcdist.collectives._transports import transport_base
 from rpcdist.collectives._transports.p2p.messenger import Messenger, open_messenger
-from rpcdist.collectives._transports.sockets.pair_connections import OperationFrame
+from rpcdist.collectives._transports.sockets.pair_connections import OperationFrame, PairConnections
 from rpcdist.collectives._transports.sockets.socket_transport import SocketTransport
 from rpcdist.errors import CollectiveTimeout, GroupAborted, RankLost
 from rpcdist.testing import eventually
@@ -186,7 +186,9 @@ def test_the_rest_of_a_record_is_read_although_no_poll_tells_of_it(
     """Two messages come in one record; the thread that has read the first must not sleep before the second."""
     monkeypatch.setattr(transport_base, "SPIN_LIMIT_S", 0.0)
     with hubs(2) as (mine, theirs), ExitStack() as stack:
-        transport = SocketTransport(1, 2, theirs, "test group", [mine.address, theirs.address], unix=False)
+        transport = SocketTransport(
+            PairConnections(1, theirs, "test group", [mine.address, theirs.address], unix=False)
+        )
         stack.callback(transport.close)
         if not small:
             transport._peer = -1  # the other way to run the same plan

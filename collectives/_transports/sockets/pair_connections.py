@@ -45,10 +45,12 @@ class PairConnections:
     """The sockets of one rank of a group. One thread at a time calls `get`.
 
     Args:
-        name: the group's name, which no other group has.
-        addresses: each rank's hub address, by rank.
-        unix: as in `SocketHub.connect`.
-        sockets_per_pair: how many connections two ranks may have, the same on all ranks; None takes 4 between hosts.
+        hub: the hub of this process, which must stay open until these are closed.
+        name: the same on all ranks; no others that are open have it.
+        addresses: `SocketHub.address` of every rank.
+        unix: True for Unix sockets, False for TCP; None takes Unix sockets between ranks of one host.
+        sockets_per_pair: how many connections two ranks use for large messages, the same on all ranks; None takes 4
+            between hosts and 1 on one host.
     """
 
     def __init__(
@@ -57,14 +59,14 @@ class PairConnections:
         hub: SocketHub,
         name: str,
         addresses: Sequence[str],
-        unix: bool | None,
-        sockets_per_pair: int | None,
+        unix: bool | None = None,
+        sockets_per_pair: int | None = None,
     ) -> None:
-        self._rank = rank
+        self.rank = rank
         self._hub = hub
         self._name = name
         self._prefix = f"{name}/link/"
-        self._addresses = tuple(addresses)
+        self.addresses = tuple(addresses)
         self._unix = unix
         self._num_channels = [sockets_per_pair or _usual_number(addresses[rank], other) for other in addresses]
         self._open: dict[tuple[int, int], StreamSocket] = {}  # by peer and channel
@@ -85,7 +87,7 @@ class PairConnections:
         """Returns a connection with a rank; None if the peer must open it and has not done so yet."""
         connection = self._open.get((peer, channel))
         if connection is None:
-            if self._rank < peer:
+            if self.rank < peer:
                 connection = self._connect(peer, channel, control)
             else:
                 with self._lock:
@@ -93,7 +95,7 @@ class PairConnections:
             if connection is not None:
                 if not self._open and (who := encrypted_by(connection)) is not None:
                     logger.info(
-                        "rank %d of group %r: what its sockets send is encrypted by %s", self._rank, self._name, who
+                        "rank %d of group %r: what its sockets send is encrypted by %s", self.rank, self._name, who
                     )
                 self._open[peer, channel] = connection
         return connection
@@ -102,10 +104,10 @@ class PairConnections:
         return self._open.get((peer, 0))
 
     def _connect(self, peer: int, channel: int, control: Control) -> StreamSocket:
-        purpose = f"{self._prefix}{self._rank}.{channel}"
+        purpose = f"{self._prefix}{self.rank}.{channel}"
         limit_s = min(control.deadline.remaining_s(), GROUP_CONNECT_LIMIT_S)
         try:
-            return self._hub.connect(self._addresses[peer], purpose, limit_s, self._unix, control.check)
+            return self._hub.connect(self.addresses[peer], purpose, limit_s, self._unix, control.check)
         except TransportError as exc:
             if own_shortage(exc) is not None:
                 raise  # this rank failed, not the peer; all ranks are told so
@@ -130,7 +132,7 @@ class PairConnections:
         if match is None:
             return None
         peer, channel = int(match[1]), int(match[2])
-        return (peer, channel) if peer < self._rank and channel < self._num_channels[peer] else None
+        return (peer, channel) if peer < self.rank and channel < self._num_channels[peer] else None
 
     def close(self) -> None:
         with self._lock:

@@ -11,7 +11,7 @@ import os
 import select
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final
 
 import torch
@@ -34,7 +34,6 @@ from rpcdist.collectives._transports.transport_base import (
 )
 from rpcdist.time_limits import CHECK_INTERVAL_S
 from rpcdist.transport._tls.tls_socket import NO_SIGPIPE, StreamSocket, has_buffered
-from rpcdist.transport.sockets import SocketHub
 
 SMALL_BYTES: Final = 4 << 10
 _START: Final = 64 - HEADER_BYTES  # makes the numbers start at a multiple of 64
@@ -62,34 +61,16 @@ _INPUT_SLOT, _RESULT_SLOT, _SECOND_SLOT = 0, 1, 2
 
 
 class SocketTransport(Transport):
-    """Runs a plan for each operation of two or more ranks, which connect when one first needs the connection.
+    """Runs a plan for each operation of two or more ranks, which connect when one first needs the connection."""
 
-    Args:
-        hub: the hub of this process, which must stay open until the transport is closed.
-        group_name: a name that is the same on all ranks, and that no other open transport has.
-        addresses: `SocketHub.address` of every rank.
-        unix: True for Unix sockets, False for TCP; None takes Unix sockets between ranks of one host.
-        sockets_per_pair: how many connections two ranks use for large messages, the same on all ranks; None takes 4
-            between hosts and 1 on one host.
-    """
-
-    def __init__(
-        self,
-        rank: int,
-        size: int,
-        hub: SocketHub,
-        group_name: str,
-        addresses: Sequence[str],
-        unix: bool | None = None,
-        sockets_per_pair: int | None = None,
-    ) -> None:
-        self.rank = rank
-        self.size = size
-        self._connections = PairConnections(rank, hub, group_name, addresses, unix, sockets_per_pair)
+    def __init__(self, connections: PairConnections) -> None:
+        self.rank = connections.rank
+        self.size = len(connections.addresses)
+        self._connections = connections
         self._scratch = Scratch()
         self._pollers = Pollers()
-        self._spin_policy = SpinPolicy(ranks_here(rank, addresses))
-        self._peer = 1 - rank if size == 2 else -1
+        self._spin_policy = SpinPolicy(ranks_here(self.rank, connections.addresses))
+        self._peer = 1 - self.rank if self.size == 2 else -1
         self._messages: dict[tuple[int, torch.dtype, int], _MessageBuffers] = {}
         self._buffers: dict[Kind, Callable[[Operation], list[torch.Tensor]]] = by_kind(self, "_for_")
 

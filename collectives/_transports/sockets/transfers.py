@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import ClassVar, Final
 
 import torch
@@ -96,42 +96,36 @@ class Sending(Transfer):
         return self._sent == total
 
 
+@dataclass(slots=True, eq=False)
 class Reduction:
     """How to reduce a message with a tensor as it arrives.
 
     Args:
         operand: the tensor with which the message is reduced; as long as `target`, and perhaps the same.
         staging: the tensor in which the message arrives; as long as `target`, or as one slice.
-        size: the bytes of a slice, see `slice_bytes`.
+        memory: the bytes of `staging`.
+        slice_bytes: the size of a slice, see the function `slice_bytes`.
         deferred: whether to reduce in `complete`; then `staging` is as long as `target`.
         finish: finishes the reduced numbers, such as by dividing them; may be None.
     """
 
-    __slots__ = ("_combine", "_finish", "_received_first", "_slices", "deferred", "memory", "slice_bytes")
+    _combine: Combine
+    target: InitVar[torch.Tensor]
+    operand: InitVar[torch.Tensor]
+    staging: InitVar[torch.Tensor]
+    memory: memoryview
+    _received_first: bool
+    slice_bytes: int
+    deferred: bool
+    _finish: Callable[[torch.Tensor], object] | None
+    _slices: list[tuple[torch.Tensor, ...]] = field(init=False)
 
-    def __init__(
-        self,
-        combine: Combine,
-        target: torch.Tensor,
-        operand: torch.Tensor,
-        staging: torch.Tensor,
-        staging_memory: memoryview,
-        received_first: bool,
-        size: int,
-        deferred: bool,
-        finish: Callable[[torch.Tensor], object] | None,
-    ) -> None:
-        self.slice_bytes = size
-        length = size // target.element_size()
+    def __post_init__(self, target: torch.Tensor, operand: torch.Tensor, staging: torch.Tensor) -> None:
+        length = self.slice_bytes // target.element_size()
         targets, received = target.split(length), staging.split(length)
         if len(received) < len(targets):  # all slices arrive in the same place
             received = (*received * (len(targets) - 1), staging[: targets[-1].numel()])
-        self._combine = combine
         self._slices = list(zip(targets, operand.split(length), received, strict=True))
-        self._received_first = received_first
-        self.memory = staging_memory
-        self.deferred = deferred
-        self._finish = finish
 
     def reduce_all(self) -> None:
         for index in range(len(self._slices)):

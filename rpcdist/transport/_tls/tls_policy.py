@@ -84,7 +84,7 @@ trusted networks; "always" encrypts raw TCP connections everywhere, too; "off" e
 loopback and trusted networks."""
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class TlsPolicy:
     """Decides which connections are encrypted.
 
@@ -97,9 +97,6 @@ class TlsPolicy:
     mode: TlsMode = "auto"
     trusted_networks: tuple[Network, ...] = ()
     files: TlsOptions | None = None
-
-    def __repr__(self) -> str:
-        return f"<TlsPolicy {self.mode} [trusted: {', '.join(map(str, self.trusted_networks)) or 'loopback'}]>"
 
     @classmethod
     def of_environment(cls, tls: bool | TlsOptions | None = None) -> TlsPolicy:
