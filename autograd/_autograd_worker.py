@@ -16,22 +16,13 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from rpcdist._proto import autograd_pb2, rpc_pb2
+from rpcdist.autograd import _pass_message as pass_message
 from rpcdist.autograd._backward_pass import BackwardPass, PassOptions, PassPart
 from rpcdist.autograd._context import MAX_PUT_OFF, Context, ContextTable, Releases, make_id, worker_of
 from rpcdist.autograd._direct_part import DirectPart, find_sources
 from rpcdist.autograd._general_part import GeneralPart
 from rpcdist.autograd._graph_analysis import analyse
 from rpcdist.autograd._message_nodes import new_edge
-from rpcdist.autograd._pass_message import (
-    PassMessage,
-    UnknownMessages,
-    begins,
-    brings_work,
-    decode_error,
-    encode_error,
-    read_message,
-    read_work,
-)
 from rpcdist.autograd._step_part import Outcome, StepPart, do_work
 from rpcdist.deadline import Deadline
 from rpcdist.errors import AutogradError, CallRefused, Overloaded, ProtocolViolation, RpcdistError
@@ -303,9 +294,9 @@ class AutogradWorker:
         jobs: list[PoolJob],
     ) -> None:
         context = self.contexts.look_up(part.context)
-        if brings_work(part):
+        if pass_message.brings_work(part):
             if via is not None:
-                work, weight = read_work(part), CALL_BYTES + len(part.body)
+                work, weight = pass_message.read_work(part), CALL_BYTES + len(part.body)
                 if (refusal := via.account.add(weight, "came with the step of an optimizer")) is not None:
                     self._refuse(sender.id, part.context, part.backward, Overloaded(refusal))
                     return
@@ -318,8 +309,8 @@ class AutogradWorker:
             if context is None:
                 return
         try:
-            message = read_message(part, buffers, sender.id, context.sends)
-        except UnknownMessages as exc:
+            message = pass_message.read_message(part, buffers, sender.id, context.sends)
+        except pass_message.UnknownMessages as exc:
             self._refuse(sender.id, part.context, part.backward, exc)
             return
         current = self._passes.get(part.backward)
@@ -334,7 +325,7 @@ class AutogradWorker:
         self, sender: Identity, part: CompactPass, buffers: Sequence[ReceiveBuffer]
     ) -> Context | None:
         """The context of a message from a worker that is not known to take part; None if it does not join now."""
-        if not begins(part, buffers):
+        if not pass_message.begins(part, buffers):
             return None
         try:
             context = self.admit(part.context, sender)
@@ -364,7 +355,7 @@ class AutogradWorker:
         if error is not None:
             self._refuse(sender, context.id, backward, error)
         elif backward in context.ended_passes:
-            answer = PassMessage()
+            answer = pass_message.PassMessage()
             answer.begins = True
             self.agent.router.send_if_alive(sender, answer.encode(context.id, backward)[0])
 
@@ -391,7 +382,7 @@ class AutogradWorker:
         is_ours = worker_of(message.backward) == self.id & 0xFFFF
         if context is None or not (is_ours or context.takes_part(sender.id)):
             return
-        error = decode_error(message.aborted)
+        error = pass_message.decode_error(message.aborted)
         with self._finding:
             current = self._passes.get(message.backward)
             if current is None or current.context is not context:
@@ -401,7 +392,7 @@ class AutogradWorker:
 
     def _refuse(self, sender: int, context: int, backward: int, error: BaseException) -> None:
         answer = autograd_pb2.AutogradMessage(context=context, backward=backward)
-        encode_error(error, self.id, self.agent.identity.name, answer.aborted)
+        pass_message.encode_error(error, self.id, self.agent.identity.name, answer.aborted)
         self.agent.router.send_if_alive(sender, rpc_pb2.Message(autograd=answer))
 
 

@@ -6,16 +6,9 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Final
 
+from rpcdist.collectives._group import creation
 from rpcdist.collectives._group.backend_contract import GroupBackend, GroupContext
 from rpcdist.collectives._group.bootstrap import agree
-from rpcdist.collectives._group.creation import (
-    GroupSettings,
-    MakeBackend,
-    check_split,
-    make_group,
-    open_group,
-    split_off,
-)
 from rpcdist.collectives._group.world import World, current_world, group_or_default
 from rpcdist.collectives._operations.operation import whole_number
 from rpcdist.collectives._stores.derived_stores import PrefixStore
@@ -63,14 +56,14 @@ def split_group(
     own_part: Sequence[int] = ()
     for ranks in split_ranks:
         part = [whole_number(rank, "rank") for rank in ranks]
-        check_split(part, parent)
+        creation.check_split(part, parent)
         if parent.rank() in part:
             own_part = own_part or part
     if not own_part:
         if nccl is not None:
             nccl.split(None)
         return None
-    return split_off(
+    return creation.split_off(
         parent, own_part, timeout=timeout, options=pg_options, description=group_desc, backend=backend, make=make
     )
 
@@ -83,7 +76,7 @@ def _nccl_backend(parent: ProcessGroup, wanted: str) -> NcclBackend | None:
     return next((backend for backend in backends if isinstance(backend, NcclBackend)), None)
 
 
-def _by_splitting(nccl: NcclBackend) -> MakeBackend:
+def _by_splitting(nccl: NcclBackend) -> creation.MakeBackend:
     def make(name: Backend | str, context: GroupContext) -> GroupBackend:
         made = nccl.split(context) if name == Backend.NCCL else make_backend(name, context)
         assert made is not None, "a split with a context makes a backend"
@@ -130,16 +123,18 @@ def shrink_group(
     members = _remaining([whole_number(rank, "rank") for rank in ranks_to_exclude], old)
     if shrink_flags == SHRINK_ABORT:
         old.abort()
-    settings, world = GroupSettings.like(old, pg_options), current_world()
+    settings, world = creation.GroupSettings.like(old, pg_options), current_world()
     if old is world.default:
         return _shrink_world(world, old, members, settings)
     world.groups.pop(old.group_name, None)
     old.shutdown()
     name = f"{old.group_name}-without-{'-'.join(map(str, ranks_to_exclude))}"
-    return make_group(world, name, members, settings)
+    return creation.make_group(world, name, members, settings)
 
 
-def _shrink_world(world: World, old: ProcessGroup, members: tuple[int, ...], settings: GroupSettings) -> ProcessGroup:
+def _shrink_world(
+    world: World, old: ProcessGroup, members: tuple[int, ...], settings: creation.GroupSettings
+) -> ProcessGroup:
     """Renumbers the ranks from 0, since in the default group the rank in the group is the rank in the world."""
     assert world.store is not None
     store: Store = PrefixStore(f"of/{'-'.join(map(str, members))}", world.store)
@@ -148,7 +143,7 @@ def _shrink_world(world: World, old: ProcessGroup, members: tuple[int, ...], set
     rank, ranks = members.index(old.rank()), tuple(range(len(members)))
     described = f"the default group, shrunk to ranks {list(members)}"
     store = agree(store, rank, ranks, described, old.timeout_s, described, fresh=True)
-    shrunk = open_group(old.group_name, rank, ranks, PrefixStore("group/0", store), settings)
+    shrunk = creation.open_group(old.group_name, rank, ranks, PrefixStore("group/0", store), settings)
     world.begin(shrunk, store)
     return shrunk
 

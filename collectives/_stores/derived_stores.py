@@ -16,6 +16,8 @@ from rpcdist.collectives._stores.store_operations import ListKeys, StoreOperatio
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ConfigError, DistError, DistNetworkError, DistStoreError
 
+__all__ = ["PrefixStore", "TorchStoreAdapter"]
+
 
 class PrefixStore(Store):
     """Puts `prefix/` before every key, so that users of one store do not interfere with each other.

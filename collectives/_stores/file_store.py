@@ -249,6 +249,9 @@ def _system_errors(path: str) -> Iterator[None]:
         raise DistStoreError(text) from exc
 
 
+__all__ = ["FileStore"]
+
+
 class FileStore(Store):
     """A store in a file. A process that is killed during a write does no harm.
 

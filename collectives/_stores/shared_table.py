@@ -26,6 +26,8 @@ from rpcdist.deadline import Deadline
 from rpcdist.errors import DistStoreError, refuse_pickling
 from rpcdist.time_limits import PARKED_LIMIT_S
 
+__all__ = ["HashStore"]
+
 _ADDING: Final = frozenset({Code.SET, Code.APPEND, Code.PUSH})
 
 

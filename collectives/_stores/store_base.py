@@ -12,25 +12,8 @@ from operator import index
 from typing import Final, Self, TypeVar, cast
 
 from rpcdist.at_exit import register_at_exit
+from rpcdist.collectives._stores import store_operations as operations
 from rpcdist.collectives._stores.store_methods import carry_out
-from rpcdist.collectives._stores.store_operations import (
-    LARGEST_BYTES,
-    Add,
-    Append,
-    Check,
-    CompareSet,
-    DeleteKey,
-    Get,
-    ListKeys,
-    Missing,
-    NumKeys,
-    QueueLen,
-    QueuePop,
-    QueuePush,
-    Set,
-    StoreOperation,
-    Wait,
-)
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ConfigError, DistStoreError, QueueEmptyError, StoreTimeout, listed
 from rpcdist.time_limits import STORE_TIMEOUT_S
@@ -66,7 +49,7 @@ class Store:
 
     # ------------------------------------------------------------ to implement
 
-    def execute(self, operation: StoreOperation[object], deadline: Deadline) -> object:
+    def execute(self, operation: operations.StoreOperation[object], deadline: Deadline) -> object:
         """Runs one operation. Several threads may call it at the same time.
 
         Args:
@@ -95,11 +78,11 @@ class Store:
 
     def set(self, key: str, value: Value) -> None:
         """Sets `key`, whether it exists or not."""
-        self._run(Set((_text(key),), (_data(value),)))
+        self._run(operations.Set((_text(key),), (_data(value),)))
 
     def get(self, key: str) -> bytes:
         """Waits for `key`, up to `timeout`, and returns its value."""
-        return self._run(Get((_text(key),)), self._timeout_s)[0]
+        return self._run(operations.Get((_text(key),)), self._timeout_s)[0]
 
     def add(self, key: str, amount: int) -> int:
         """Adds to a counter and returns the sum; a new counter starts at 0, and `get` returns it as decimal text.
@@ -109,11 +92,11 @@ class Store:
         """
         if not hasattr(amount, "__index__") or (number := index(amount)) not in _INT64:
             raise TypeError(f"add() takes a whole number of 64 bits, not {amount!r}")
-        return self._run(Add(_text(key), number))
+        return self._run(operations.Add(_text(key), number))
 
     def append(self, key: str, value: Value) -> None:
         """Appends to the value of `key`; a missing value counts as empty."""
-        self._run(Append(_text(key), _data(value)))
+        self._run(operations.Append(_text(key), _data(value)))
 
     def compare_set(self, key: str, expected_value: Value, desired_value: Value) -> bytes:
         """Sets `key` if its value is `expected_value`, or if it is missing and `expected_value` is empty.
@@ -121,47 +104,47 @@ class Store:
         Returns:
             The value after that; `expected_value` if the key is missing and was not set.
         """
-        return self._run(CompareSet(_text(key), _data(expected_value), _data(desired_value)))
+        return self._run(operations.CompareSet(_text(key), _data(expected_value), _data(desired_value)))
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all keys (or queues of these names) exist; does not wait."""
-        return self._run(Check(_texts(keys)))
+        return self._run(operations.Check(_texts(keys)))
 
     def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
         """Waits until all keys (or queues of these names) exist."""
         names = _texts(keys)
         if names:
-            self._run(Wait(names), self._timeout_s if timeout is None else seconds(timeout))
+            self._run(operations.Wait(names), self._timeout_s if timeout is None else seconds(timeout))
 
     def delete_key(self, key: str) -> bool:
         """Removes a key; returns whether it existed. Queues stay."""
-        return self._run(DeleteKey(_text(key)))
+        return self._run(operations.DeleteKey(_text(key)))
 
     def num_keys(self) -> int:
         """Returns the number of keys in the whole table, with those of other prefixes, without queues."""
-        return self._run(NumKeys())
+        return self._run(operations.NumKeys())
 
     def list_keys(self) -> list[str]:
         """Returns all keys (of this prefix, without the prefix), in no particular order."""
-        return list(self._run(ListKeys()))
+        return list(self._run(operations.ListKeys()))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """Waits for all keys, up to `timeout`, and returns their values; those of our stores are of one instant."""
         names = _texts(keys)
-        return list(self._run(Get(names), self._timeout_s)) if names else []
+        return list(self._run(operations.Get(names), self._timeout_s)) if names else []
 
     def multi_set(self, keys: Sequence[str], values: Sequence[Value]) -> None:
         """Sets several keys; in our stores, at one instant."""
         if len(keys) != len(values):
             raise DistStoreError(f"multi_set() got {len(keys)} keys and {len(values)} values; give one value for each")
         if keys:
-            self._run(Set(_texts(keys), tuple(map(_data, values))))
+            self._run(operations.Set(_texts(keys), tuple(map(_data, values))))
 
     # ------------------------------------------------------------ queues
 
     def queue_push(self, key: str, value: Value) -> None:
         """Puts a value at the end of a queue."""
-        self._run(QueuePush(_text(key), _data(value)))
+        self._run(operations.QueuePush(_text(key), _data(value)))
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
         """Takes the first value of a queue; each value goes to one caller.
@@ -171,8 +154,8 @@ class Store:
             StoreTimeout: no value came within `timeout`.
         """
         name, timeout_s = _text(key), self._timeout_s if block else 0.0
-        value = self._execute(QueuePop(name), timeout_s)
-        if not isinstance(value, Missing):
+        value = self._execute(operations.QueuePop(name), timeout_s)
+        if not isinstance(value, operations.Missing):
             return cast("bytes", value)
         if block:
             raise timed_out("queue_pop", timeout_s, [name], self.address)
@@ -180,23 +163,23 @@ class Store:
 
     def queue_len(self, key: str) -> int:
         """Returns the number of values in a queue."""
-        return self._run(QueueLen(_text(key)))
+        return self._run(operations.QueueLen(_text(key)))
 
     # ------------------------------------------------------------ the rest
 
-    def _execute(self, operation: StoreOperation[object], timeout_s: float) -> object:
+    def _execute(self, operation: operations.StoreOperation[object], timeout_s: float) -> object:
         """Refuses operations that are too large, for every kind of store: other processes could not read the value."""
-        size_bytes = operation.size_bytes
-        if size_bytes > LARGEST_BYTES:
+        size_bytes, most = operation.size_bytes, operations.LARGEST_BYTES
+        if size_bytes > most:
             raise DistStoreError(
-                f"{operation.method}() has {size_bytes} bytes of keys and values, but a store takes at most "
-                f"{LARGEST_BYTES} bytes ({LARGEST_BYTES >> 20} MiB) in one operation. Use several keys, or a file."
+                f"{operation.method}() has {size_bytes} bytes of keys and values, but a store takes at most {most} "
+                f"bytes ({most >> 20} MiB) in one operation. Use several keys, or a file."
             )
         return self.execute(operation, Deadline.after(timeout_s))
 
-    def _run(self, operation: StoreOperation[R], timeout_s: float = 0.0) -> R:
+    def _run(self, operation: operations.StoreOperation[R], timeout_s: float = 0.0) -> R:
         result = self._execute(operation, timeout_s)
-        if isinstance(result, Missing):
+        if isinstance(result, operations.Missing):
             raise timed_out("wait", timeout_s, result.keys, self.address)
         return cast("R", result)
 

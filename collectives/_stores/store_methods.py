@@ -12,17 +12,7 @@ from typing import Any
 
 import torch.distributed as torch_distributed
 
-from rpcdist.collectives._stores.store_operations import (
-    Check,
-    CompareSet,
-    Get,
-    ListKeys,
-    Missing,
-    QueuePop,
-    Set,
-    StoreOperation,
-    Wait,
-)
+from rpcdist.collectives._stores import store_operations as operations
 from rpcdist.deadline import Deadline, backoff
 from rpcdist.errors import DistStoreError
 from rpcdist.time_limits import LONGEST_PAUSE_S, POLL_S, STORE_GRACE_S
@@ -31,38 +21,38 @@ Offers = Callable[[str], bool]
 """Whether the store has a method of this name."""
 
 
-def carry_out(store: Any, operation: StoreOperation[object], deadline: Deadline, offers: Offers) -> object:
+def carry_out(store: Any, operation: operations.StoreOperation[object], deadline: Deadline, offers: Offers) -> object:
     """Like `Store.execute`; a wait polls, with random pauses that grow."""
     pauses = backoff(POLL_S, LONGEST_PAUSE_S, deadline)
-    while isinstance(result := _at_once(store, operation, offers), Missing) and not deadline.expired():
+    while isinstance(result := _at_once(store, operation, offers), operations.Missing) and not deadline.expired():
         time.sleep(next(pauses))
     return result
 
 
-def _at_once(store: Any, operation: StoreOperation[object], offers: Offers) -> object:
+def _at_once(store: Any, operation: operations.StoreOperation[object], offers: Offers) -> object:
     """Runs an operation without waiting; returns `Missing` if it would have to wait."""
     match operation:
-        case Set(keys, values) if len(keys) > 1 and offers("multi_set") and store.has_extended_api():
+        case operations.Set(keys, values) if len(keys) > 1 and offers("multi_set") and store.has_extended_api():
             return store.multi_set(list(keys), list(values))
-        case Set(keys, values):
+        case operations.Set(keys, values):
             for key, value in zip(keys, values, strict=True):
                 _method(store, "set", offers)(key, value)
             return None
-        case Get(keys):
+        case operations.Get(keys):
             return _get(store, keys, offers)
-        case Wait(keys):
-            return None if _check(store, keys, offers) else Missing(_missing(store, keys, offers))
-        case Check(keys):
+        case operations.Wait(keys):
+            return None if _check(store, keys, offers) else operations.Missing(_missing(store, keys, offers))
+        case operations.Check(keys):
             return _check(store, keys, offers)
-        case CompareSet(key, b"", desired) if not offers("compare_set"):
+        case operations.CompareSet(key, b"", desired) if not offers("compare_set"):
             return _set_once(store, key, desired, offers)
-        case ListKeys(prefix):
+        case operations.ListKeys(prefix):
             return tuple(key for key in _method(store, "list_keys", offers)() if key.startswith(prefix))
-        case QueuePop(key):
+        case operations.QueuePop(key):
             try:
                 return bytes(_method(store, "queue_pop", offers)(key, False))
             except torch_distributed.QueueEmptyError:
-                return Missing((key,))
+                return operations.Missing((key,))
         case _:  # other operations have the names and arguments of torch's methods
             return _method(store, operation.method, offers)(*operation.arguments)
 
@@ -78,9 +68,9 @@ def _get(store: Any, keys: Sequence[str], offers: Offers) -> object:
     if not offers("check"):
         values = [_value(store, key, offers) for key in keys]
         missing = tuple(key for key, value in zip(keys, values, strict=True) if value is None)
-        return Missing(missing) if missing else tuple(values)
+        return operations.Missing(missing) if missing else tuple(values)
     if not store.check(list(keys)):
-        return Missing(_missing(store, keys, offers))
+        return operations.Missing(_missing(store, keys, offers))
     if len(keys) > 1 and offers("multi_get") and store.has_extended_api():
         return tuple(map(bytes, store.multi_get(list(keys))))
     return tuple(_bytes(_method(store, "get", offers)(key)) for key in keys)
@@ -130,4 +120,4 @@ def _set_once(store: Any, key: str, desired: bytes, offers: Offers) -> bytes:
 
 def _value_if_there(store: Any, key: str, offers: Offers) -> bytes | None:
     found = _get(store, [key], offers)
-    return None if isinstance(found, Missing) else bytes(found[0])  # type: ignore[index]
+    return None if isinstance(found, operations.Missing) else bytes(found[0])  # type: ignore[index]

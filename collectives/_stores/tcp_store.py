@@ -46,6 +46,8 @@ from rpcdist.transport.fork import check_not_forked, in_forked_child
 from rpcdist.transport.keys import REFUSED
 from rpcdist.waiters import noticed
 
+__all__ = ["TCPStore"]
+
 logger = logging.getLogger(__name__)
 
 CHECK_RANK_0: Final = "Is rank 0 running there, and do all processes have the same MASTER_ADDR and MASTER_PORT?"

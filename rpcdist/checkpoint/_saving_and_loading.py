@@ -20,16 +20,9 @@ from torch.distributed.checkpoint.stateful import Stateful
 import rpcdist.rpc as rpc
 from rpcdist import collectives
 from rpcdist.checkpoint import _folders
+from rpcdist.checkpoint import _storage as storage
 from rpcdist.checkpoint._entries import Entries, entries_of
 from rpcdist.checkpoint._folders import checkpoint_path
-from rpcdist.checkpoint._storage import (
-    CheckpointPart,
-    StoredEntries,
-    WrittenFiles,
-    algorithm_of,
-    end_with_index,
-    plan_together,
-)
 from rpcdist.collectives import ProcessGroup
 from rpcdist.errors import CheckpointError, ConfigError
 from rpcdist.own_shortage import names_shortage
@@ -70,20 +63,20 @@ def save(
         CheckpointError: another rank failed, the disk is full, or this process does not see other workers' files.
         WorkerLost: an owner died. RankLost: a rank died.
     """
-    target, algorithm = _folders.checkpoint_path(path), algorithm_of(digest)
+    target, algorithm = _folders.checkpoint_path(path), storage.algorithm_of(digest)
     ranks = Ranks(group)
     with ExitStack() as held:
         folder = Path(ranks.first("making the folder", lambda: str(held.enter_context(_folders.new_folder(target)))))
         parts = _Parts(str(folder), timeout, algorithm)
         plans = ranks.all("planning", lambda: parts.plan(state))
         flat = [plan for of_rank in plans for plan in of_rank]
-        together = ranks.first("planning", lambda: plan_together(str(folder), flat))
+        together = ranks.first("planning", lambda: storage.plan_together(str(folder), flat))
         own = sum(len(of_rank) for of_rank in plans[: ranks.rank])
         results = ranks.all("writing", lambda: parts.write(together[0][own : own + len(plans[ranks.rank])]))
         written = [of_part for of_rank in results for of_part in of_rank]
 
         def end() -> None:
-            end_with_index(str(folder), together[1], written, algorithm)
+            storage.end_with_index(str(folder), together[1], written, algorithm)
             with _folders.writing(folder):
                 _folders.publish(folder, target)
 
@@ -101,8 +94,8 @@ class _Parts:
         self._algorithm = algorithm
         self._folder = folder
         self._timeout = timeout
-        self._own: CheckpointPart | None = None
-        self._others: list[rpc.RRef[CheckpointPart]] = []
+        self._own: storage.CheckpointPart | None = None
+        self._others: list[rpc.RRef[storage.CheckpointPart]] = []
 
     def plan(self, state: Mapping[str, object]) -> list[SavePlan]:
         here, there = by_owner(state)
@@ -112,14 +105,14 @@ class _Parts:
             if twice := entries.keys() & found.keys():
                 raise ConfigError(f"two values of the state have the entry {min(twice)!r}: rename one")
             entries |= found
-        self._own = CheckpointPart(self._folder, entries, self._algorithm)
+        self._own = storage.CheckpointPart(self._folder, entries, self._algorithm)
         self._others = [
             rpc.remote(owner, new_part, (self._folder, references, self._algorithm), timeout=self._timeout)
             for owner, references in there.items()
         ]
         return [self._own.plan(), *rpc.wait_all([each.rpc_async(self._timeout).plan() for each in self._others])]
 
-    def write(self, plans: list[SavePlan]) -> list[WrittenFiles]:
+    def write(self, plans: list[SavePlan]) -> list[storage.WrittenFiles]:
         assert self._own is not None  # plan() was called before
         calls = [each.rpc_async(self._timeout).write(plan) for each, plan in zip(self._others, plans[1:], strict=True)]
         return [self._own.write(plans[0]), *rpc.wait_all(calls)]
@@ -153,7 +146,7 @@ def load(
     def read() -> None:
         here, there = by_owner(state)
         calls = [rpc.rpc_async(owner, load_at_owner, (folder, each), timeout=timeout) for owner, each in there.items()]
-        stored = StoredEntries(folder)
+        stored = storage.StoredEntries(folder)
         for key, value in here.items():
             state[key] = stored.restore(key, value)
         rpc.wait_all(calls)
@@ -187,12 +180,12 @@ def by_owner(state: Mapping[str, object]) -> tuple[dict[str, object], dict[str, 
     return here, there
 
 
-def new_part(folder: str, references: References, algorithm: str) -> CheckpointPart:
+def new_part(folder: str, references: References, algorithm: str) -> storage.CheckpointPart:
     """Runs at the owner: the part that it will write."""
     entries: Entries = {}
     for key, reference in references.items():
         entries |= entries_of(key, reference.local_value())
-    return CheckpointPart(folder, entries, algorithm)
+    return storage.CheckpointPart(folder, entries, algorithm)
 
 
 def load_at_owner(folder: str, references: References) -> None:
@@ -201,7 +194,7 @@ def load_at_owner(folder: str, references: References) -> None:
     Raises:
         ConfigError: a value cannot be changed in place.
     """
-    stored = StoredEntries(folder)
+    stored = storage.StoredEntries(folder)
     for key, reference in references.items():
         value = reference.local_value()
         if not isinstance(value, (Tensor, nn.Module, Stateful)):

@@ -12,14 +12,7 @@ from typing import TYPE_CHECKING, Final, Literal
 from rpcdist._proto import handshake_pb2 as pb
 from rpcdist.errors import AuthenticationFailed, ConfigError, ProtocolViolation
 from rpcdist.ids import Identity
-from rpcdist.transport.identities import (
-    MAX_NAME_LENGTH,
-    MAX_REASON_LENGTH,
-    identity_fields,
-    identity_from_proto,
-    is_name,
-    printable,
-)
+from rpcdist.transport import identities
 from rpcdist.transport.keys import SessionKeys, framed, mac
 
 if TYPE_CHECKING:
@@ -52,8 +45,10 @@ class HandshakeSide:
         job = credentials.job
         if not credentials.token:
             raise ConfigError("the job token is empty; set RPCDIST_TOKEN (see docs/security.md)")
-        if job and not is_name(job):
-            raise ConfigError(f"a job name has up to {MAX_NAME_LENGTH} printable characters, but it is {job[:200]!r}")
+        if job and not identities.is_name(job):
+            raise ConfigError(
+                f"a job name has up to {identities.MAX_NAME_LENGTH} printable characters, but it is {job[:200]!r}"
+            )
         self._credentials = credentials
         self._identity = credentials.identity  # those may get another one meanwhile
         self._certificates = credentials.prover()
@@ -126,7 +121,7 @@ class HandshakeSide:
 
     def _identity_of(self, message: pb.Hello | pb.Challenge) -> Identity:
         try:
-            return identity_from_proto(message.identity)
+            return identities.identity_from_proto(message.identity)
         except ProtocolViolation as exc:
             raise self._violation(str(exc)) from None
 
@@ -135,7 +130,7 @@ class HandshakeSide:
         texts = (hello.role, hello.job, hello.purpose, hello.channel, hello.package)
         self._transcript = framed(
             hello.version.to_bytes(4, "big"), hello.nonce, server_nonce, *(text.encode() for text in texts),
-            stream_port.to_bytes(4, "big"), *identity_fields(client), *identity_fields(server),
+            stream_port.to_bytes(4, "big"), *identities.identity_fields(client), *identities.identity_fields(server),
         )  # fmt: skip
 
     def _proof(self, direction: bytes) -> bytes:
@@ -169,8 +164,8 @@ def package_version() -> str:
 
 def refusal(code: pb.Refusal.Code, reason: str) -> pb.Handshake:
     """The message of a side that refuses."""
-    return pb.Handshake(refusal=pb.Refusal(reason=reason[:MAX_REASON_LENGTH], code=code))
+    return pb.Handshake(refusal=pb.Refusal(reason=reason[: identities.MAX_REASON_LENGTH], code=code))
 
 
 def _reason(message: pb.Refusal) -> str:
-    return printable(message.reason[:MAX_REASON_LENGTH]) or "no reason given"
+    return identities.printable(message.reason[: identities.MAX_REASON_LENGTH]) or "no reason given"

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from rpcdist import autograd, checkpoint, rpc
-from rpcdist.checkpoint import _folders, _saving_and_loading
+from rpcdist.checkpoint import _folders, _saving_and_loading, _storage
 from rpcdist.checkpoint._saving_and_loading import new_part
 from rpcdist.errors import CheckpointError, ConfigError, WorkerLost
 from rpcdist.optim import DistributedOptimizer
@@ -174,7 +174,7 @@ def test_a_save_that_fails_leaves_the_old_one_and_the_next_one_tidies_up(
         checkpoint.save(path, {"value": torch.ones(2), "function": lambda: None})
     assert_alone(path)
     with monkeypatch.context() as patch:  # a process that is killed discards nothing
-        patch.setattr(_saving_and_loading, "end_with_index", interrupt)
+        patch.setattr(_storage, "end_with_index", interrupt)
         patch.setattr(_folders, "discard", lambda folder: None)
         with pytest.raises(KeyboardInterrupt):
             checkpoint.save(path, {"value": torch.ones(2)})

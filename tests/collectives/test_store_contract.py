@@ -26,7 +26,7 @@ from rpcdist.collectives import (
     TCPStore,
     TorchStoreAdapter,
 )
-from rpcdist.collectives._stores import store_base, store_operations, store_service
+from rpcdist.collectives._stores import store_operations, store_service
 from rpcdist.collectives._stores.store_operations import next_number
 from rpcdist.collectives.store import Add, Get, Set, StoreOperation, Wait
 from rpcdist.deadline import Deadline
@@ -225,7 +225,7 @@ def test_what_is_too_large_is_refused_with_size_and_limit(call: Callable[[Store,
 @pytest.fixture(autouse=True)
 def small_limit(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if "too_large" in request.node.name:
-        for module in (store_base, store_operations, store_service):
+        for module in (store_operations, store_service):
             monkeypatch.setattr(module, "LARGEST_BYTES", 100_000)
 
 

@@ -28,19 +28,7 @@ import torch
 from rpcdist.collectives._operations.dense import copy_bytes
 from rpcdist.collectives._operations.operation import Kind, Operation, ReduceOp
 from rpcdist.collectives._operations.reduce_kernels import ReduceKernel, premultiply_to, reducer
-from rpcdist.collectives._transports.shm.routes import (
-    ALIGNMENT,
-    Layout,
-    RankBuffers,
-    Route,
-    cut,
-    num_steps,
-    one_thread,
-    portions,
-    route,
-    span,
-    two_phase_slice_bytes,
-)
+from rpcdist.collectives._transports.shm import routes
 from rpcdist.collectives._transports.shm.signals import Signals
 from rpcdist.collectives._transports.transport_base import Control, Transport
 from rpcdist.transport.shared_memory import Segment, SegmentError
@@ -80,23 +68,23 @@ class ShmTransport(Transport):
         SegmentError: the segment is too small, or cannot be mapped.
     """
 
-    def __init__(self, rank: int, size: int, segment: Segment, layout: Layout | None = None) -> None:
+    def __init__(self, rank: int, size: int, segment: Segment, layout: routes.Layout | None = None) -> None:
         self.rank = rank
         self.size = size
         self.reduces_many = size == 2
-        self._layout = layout or Layout(size)
+        self._layout = layout or routes.Layout(size)
         if segment.size_bytes < self._layout.total_bytes:
             raise SegmentError(f"{segment!r} is too small: {size} ranks need {self._layout.total_bytes} bytes")
         self._segment = segment
         memory = segment.map()
         whole = torch.frombuffer(memory, dtype=torch.uint8)
         self._signals = Signals(rank, self._layout, memory, whole.data_ptr())
-        self._buffers = RankBuffers(self._layout, whole)
+        self._buffers = routes.RankBuffers(self._layout, whole)
         self._buffer_bytes = self._layout.buffer_bytes
         self._direct_bytes = self._buffer_bytes if size == 2 else min(DIRECT_BYTES, self._buffer_bytes)
         self._one_thread_bytes = min(_ONE_THREAD_BYTES, self._direct_bytes)
         self._prepared: dict[tuple[int, torch.dtype, int], _PreparedReduction] = {}
-        self._routes: dict[tuple[int, int], Route] = {}
+        self._routes: dict[tuple[int, int], routes.Route] = {}
         self._closed = False
 
     def run(self, operation: Operation, control: Control) -> None:
@@ -108,7 +96,7 @@ class ShmTransport(Transport):
             self._signals.begin_step()
             self._signals.synchronise(control)
         elif kind is _REDUCE_SCATTER:
-            with torch.inference_mode(), one_thread():
+            with torch.inference_mode(), routes.one_thread():
                 self._move(operation, control, self._route(operation))
         else:
             self._move(operation, control, self._route(operation))
@@ -122,15 +110,15 @@ class ShmTransport(Transport):
         self._signals.close()
         self._segment.close()
 
-    def _route(self, operation: Operation) -> Route:
+    def _route(self, operation: Operation) -> routes.Route:
         key = (int(operation.kind), operation.root)
         found = self._routes.get(key)
         if found is None:
-            found = route(operation.kind, self.rank, self.size, operation.root, self._buffer_bytes)
+            found = routes.route(operation.kind, self.rank, self.size, operation.root, self._buffer_bytes)
             self._routes[key] = found
         return found
 
-    def _move(self, operation: Operation, control: Control, path: Route) -> None:
+    def _move(self, operation: Operation, control: Control, path: routes.Route) -> None:
         """Runs an operation whose ranks publish and take chunks; for REDUCE_SCATTER a rank takes a sum of chunks."""
         reduces = operation.kind is _REDUCE_SCATTER
         uneven = reduces or operation.kind is _ALL_TO_ALL
@@ -138,7 +126,7 @@ class ShmTransport(Transport):
         if reduces and self._stages_own(operation):
             publishes = (*publishes, (self.rank, self._own_offset(path)))
         targets = [(tensor.data_ptr(), tensor.nbytes) for tensor in operation.outputs]
-        step, steps = 0, num_steps((operation.inputs or operation.outputs)[0].nbytes, path.slice_bytes)
+        step, steps = 0, routes.num_steps((operation.inputs or operation.outputs)[0].nbytes, path.slice_bytes)
         while step < steps:
             half = self._signals.begin_step()
             self._publish(operation, publishes, step, path.slice_bytes, half)
@@ -146,7 +134,7 @@ class ShmTransport(Transport):
                 self._signals.publish_sizes(half, operation)
             self._signals.synchronise(control)
             if uneven and step == 0:
-                steps = num_steps(self._signals.compare_sizes(half, operation), path.slice_bytes)
+                steps = routes.num_steps(self._signals.compare_sizes(half, operation), path.slice_bytes)
             if reduces:
                 self._reduce_own(operation, path, step, half)
             else:
@@ -163,7 +151,7 @@ class ShmTransport(Transport):
         buffer = self._buffers.address[half][self.rank]
         for source, offset in publishes:
             tensor = operation.inputs[source]
-            start, stop = span(step, slice_bytes, tensor.nbytes)
+            start, stop = routes.span(step, slice_bytes, tensor.nbytes)
             if start == stop:
                 continue
             if operation.reduce_op is _PREMUL_SUM:
@@ -172,10 +160,10 @@ class ShmTransport(Transport):
             else:
                 copy_bytes(buffer + offset, tensor.data_ptr() + start, stop - start)
 
-    def _take(self, path: Route, step: int, targets: list[tuple[int, int]], buffers: list[int]) -> None:
+    def _take(self, path: routes.Route, step: int, targets: list[tuple[int, int]], buffers: list[int]) -> None:
         for peer, offset, target in path.takes:
             address, num_bytes = targets[target]
-            start, stop = span(step, path.slice_bytes, num_bytes)
+            start, stop = routes.span(step, path.slice_bytes, num_bytes)
             if start != stop:
                 copy_bytes(address + start, buffers[peer] + offset, stop - start)
 
@@ -193,7 +181,7 @@ class ShmTransport(Transport):
         if is_small and not (tensor.requires_grad or tensor.is_inference()):
             self._in_one_slice(operation, control, root)
             return
-        with torch.inference_mode(), one_thread():
+        with torch.inference_mode(), routes.one_thread():
             if tensor.nbytes <= self._direct_bytes and not several:
                 self._in_one_slice(operation, control, root)
             elif self.size == 2:
@@ -238,7 +226,7 @@ class ShmTransport(Transport):
         kernel, width = _kernel(operation, tensors[0]), tensors[0].itemsize
         takes = root is None or root == self.rank
         premultiplied = operation.reduce_op is _PREMUL_SUM
-        for pieces in cut(tuple([tensor.numel() for tensor in tensors]), self._buffer_bytes // width):
+        for pieces in routes.cut(tuple([tensor.numel() for tensor in tensors]), self._buffer_bytes // width):
             parts = [(piece.offset * width, piece.of(tensors[piece.tensor])) for piece in pieces]
             half = self._signals.begin_step()
             buffer = self._buffers.address[half][self.rank]
@@ -274,7 +262,7 @@ class ShmTransport(Transport):
 
     def _two_phases(self, operation: Operation, control: Control, root: int | None) -> None:
         tensor = operation.outputs[0]
-        slice_bytes = two_phase_slice_bytes(self.size, self._buffer_bytes)
+        slice_bytes = routes.two_phase_slice_bytes(self.size, self._buffer_bytes)
         raw = tensor.view(-1).split(slice_bytes // tensor.itemsize)
         kernel = _kernel(operation, tensor)
         flat = _flat(tensor, kernel).split(slice_bytes // kernel.dtype.itemsize)
@@ -290,7 +278,7 @@ class ShmTransport(Transport):
                 self._take_portions(flat[index - 1], half, slice_bytes)
 
     def _portions(self, own: torch.Tensor) -> list[tuple[int, int]]:
-        return portions(own.numel(), self.size, ALIGNMENT // own.itemsize)
+        return routes.portions(own.numel(), self.size, routes.ALIGNMENT // own.itemsize)
 
     def _publish_slice(self, operation: Operation, own: torch.Tensor, half: int) -> None:
         """Publishes all portions except this rank's own, which this rank alone reads, from the tensor itself."""
@@ -320,7 +308,7 @@ class ShmTransport(Transport):
 
     # ------------------------------------------------------------ REDUCE_SCATTER: a rank reduces only its own chunk
 
-    def _own_offset(self, path: Route) -> int:
+    def _own_offset(self, path: routes.Route) -> int:
         return self.rank * path.slice_bytes
 
     def _stages_own(self, operation: Operation) -> bool:
@@ -328,9 +316,9 @@ class ShmTransport(Transport):
         in_place = operation.outputs[0].data_ptr() == operation.inputs[self.rank].data_ptr()
         return operation.reduce_op is _PREMUL_SUM or (in_place and self.rank > 1)
 
-    def _reduce_own(self, operation: Operation, path: Route, step: int, half: int) -> None:
+    def _reduce_own(self, operation: Operation, path: routes.Route, step: int, half: int) -> None:
         output = operation.outputs[0]
-        start, stop = span(step, path.slice_bytes, output.nbytes)
+        start, stop = routes.span(step, path.slice_bytes, output.nbytes)
         if start == stop:
             return
         kernel = _kernel(operation, output)
