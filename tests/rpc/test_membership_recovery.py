@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
+from functools import partial
 
 import pytest
 from membership_workers import (
@@ -31,7 +32,8 @@ from rpcdist._proto import membership_pb2 as pb
 from rpcdist.errors import CallRefused
 from rpcdist.ids import Identity
 from rpcdist.rpc._membership import recovery as recovery_module
-from rpcdist.rpc._membership.recovery import max_at_once
+from rpcdist.rpc._membership.recovery import Recovery, max_at_once
+from rpcdist.rpc._membership.roster import MembershipTable
 from rpcdist.rpc._membership.roster_messages import members_from_bytes, members_of, return_request
 from rpcdist.rpc._membership.roster_service import MembershipService
 from rpcdist.rpc._peers.directory import Member, Roster
@@ -225,6 +227,24 @@ async def test_newcomers_win_over_workers_that_are_left_from_another_job() -> No
     assert await settled(coordinator, left_over, newcomer) == [OK, GONE, OK]
     assert "was restarted, and another process joined as 'another-name'" in left_over.result().detail
     assert [member.identity.name for member in service.table.members] == ["a", "another-name"]
+    assert not service.has_predecessor
+
+
+async def test_a_recovery_ends_once_and_not_after_it_was_given_up() -> None:
+    ended: list[str] = []
+    has_ended = asyncio.Event()
+
+    def end() -> None:
+        ended.append("the other")
+        has_ended.set()
+
+    given_up = Recovery(MembershipTable(), is_dead, 0.0, 0.0, partial(ended.append, "given up"), 0)
+    Recovery(MembershipTable(), is_dead, 0.0, 0.0, end, 0)
+    given_up.close()
+    async with asyncio.timeout(20):
+        await has_ended.wait()
+    await asyncio.sleep(0)  # all timers of both were due at the same time
+    assert ended == ["the other"]
 
 
 @pytest.mark.parametrize(("attempt", "outcome"), [("1", OK), ("2", GONE)])

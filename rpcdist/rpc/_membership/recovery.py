@@ -25,7 +25,7 @@ from typing import Final
 
 from rpcdist.ids import Identity
 from rpcdist.rpc._membership.roster import MembershipTable
-from rpcdist.rpc._peers.directory import COORDINATOR, Member
+from rpcdist.rpc._peers.directory import Member
 from rpcdist.time_limits import HEARTBEATS_PER_PEER_TIMEOUT
 
 MAX_NAMED = 1000
@@ -56,7 +56,7 @@ class Recovery:
         limit_s: float,
         newcomers_until: float,
         on_end: Callable[[], object],
-        coordinator: int = COORDINATOR,
+        coordinator: int,
     ) -> None:
         self.returned: set[Identity] = set()
         self._table = table
