@@ -358,7 +358,7 @@ class Watch(Reporter):
     def close(self, sequence: int, timeout_s: float = 2 * ANSWER_LIMIT_S) -> None:
         """Announces that this rank leaves after `sequence` operations, and closes. Bounded; idempotent."""
         try:
-            self._node.run(self._close(sequence), timeout_s)
+            self._node.io.finish(self._close(sequence), timeout_s)
         except (RpcdistError, OSError) as exc:
             logger.debug("the watch of group %s closed without announcing that this rank leaves: %s", self._group, exc)
 

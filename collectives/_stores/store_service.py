@@ -25,7 +25,6 @@ from rpcdist.collectives._stores.shared_table import SharedTable
 from rpcdist.collectives._stores.store_operations import LARGEST_BYTES, ListKeys, Missing, StoreOperation
 from rpcdist.deadline import Deadline
 from rpcdist.errors import (
-    BlockingInLoop,
     DeadlineExceeded,
     DistNetworkError,
     DistStoreError,
@@ -39,6 +38,7 @@ from rpcdist.transport import LARGEST_UNCUT_BYTES, Node, acquire_node
 from rpcdist.transport._framing.message_parts import missing_weight, parsed
 from rpcdist.transport.addresses import split_address
 from rpcdist.transport.fork import in_forked_child
+from rpcdist.transport.io_loop import check_off_loop
 
 _RESULT_FIELDS: Final = {bytes: "value", bool: "flag", int: "number"}
 """The field of the reply that carries a result of one of these types."""
@@ -146,8 +146,7 @@ class ServedTable:
 
     def run(self, operation: StoreOperation[object], deadline: Deadline) -> object:
         """Runs an operation on this thread, which must not be the thread of an event loop."""
-        if asyncio._get_running_loop() is not None:
-            raise BlockingInLoop("this call of a store", "await asyncio.to_thread(...)")
+        check_off_loop()
         return self.table.execute(operation, deadline)
 
     def share(self) -> ServedTable:
@@ -181,7 +180,7 @@ class ServedTable:
         if in_forked_child():
             return
         try:
-            self._node.run(self.refuse_calls(), CLOSE_LIMIT_S)
+            self._node.io.finish(self.refuse_calls(), CLOSE_LIMIT_S)
         except (RpcdistError, RuntimeError):  # the loop has ended, and the service with it
             pass
 

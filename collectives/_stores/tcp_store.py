@@ -175,7 +175,7 @@ class _RemoteTable:
             if self._num_users > 0 or in_forked_child():
                 return
         try:
-            self._node.run(self._end(), STORE_GRACE_S)
+            self._node.io.finish(self._end(), STORE_GRACE_S)
         except (RpcdistError, RuntimeError):  # the loop has ended, and the link with it
             pass
         self._node.release()

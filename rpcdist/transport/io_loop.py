@@ -6,10 +6,12 @@ import asyncio
 import concurrent.futures
 import logging
 import signal
+import sys
 import threading
 from collections.abc import Callable, Coroutine
 from errno import EBADF
 from functools import partial
+from types import FrameType
 from typing import Any, Final, TypeVar
 
 from rpcdist.deadline import Deadline
@@ -137,12 +139,17 @@ class IoLoop:
             BlockingInLoop: called on an event loop's thread.
         """
         try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            pass  # no loop runs here, so waiting is fine
-        else:
+            check_off_loop()
+        except BlockingInLoop:
             coroutine.close()
-            raise BlockingInLoop("this call", "await asyncio.to_thread(...)")
+            raise
+        return self.finish(coroutine, timeout_s)
+
+    def finish(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
+        """`run`, also on the thread of an event loop: for what ends a part of this process, and takes little time."""
+        if self.on_thread():
+            coroutine.close()
+            raise RpcdistError(f"the loop {self.name!r} cannot wait for itself")
         try:
             future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         except RuntimeError as exc:
@@ -171,6 +178,30 @@ class IoLoop:
             for thread in (self._thread, *tuple(self._workers)):
                 thread.join(deadline.remaining_s())
 
+
+_PASSED_THROUGH: Final = ("contextlib", "functools")
+
+
+def check_off_loop() -> None:
+    """Raises `BlockingInLoop` if an event loop runs on this thread.
+
+    The text names the function that the program has called: the outermost one of this package before its own code.
+    """
+    if asyncio._get_running_loop() is None:
+        return
+    name = ""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__"))
+        if module.startswith(f"{_PACKAGE}."):
+            name = frame.f_code.co_qualname.removesuffix(".__init__")
+        elif module not in _PASSED_THROUGH:
+            break
+        frame = frame.f_back
+    raise BlockingInLoop(name, f"await asyncio.to_thread({name}, ...)")
+
+
+_PACKAGE: Final = __name__.partition(".")[0]
 
 _blocked_signals: Final[set[int]] = set()
 """The signals that I/O loops block on their threads, without those that the program itself had blocked."""

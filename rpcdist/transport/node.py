@@ -160,7 +160,7 @@ class Node:
             if self._addresses[address]:
                 return
             del self._addresses[address]
-        self.run(self._server.stop_address(address, GRPC_STOP_GRACE_S), CLOSE_LIMIT_S)
+        self.io.finish(self._server.stop_address(address, GRPC_STOP_GRACE_S), CLOSE_LIMIT_S)
 
     def add_service(
         self,
@@ -226,7 +226,7 @@ class Node:
         if self.io.is_closed:  # the process is exiting, and a finalizer returned its share after the exit handlers
             return
         try:
-            self.run(self._close_all(), CLOSE_LIMIT_S)
+            self.io.finish(self._close_all(), CLOSE_LIMIT_S)
         except Exception:
             logger.warning("the transport did not stop cleanly", exc_info=True)
         self.io.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import os
 import re
@@ -27,7 +28,7 @@ from rpcdist.collectives import (
     rendezvous,
 )
 from rpcdist.collectives.rendezvous import ATTEMPT_VARIABLE, job_attempt, open_rendezvous
-from rpcdist.errors import ConfigError, ConnectFailed
+from rpcdist.errors import BlockingInLoop, ConfigError, ConnectFailed
 from rpcdist.testing import Program, WorkerPool, free_port
 from rpcdist.transport.addresses import split_address
 
@@ -147,6 +148,27 @@ def test_spaces_and_brackets_around_the_address_do_not_count(monkeypatch: pytest
     with next(rendezvous("env://", timeout=20))[0] as store:
         store.set("key", "value")
         assert split_address(store.address)[0] == address.strip("[] \t\n")
+
+
+async def test_groups_in_coroutines(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """As in the cells of a notebook: what waits for other processes names its form; operations and ends work."""
+    set_environment(monkeypatch, free_port())
+    with use_world(world := World()):
+        with pytest.raises(
+            BlockingInLoop, match=r"^init_process_group would .*to_thread\(init_process_group, \.\.\.\)"
+        ):
+            collectives.init_process_group()
+        await asyncio.to_thread(collectives.init_process_group)
+        with pytest.raises(BlockingInLoop, match=r"^new_group would .*to_thread\(new_group, \.\.\.\)"):
+            collectives.new_group([0])
+        with pytest.raises(BlockingInLoop, match=r"^TCPStore would .*to_thread\(TCPStore, \.\.\.\)"):
+            TCPStore("127.0.0.1", free_port(), 1, True)
+        value = torch.ones(2)
+        collectives.all_reduce(value)
+        collectives.destroy_process_group()
+        world.close_store()
+    assert not caplog.records
+    await asyncio.get_running_loop().shutdown_default_executor()
 
 
 def test_arguments_come_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
