@@ -162,14 +162,14 @@ async def test_what_comes_right_after_the_handshake_is_for_the_channel(ends: Any
 
 async def test_a_channel_that_has_ended_keeps_no_memory_of_a_chunk(ends: Any) -> None:
     """Its owner may keep the channel, and the memory may belong to a pool."""
-    channel, receiver, begun = SocketChannel(ends[0], "a"), Receiver(CHUNK_BYTES), asyncio.Event()
-    place = receiver.place
+    begun = asyncio.Event()
 
-    def noted_place(*arguments: Any) -> memoryview | None:
-        begun.set()
-        return place(*arguments)
+    class NotingReceiver(Receiver):
+        def place(self, transfer: int, buffer: int, offset: int, size: int) -> memoryview | None:
+            begun.set()
+            return super().place(transfer, buffer, offset, size)
 
-    receiver.place = noted_place  # type: ignore[method-assign]
+    channel, receiver = SocketChannel(ends[0], "a"), NotingReceiver(CHUNK_BYTES)
     delivering = asyncio.ensure_future(channel.deliver(receiver))
     await send_all(ends[1], framed(chunk_envelope(1, 0, 0, bytes(CHUNK_BYTES)))[:100_000])
     await asyncio.wait_for(begun.wait(), LIMIT_S)
