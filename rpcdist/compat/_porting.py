@@ -70,7 +70,8 @@ class Text:
             self.replace(start, end, "")
         # After the last remaining name there may be a comma that belonged to a removed one.
         after_kept = re.compile(r"\s*,\s*").match(self.source, self.end_of(kept[-1]))
-        if statement.names[-1] in gone and after_kept is not None and not self._has_parentheses(statement):
+        has_parentheses = self.source[self.end_of(statement) - 1] == ")"
+        if statement.names[-1] in gone and after_kept is not None and not has_parentheses:
             self.replace(self.end_of(kept[-1]), after_kept.end(), "")
         return comments
 
@@ -81,9 +82,6 @@ class Text:
             parts += [self.source[position:start], text]
             position = max(position, end)
         return "".join([*parts, self.source[position:]])
-
-    def _has_parentheses(self, statement: ast.ImportFrom) -> bool:
-        return self.source[self.end_of(statement) - 1] == ")"
 
     def _position(self, line: int, column_bytes: int) -> int:
         return self._line_starts[line - 1] + len(self._lines[line - 1][:column_bytes].decode())
@@ -184,7 +182,8 @@ class _Porting:
         for alias in others:
             by_module[targets[alias][0]].append(alias)
         for new_module, aliases in by_module.items():
-            names = [_as(targets[alias][1], alias.asname or alias.name) for alias in aliases]
+            renamed = [(targets[alias][1], alias.asname or alias.name) for alias in aliases]
+            names = [name if name == local else f"{name} as {local}" for name, local in renamed]
             said = "  ".join(filter(None, (comments.get(alias, "") for alias in aliases)))
             line = f"from {new_module} import {', '.join(names)}"
             self._added[statement].append(f"{line}  {said}" if said else line)
@@ -272,7 +271,3 @@ class _Porting:
 
     def _leave(self, node: ast.expr | ast.stmt | ast.alias, name: str, advice: str) -> None:
         self._left.add(Left(node.lineno, name, advice))
-
-
-def _as(name: str, local: str) -> str:
-    return name if name == local else f"{name} as {local}"

@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar, get_args, get_origin, get_type_hints
 
 from rpcdist.errors import ProtocolViolation
 from rpcdist.inspection import facts as facts_module
-from rpcdist.inspection.facts import Frame, LiveNotes, WorkerFacts
+from rpcdist.inspection.facts import LiveNotes, WorkerFacts
 from rpcdist.inspection.waits import Chain, Explanation, WaitLink
 
 MAX_FACTS_BYTES: Final = 3 << 20
@@ -182,14 +182,10 @@ def _chain_lines(
             yield f"{indent}{link.worker}: {link.text}, and so on as in chain {before}"
             return
         yield f"{indent}{link.worker}: {link.text}"
-        yield from (f"{indent}    {_frame_text(frame)}" for frame in link.stack)
+        yield from (f'{indent}    File "{frame.file}", line {frame.line}, in {frame.function}' for frame in link.stack)
         if link.details and link.details not in shown:
             shown.add(link.details)
             yield from (f"{indent}    | {line}" for line in link.details.splitlines()[:MAX_DETAIL_LINES])
-
-
-def _frame_text(frame: Frame) -> str:
-    return f'File "{frame.file}", line {frame.line}, in {frame.function}'
 
 
 def printable_lines(text: str) -> str:

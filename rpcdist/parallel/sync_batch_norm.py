@@ -132,7 +132,8 @@ class _Normalise(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor, *_: object) -> tuple[torch.Tensor | None, ...]:
         input, weight, mean, inverse = ctx.saved_tensors
-        dims, shape = _dims(input), _shape(input)
+        dims = _dims(input)
+        shape = [1, -1, *(1 for _ in input.shape[2:])]  # in which values per channel are broadcast to the input
         wide = grad.to(mean.dtype)
         centred = input.to(mean.dtype) - mean.view(shape)
         # Only of this rank: DistributedDataParallel averages the gradients of weight and bias like all others.
@@ -179,8 +180,3 @@ def _whole_statistics(input: torch.Tensor, group: ProcessGroup) -> tuple[torch.T
 def _dims(input: torch.Tensor) -> list[int]:
     """Returns all dimensions except that of the channels."""
     return [0, *range(2, input.dim())]
-
-
-def _shape(input: torch.Tensor) -> list[int]:
-    """Returns the shape in which values per channel are broadcast to the input."""
-    return [1, -1, *(1 for _ in input.shape[2:])]
