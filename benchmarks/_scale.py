@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -14,10 +15,15 @@ from typing import NamedTuple
 import psutil
 
 from rpcdist import rpc
+from rpcdist.rpc._agent import Agent
 from rpcdist.rpc._current import current_agent
 from rpcdist.testing import InProcessCluster, WorkerPool, in_process_cluster
 
 __all__ = ["AgentScale", "Scale", "WorkerState", "measure_agents", "measure_scale"]
+
+
+NUM_PARTS = 10
+NUM_ROUNDS = 7
 
 
 class WorkerState(NamedTuple):
@@ -94,15 +100,27 @@ class AgentScale(NamedTuple):
 def measure_agents(num_agents: int, elastic: bool) -> AgentScale:
     """Starts agents, elastic ones one after the other, and has them wait for each other and leave.
 
-    Barriers are medians of five. The collector leaves out agents that have joined: elsewhere each has a process.
+    Costs that only agents in one process have do not count, as they grow with the time that other programs have the
+    cores: the ticks of all agents, the collector's looks at agents that have joined, and the wakeups of threads that
+    wait for the interpreter's lock, of which each has one in a switch interval; so that is long here.
+
+    A round is a barrier of each tenth and one of all, so that both find the memory of their agents in the same state: a
+    barrier of the same tenth again and again is faster. Barriers are medians of the rounds.
     """
     names = [f"w{number}" for number in range(num_agents)]
     in_process_cluster.MAX_CALLS = num_agents + 8  # each blocks a thread while it joins
 
+    tick, ticks_s = Agent._tick, [0.0]
+
+    def timed_tick(self: Agent) -> None:
+        began = time.thread_time()
+        tick(self)
+        ticks_s[0] += time.thread_time() - began
+
     def spent(action: Callable[[], object]) -> float:
-        began = time.process_time()
+        began = time.process_time() - ticks_s[0]
         action()
-        return time.process_time() - began
+        return time.process_time() - ticks_s[0] - began
 
     def start() -> None:
         first = names[:1] if elastic else names
@@ -117,17 +135,28 @@ def measure_agents(num_agents: int, elastic: bool) -> AgentScale:
             waiting.result()
 
     clusters: list[InProcessCluster] = []
-    join_s = spent(start)
-    tenth = names[: max(num_agents // 10, 2)]
-    barrier(tenth)  # the first one connects
-    barrier(names)
-    gc.collect()
-    gc.freeze()
-    tenth_s, all_s = (median(spent(partial(barrier, some)) for _ in range(5)) for some in (tenth, names))
-    shutdown_s = spent(clusters[0].shutdown)
-    clusters[0].close()
-    gc.unfreeze()
-    return AgentScale(join_s, tenth_s, all_s, shutdown_s)
+    tenths = [names[number::NUM_PARTS] for number in range(NUM_PARTS)]
+    tenth_s: list[float] = []
+    all_s: list[float] = []
+    switch_s = sys.getswitchinterval()
+    sys.setswitchinterval(1.0)
+    Agent._tick = timed_tick  # type: ignore[method-assign]
+    try:
+        join_s = spent(start)
+        for some in (*tenths, names):
+            barrier(some)  # the first one connects
+        gc.collect()
+        gc.freeze()
+        for _ in range(NUM_ROUNDS):
+            tenth_s.append(sum(spent(partial(barrier, some)) for some in tenths) / NUM_PARTS)
+            all_s.append(spent(partial(barrier, names)))
+        shutdown_s = spent(clusters[0].shutdown)
+        clusters[0].close()
+    finally:
+        Agent._tick = tick  # type: ignore[method-assign]
+        sys.setswitchinterval(switch_s)
+        gc.unfreeze()
+    return AgentScale(join_s, median(tenth_s), median(all_s), shutdown_s)
 
 
 # ---- what the workers run

@@ -1,6 +1,7 @@
 """$ python benchmarks/scale.py
 Starts many workers on one machine, and lets all of them call all others; shows times, connections and memory. With
-`--agents 1000` many workers in one process join and meet, and with `--live-view 100` somebody watches their page.
+`--agents 1000` many workers in one process join and meet, with `--live-view 100` somebody watches their page, and with
+`--group 32` ranks make the default group, in turns with torch's Gloo.
 
 The processes are forked from one that has imported torch, so the start is that of the world and not torch's.
 """
@@ -12,6 +13,7 @@ import os
 import sys
 from statistics import median
 
+from _group_setup import OURS, TORCH, measure_groups, typical
 from _live_view import measure_live_view
 from _report import RESULTS, Line, about_machine, layout, show, write_results
 from _scale import Scale, measure_agents, measure_scale
@@ -56,7 +58,8 @@ def lines_of(scale: Scale) -> list[Line]:
 
 
 def lines_of_agents(num_agents: int, elastic: bool) -> list[Line]:
-    """Processor time of agents in this process; the budgets are those of 1,000."""
+    """Processor time of agents in this process; the budgets are those of 1,000. A barrier of all would take 10 times as
+    much as one of a tenth if each agent took the same."""
     times = measure_agents(num_agents, elastic)
     kind = f"{num_agents} agents, {'elastic' if elastic else 'static'}"
     ratio = times.barrier_s / max(times.barrier_of_a_tenth_s, 1e-9)
@@ -88,14 +91,38 @@ def lines_of_live_view(num_agents: int) -> list[Line]:
     return lines
 
 
+def lines_of_group(num_ranks: int, rounds: int) -> list[Line]:
+    """The cost of the default group, as a multiple of Gloo's; ratios are medians of those of single rounds."""
+    found = measure_groups(num_ranks, rounds)
+    ours, gloo = typical(found[OURS]), typical(found[TORCH])
+    rows: list[tuple[str, str, float | None]] = [
+        ("processor time of its set-up", "setup_cpu_s", 1.5),
+        ("the same, elapsed", "setup_s", None),
+        ("processor time of set-up, first all_reduce and barrier", "used_cpu_s", 1.5),
+        ("the same, elapsed", "used_s", None),
+    ]
+    lines: list[Line] = []
+    for what, field, limit in rows:
+        pairs = zip(found[OURS], found[TORCH], strict=True)
+        ratio = median(getattr(one, field) / getattr(other, field) for one, other in pairs)
+        mine, others = (f"{show(getattr(each, field) * 1e3)} ms" for each in (ours, gloo))
+        budget = ("", "") if limit is None else (f"at most {limit:g} x", "yes" if ratio <= limit else "NO")
+        lines.append((f"group of {num_ranks} ranks: {what}, {mine}; Gloo {others}", "x", show(ratio), *budget))
+    return lines
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[2])
     parser.add_argument("--workers", type=int, default=32, help="how many (default: %(default)s)")
     parser.add_argument("--agents", type=int, metavar="N", help="instead: so many agents in this process, in memory")
     parser.add_argument("--live-view", type=int, metavar="N", help="instead: the page of a job of so many such agents")
+    parser.add_argument("--group", type=int, metavar="N", help="instead: the set-up of a group of so many ranks")
+    parser.add_argument("--rounds", type=int, default=9, help="for --group: rounds of both (default: %(default)s)")
     parser.add_argument("--write", action="store_true", help=f"put the table into {RESULTS.name}")
     parser.add_argument("--check", action="store_true", help="exit with status 1 when a budget is not kept")
     arguments = parser.parse_args()
+    if arguments.agents is not None and arguments.agents < 20:
+        parser.error(f"--agents {arguments.agents}: at least 20, so that a tenth are two")
     if arguments.workers < 2:
         parser.error(f"--workers {arguments.workers}: at least 2")
     os.environ.setdefault("RPCDIST_TEST_SCALE", "3")  # the kit's limits suit a few workers
@@ -103,6 +130,8 @@ def main() -> int:
     print("\n".join(about), flush=True)
     if arguments.live_view is not None:
         lines = lines_of_live_view(arguments.live_view)
+    elif arguments.group is not None:
+        lines = lines_of_group(arguments.group, arguments.rounds)
     elif arguments.agents is not None:
         lines = [line for elastic in (False, True) for line in lines_of_agents(arguments.agents, elastic)]
     else:
@@ -112,6 +141,7 @@ def main() -> int:
     print("\n".join(["", *table]))
     if arguments.write:
         which = "" if arguments.live_view is None else f" --live-view {arguments.live_view}"
+        which = which if arguments.group is None else f" --group {arguments.group}"
         write_results(f"scale.py{which}", [*about, "", *table])
     return int(arguments.check and any(line[-1] == "NO" for line in lines))
 

@@ -3,8 +3,8 @@
 Ranks find out by trying, never by comparing names, whether they share a host and memory. Every rank publishes the
 address of its socket hub. Ranks r and j < r share a host if r can open j's Unix socket, whose name is abstract and
 random, so that it exists in only one network namespace of one kernel; and if j can pass its memory to r. The lowest
-rank of a host leads it, and makes the memory. Every rank reports in the store whether it worked; if it failed for one
-rank of a host, that host uses sockets.
+rank of a host leads it, and makes the memory; rank 0 passes it over the connections of the watch. Every rank reports
+whether it worked; if it failed for one rank of a host, that host uses sockets.
 """
 
 from __future__ import annotations
@@ -46,13 +46,14 @@ logger = logging.getLogger(__name__)
 
 def find_hosts(rank: int, watch: GroupWatch, allowed: bool, deadline: Deadline) -> Hosts:
     """Groups the ranks by host. A rank that passes `allowed` as False stays alone."""
+    if all(watch.beside_rank_0):
+        return (tuple(range(len(watch.addresses))),)
     prefix = f"{watch.uid}/probe/"
     watch.hub.announce(prefix, lambda _, sock: sock.close())
     try:
         leader = rank
         if allowed:
-            is_with_rank_0 = watch.reached_rank_0 and watch.boots[0] == watch.boots[rank]
-            leader = 0 if is_with_rank_0 else _lowest_reachable(rank, watch)
+            leader = 0 if watch.beside_rank_0[rank] else _lowest_reachable(rank, watch)
         texts = watch.exchange(json.dumps([leader, allowed]), deadline)
     finally:
         watch.hub.withdraw(prefix)
@@ -110,14 +111,24 @@ def _share_on_host(
     context: GroupContext, members: tuple[int, ...], watch: GroupWatch, size_bytes: int, deadline: Deadline
 ) -> Segment:
     rank, purpose = context.rank, f"{watch.uid}/memory/"
-    if rank != members[0]:
-        address = watch.addresses[members[0]]
+    leader = members[0]
+    direct = [member for member in members[1:] if leader == 0 and watch.beside_rank_0[member]]
+    if rank in direct:
+        return watch.memory_of_rank_0(deadline)
+    if rank != leader:
+        address = watch.addresses[leader]
         with watch.hub.connect(address, f"{purpose}{rank}", deadline.remaining_s(), unix=True) as connection:
             _await_offer(watch, connection, deadline)
             return accept(connection, deadline.remaining_s())
-    segment = Segment.create(size_bytes)
+    segment: Segment | None = None
+    try:
+        segment = Segment.create(size_bytes)
+    finally:
+        watch.reporter.pass_memory(segment, direct)
     with on_error(segment.close):
         for member in members[1:]:
+            if member in direct:
+                continue
             with watch.hub.expect(f"{purpose}{member}", deadline.remaining_s(), watch.check) as connection:
                 if not isinstance(connection, socket.socket):
                     raise ProtocolViolation(f"rank {context.ranks[member]} asked for shared memory from another host")
@@ -162,12 +173,13 @@ class TcpBackend(EngineBackend):
     def __init__(self, context: GroupContext) -> None:
         options = context.options if isinstance(context.options, TcpOptions) else TcpOptions()
         deadline = Deadline.after(context.timeout_s)
-        watch = GroupWatch(context, deadline, options.unix_sockets) if context.size > 1 else None
+        shares = context.size > 1 and _shares_memory(options)
+        watch = GroupWatch(context, deadline, options.unix_sockets, shares) if context.size > 1 else None
         with ExitStack() as undo:
             transport: Transport = SingleRankTransport()
             if watch is not None:
                 undo.callback(watch.give_up)
-                transport = _make_transport(context, watch, options, deadline)
+                transport = _make_transport(context, watch, shares, deadline)
                 undo.callback(transport.close)
             hub, uid, addresses = (None, "", ()) if watch is None else (watch.hub, watch.uid, watch.addresses)
             self._messenger = open_messenger(context.name, context.rank, context.ranks, hub, uid, addresses)
@@ -188,12 +200,16 @@ class TcpBackend(EngineBackend):
         self._messenger.close()
 
 
-def _make_transport(context: GroupContext, watch: GroupWatch, options: TcpOptions, deadline: Deadline) -> Transport:
+def _shares_memory(options: TcpOptions) -> bool:
     refused = unsupported_here()
     allowed = options.shared_memory and options.unix_sockets  # through which ranks pass the memory
     if refused is not None and allowed:
         logger.warning("collectives use TCP within this host: %s", refused)
-    hosts = find_hosts(context.rank, watch, allowed and refused is None, deadline)
+    return allowed and refused is None
+
+
+def _make_transport(context: GroupContext, watch: GroupWatch, shares_memory: bool, deadline: Deadline) -> Transport:
+    hosts = find_hosts(context.rank, watch, shares_memory, deadline)
     largest = max(map(len, hosts))
     size_bytes = segment_size(len(hosts[index_of_host(hosts, context.rank)])) if largest > 1 else 0
     segment = None

@@ -156,8 +156,9 @@ def check_can_start(what: str, starts_threads: bool = True) -> None:
 def _check_descriptors(what: str) -> None:
     held: list[int] = []
     try:
+        held.append(os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC))
         while len(held) < START_DESCRIPTORS:
-            held.append(os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC))
+            held.append(os.dup(held[0]))
     except OSError as exc:
         shortage = _shortage_of_errno(exc.errno, len(held))
         if shortage is None:

@@ -31,7 +31,7 @@ from rpcdist.collectives._stores.store_base import Store
 from rpcdist.collectives.backends import Backend, BackendConfig, default_backend
 from rpcdist.collectives.process_group import ProcessGroup
 from rpcdist.collectives.rendezvous import job_attempt
-from rpcdist.errors import ConfigError, DistNetworkError, RankLost, RpcdistError, StoreTimeout
+from rpcdist.errors import ConfigError, DistNetworkError, RankLost, RendezvousError, RpcdistError, StoreTimeout
 
 __all__ = ["close_stores", "destroy_process_group", "get_node_local_rank", "init_process_group"]
 
@@ -130,6 +130,11 @@ def _until_all_have_it(own: Store, default: ProcessGroup, timeout_s: float) -> N
             if reason != LEFT:  # a rank that has left had the group
                 raise RankLost("making the default group", f"it is not set on rank {lost}: {reason}", (lost,))
 
+    try:
+        if any(backend.meet(timeout_s) for backend in default._distinct_backends()):
+            return
+    except RendezvousError as exc:
+        raise StoreTimeout(f"Timed out making the default group: it is not set on all ranks. {exc}") from exc
     rank, world_size = default.rank(), default.size()
     if rank != 0:
         own.set(f"set/{rank}", b"1")

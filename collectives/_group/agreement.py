@@ -209,12 +209,13 @@ class _Process:
         self.twice: int | None = None
 
     def find(self, fresh: bool) -> Steps[Result | None]:
-        """Finds the first open generation. The hint is that number or a lower one."""
-        number = cast(int, (yield Add(HINT, 0)))
+        """Finds the first open generation. The hint is that number or a lower one; a new store needs none."""
+        number = 0
         outcome: _Outcome = _Next(None)
-        if number:
-            outcome = yield from self._read(number - 1)
         while (yield Check((_outcome_key(number),))):
+            if number == 1 and (yield Check((HINT,))):
+                values = yield Get((HINT,))
+                number = max(1, int(cast("tuple[bytes, ...]", values)[0]) - 1)
             outcome = yield from self._read(number)
             number += 1
             if fresh and isinstance(outcome, _Conflict):

@@ -100,6 +100,10 @@ class GroupBackend(ABC):
             CollectiveError: in a blocking call; an asynchronous call reports it through its `Work`.
         """
 
+    def meet(self, timeout_s: float) -> bool:
+        """Waits until all ranks have called it, outside the order of operations; at once returns False if it cannot."""
+        return False
+
     def here(self) -> GroupBackend:
         """Returns the backend for this thread's operations: in a callback of an operation it may be another one."""
         return self

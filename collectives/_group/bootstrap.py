@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import logging
 import secrets
-from collections.abc import Callable, Sequence
-from typing import Final, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, NoReturn, cast
 
 from rpcdist.collectives._group.agreement import Disagreement, Displaced, Incomplete, JoinRequest, Made, agreement
 from rpcdist.collectives._group.backend_contract import GroupContext
@@ -35,14 +35,19 @@ def exchange_values(context: GroupContext, key: str, value: str, deadline: Deadl
         RendezvousError: some ranks did not publish a value in time; names them.
     """
     keys = [f"{key}/{rank}" for rank in range(context.size)]
-    store = context.store
-    signed = SignedRecords(store, context.process.credentials())
+    signed = SignedRecords(context.store, context.process.credentials())
     signed.set(keys[context.rank], value)
-    try:
-        wait_for_keys(store, keys, deadline.remaining_s(), context.check)
-    except StoreTimeout as exc:
-        raise not_made(context, [rank for rank, name in enumerate(keys) if not store.check([name])]) from exc
-    return signed.get(keys)
+    return _signed_values(context, signed, dict(enumerate(keys)), deadline)
+
+
+def _signed_values(
+    context: GroupContext, signed: SignedRecords, keys: Mapping[int, str], deadline: Deadline
+) -> list[str]:
+    """Waits for the records of some ranks, whose keys are given by rank, and returns their values."""
+    records = _carry_out(context.store, Get(tuple(keys.values())), deadline, context.check)
+    if isinstance(records, Missing):
+        raise not_made(context, [rank for rank, key in keys.items() if context.store.full_key(key) in records.keys])
+    return signed.verified(list(keys.values()), cast("tuple[bytes, ...]", records))
 
 
 def not_made(context: GroupContext, missing: Sequence[int]) -> RendezvousError:
@@ -60,11 +65,7 @@ def address_of_rank_0(context: GroupContext, own: HubAddress, deadline: Deadline
         address, uid = str(own), secrets.token_hex(8)
         signed.set(_RANK_0_KEY, json.dumps([address, uid]))
         return address, uid
-    try:
-        wait_for_keys(context.store, [_RANK_0_KEY], deadline.remaining_s(), context.check)
-    except StoreTimeout as exc:
-        raise not_made(context, [0]) from exc
-    address, uid = json.loads(signed.get([_RANK_0_KEY])[0])
+    address, uid = json.loads(_signed_values(context, signed, {0: _RANK_0_KEY}, deadline)[0])
     return address, uid
 
 

@@ -82,6 +82,11 @@ class EngineBackend(GroupBackend):
             )
         return self._engine.submit(operation, asynchronous, timeout_s, finish, result)
 
+    def meet(self, timeout_s: float) -> bool:
+        if self._watch is not None:
+            self._watch.exchange("", Deadline.after(timeout_s))
+        return True
+
     def here(self) -> GroupBackend:
         """Returns, in a callback, a second backend of the same ranks, made at the first call; see [Note: callbacks]."""
         if not self._engine.callbacks.runs_here():

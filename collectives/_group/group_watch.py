@@ -24,9 +24,10 @@ from rpcdist.errors import (
     TransportError,
     on_error,
 )
-from rpcdist.time_limits import ANSWER_LIMIT_S, CHECK_INTERVAL_S, THREAD_GRACE_S
+from rpcdist.time_limits import ANSWER_LIMIT_S, CHECK_INTERVAL_S
 from rpcdist.transport._tls.tls_socket import NO_SIGPIPE, StreamSocket
 from rpcdist.transport.hub_connector import HubAddress
+from rpcdist.transport.shared_memory import Segment, SegmentError
 from rpcdist.transport.sockets import SocketHub
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -42,12 +43,13 @@ class GroupWatch(StateKeeper):
         context: describes the group, which has more than one rank.
         deadline: the time by which the other ranks must join.
         unix_sockets: whether other ranks may reach this one through Unix sockets.
+        shares_memory: whether this rank may share memory.
 
     Attributes:
         uid: random name of this group, equal on all its ranks.
         addresses: addresses of the ranks' socket hubs, by rank in the group.
         boots: the boot id of each rank's kernel, by rank; empty if it is unknown.
-        reached_rank_0: whether this rank, if it is not rank 0, has reached the Unix socket of rank 0.
+        beside_rank_0: by rank, whether it shares memory, the kernel, and a Unix socket as its connection with rank 0.
         reporter: tells the other ranks of failures that this rank found.
 
     Raises (constructor):
@@ -55,7 +57,9 @@ class GroupWatch(StateKeeper):
         TransportError: a rank cannot be reached, or did not prove the job token.
     """
 
-    def __init__(self, context: GroupContext, deadline: Deadline, unix_sockets: bool = True) -> None:
+    def __init__(
+        self, context: GroupContext, deadline: Deadline, unix_sockets: bool = True, shares_memory: bool = False
+    ) -> None:
         super().__init__(GroupState(context.name, context.rank, context.ranks))
         self._context = context
         self._lock = threading.Lock()
@@ -68,13 +72,15 @@ class GroupWatch(StateKeeper):
                 own = dataclasses.replace(own, unix_name="")
             rank_0, self.uid = address_of_rank_0(context, own, deadline)
             sockets = connect_watch(context, self.hub, rank_0, self.uid, deadline)
-            self.reached_rank_0 = context.rank != 0 and sockets[0].family == socket.AF_UNIX
+            is_near = context.rank == 0 or sockets[0].family == socket.AF_UNIX
             self.reporter = Watch(context.process.node, context.rank, context.ranks, context.name, self)
-            self.reporter.take_connections(sockets, deadline.remaining_s() + THREAD_GRACE_S)
+            self.reporter.take_connections(sockets)
         with on_error(self.give_up):
-            entries = [text.partition(" ") for text in self.exchange(f"{own} {_boot_id()}", deadline)]
+            is_beside = is_near and shares_memory
+            entries = [text.split(" ") for text in self.exchange(f"{own} {_boot_id()} {is_beside:d}", deadline)]
             self.addresses = tuple(address for address, _, _ in entries)
-            self.boots = tuple(boot for _, _, boot in entries)
+            self.boots = tuple(boot for _, boot, _ in entries)
+            self.beside_rank_0 = tuple(boot == self.boots[0] and mark == "1" for _, boot, mark in entries)
 
     def check(self) -> None:
         """Raises if the group cannot be made any more."""
@@ -109,6 +115,16 @@ class GroupWatch(StateKeeper):
                 error = not_made(context, missing)
                 self.reporter.report(GroupFailure(CollectiveTimeout, str(error), tuple(missing)))
                 raise error
+
+    def memory_of_rank_0(self, deadline: Deadline) -> Segment:
+        """Returns the memory that rank 0 passes. Raises `SegmentError` if none comes in time. Blocks."""
+        while True:
+            try:
+                return self.reporter.memory.result(min(CHECK_INTERVAL_S, deadline.remaining_s()))
+            except TimeoutError:
+                self.check()
+            if deadline.expired():
+                raise SegmentError("rank 0 passed no shared memory in time")
 
     def hand_over(self, group: StateKeeper) -> None:
         """Passes earlier and later events of the watch to the group, which is complete."""

@@ -6,7 +6,7 @@ import os
 import threading
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from rpcdist._launch.placement import launcher_variable
 from rpcdist.at_exit import register_at_exit, unregister_at_exit
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from rpcdist.transport import Node
     from rpcdist.transport.credentials import Credentials
     from rpcdist.transport.sockets import SocketHub
+
+
+_LOOPBACK: Final = "127.0.0.1"
 
 
 class LocalProcess:
@@ -117,5 +120,8 @@ def bind_host(store: Store) -> str:
     try:
         coordinator, _ = split_address(store.address)
     except ConfigError:
-        coordinator = launcher_variable("MASTER_ADDR") or "127.0.0.1"  # a file, or memory
-    return pick_bind_host(coordinator, host_from_environment("GLOO_SOCKET_IFNAME"))
+        coordinator = launcher_variable("MASTER_ADDR") or _LOOPBACK  # a file, or memory
+    chosen = host_from_environment("GLOO_SOCKET_IFNAME")
+    if not chosen and coordinator == _LOOPBACK:
+        return coordinator  # all that `pick_bind_host` could find
+    return pick_bind_host(coordinator, chosen)

@@ -13,8 +13,9 @@ A message is its length in four bytes, then a JSON object with the key `say`:
     left      rank sequence             a rank leaves in order after that many operations; rank 0 passes it on
     value     number value              a rank's value for an exchange
     values    number values             rank 0: the values of all ranks, by rank
+    memory    size                      rank 0: memory to share, whose descriptor comes along; size 0 if there is none
 
-    The watch runs on the I/O loop; any thread may call `report*` and `close`.
+    The watch runs on the I/O loop; any thread may call `report*`, `exchange`, `pass_memory` and `close`.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ import select
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from typing import Final
 
@@ -42,8 +45,10 @@ from rpcdist.collectives._group.state import (
 from rpcdist.errors import ProtocolViolation, RankLost, RpcdistError
 from rpcdist.time_limits import ANSWER_LIMIT_S, CLOSE_STEP_LIMIT_S, GROUP_ANSWER_LIMIT_S, GROUP_SILENCE_LIMIT_S
 from rpcdist.transport import Node
-from rpcdist.transport._channels.stream_sockets import break_when_silent, keep_alive, receive_some, send_all
-from rpcdist.transport._tls.tls_socket import StreamSocket
+from rpcdist.transport._channels.stream_sockets import break_when_silent, keep_alive, receive_some, until_ready
+from rpcdist.transport._tls.tls_socket import NO_SIGPIPE, StreamSocket
+from rpcdist.transport.shared_memory import Segment, SegmentError
+from rpcdist.transport.unix_sockets import ANCILLARY_BYTES, CLOSE_ON_EXEC, CUT_OFF, ReceivedDescriptors, rights
 
 MAX_MESSAGE_BYTES: Final = 64 * 1024
 """The largest message, longer than any failure: a peer cannot make this process allocate more."""
@@ -102,14 +107,42 @@ class WatchConnection:
     def __init__(self, rank: int, sock: StreamSocket, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
         self.rank = rank
         self.sock = sock
+        self.descriptors = ReceivedDescriptors(f"rank {rank}")
+        self._unix = sock if isinstance(sock, socket.socket) and sock.family == socket.AF_UNIX else None
         self._max_message_bytes = max_message_bytes
+        self._unsent: deque[tuple[bytes, Segment | None]] = deque()
         self._sending = asyncio.Lock()
         sock.setblocking(False)
         _notice_silence(sock)
 
-    async def send(self, message: Message) -> None:
+    def post(self, data: bytes, segment: Segment | None = None) -> bool:
+        """Sends an encoded message at once, if the connection takes it; if it returns False, call `flush`.
+
+        Args:
+            segment: passed with the message; only over a Unix socket.
+        """
+        self._unsent.append((data, segment))
+        return len(self._unsent) == 1 and self._write()
+
+    async def flush(self) -> None:
         async with self._sending, asyncio.timeout(ANSWER_LIMIT_S):
-            await send_all(self.sock, encoded(message))
+            while not self._write():
+                await until_ready(self.sock, for_writing=True)
+
+    def _write(self) -> bool:
+        while self._unsent:
+            data, segment = self._unsent[0]
+            try:
+                if segment is None:
+                    sent = self.sock.send(data, NO_SIGPIPE)
+                else:
+                    sent = self.sock.sendmsg([data], rights(segment), NO_SIGPIPE)
+            except BlockingIOError:
+                return False
+            self._unsent[0] = data[sent:], None
+            if sent == len(data):
+                self._unsent.popleft()
+        return True
 
     async def receive(self) -> Message | None:
         """Returns the next message; None at the end of the stream. Waits as long as the peer lives."""
@@ -137,11 +170,29 @@ class WatchConnection:
     async def _exactly(self, size: int) -> bytes | None:
         data = bytearray()
         while len(data) < size:
-            part = await receive_some(self.sock, size - len(data))
+            part = await self._some(size - len(data))
             if not part:
                 return None
             data += part
         return bytes(data)
+
+    async def _some(self, size: int) -> bytes:
+        """Like `receive_some`, and keeps the descriptors that come along."""
+        if self._unix is None:
+            return await receive_some(self.sock, size)
+        while True:
+            try:
+                data, ancillary, flags, _ = self._unix.recvmsg(size, ANCILLARY_BYTES, CLOSE_ON_EXEC)
+            except BlockingIOError:
+                await until_ready(self._unix, for_writing=False)
+                continue
+            if ancillary or flags & CUT_OFF:
+                self.descriptors.add(ancillary, flags)
+            return data
+
+    def close(self) -> None:
+        self.descriptors.close()
+        self.sock.close()
 
 
 def integer(message: Message, key: str) -> int:
@@ -164,7 +215,11 @@ logger = logging.getLogger(__name__)
 
 
 class Watch(Reporter):
-    """One rank's end of the watch; see the module's docstring."""
+    """One rank's end of the watch; see the module's docstring.
+
+    Attributes:
+        memory: the memory that rank 0 passes to this rank, at most once.
+    """
 
     def __init__(self, node: Node, rank: int, world_ranks: tuple[int, ...], group: str, listener: StateKeeper) -> None:
         self._node = node
@@ -180,20 +235,21 @@ class Watch(Reporter):
         self._answers: dict[int, tuple[int, str]] = {}
         self._answered = asyncio.Event()
         self._asking = False  # rank 0: set when the first rank times out; the verdict is for all ranks
-        self._reporting: asyncio.Task[object] | None = None  # rank 0: sends the first failure, the final one
+        self._has_reported = False  # rank 0: it has sent the first failure, the final one
         self._closing = False
         self._exchanges = 0  # the number of finished ones
         self._values: dict[int, str] = {}  # rank 0: the values for the current exchange, by rank
         self._exchange: Future[list[str]] = Future()  # the current exchange, once this rank takes part in it
+        self.memory: Future[Segment] = Future()
 
-    def take_connections(self, sockets: dict[int, StreamSocket], timeout_s: float) -> None:
-        """Takes over the connections: on rank 0 with every other rank, elsewhere with rank 0. Blocks, bounded."""
-        self._node.run(self._start(sockets), timeout_s)
+    def take_connections(self, sockets: dict[int, StreamSocket]) -> None:
+        """Takes over the connections: on rank 0 with every other rank, elsewhere with rank 0. Any thread, once."""
+        most = MAX_MESSAGE_BYTES + (0 if self._rank == 0 else _VALUE_BYTES * len(self._world_ranks))
+        self._connections = {rank: WatchConnection(rank, sock, most) for rank, sock in sockets.items()}
+        self._node.io.call_soon(self._start)
 
-    async def _start(self, sockets: dict[int, StreamSocket]) -> None:
-        for rank, sock in sockets.items():
-            most = MAX_MESSAGE_BYTES + (0 if self._rank == 0 else _VALUE_BYTES * len(self._world_ranks))
-            connection = self._connections[rank] = WatchConnection(rank, sock, most)
+    def _start(self) -> None:
+        for rank, connection in self._connections.items():
             self._listeners[rank] = self._spawn(self._listen(connection), f"with rank {rank}")
 
     def _spawn(self, coroutine: Coroutine[object, object, object], what: str) -> asyncio.Task[object]:
@@ -224,10 +280,10 @@ class Watch(Reporter):
         if integer(message, "number") != self._exchanges or not isinstance(value, str) or rank in self._values:
             raise ProtocolViolation(f"rank {rank} sent a value for an exchange that is not in progress")
         self._values[rank] = value
-        if not self.missing():
+        if len(self._values) == len(self._world_ranks):
             values = [self._values[rank] for rank in range(len(self._world_ranks))]
             self._values.clear()
-            self._spawn(self._send_all({"say": "values", "number": self._exchanges, "values": values}), "sends values")
+            self._send({"say": "values", "number": self._exchanges, "values": values})
             self._complete_exchange(values)
 
     def _values_received(self, message: Message) -> None:
@@ -242,6 +298,24 @@ class Watch(Reporter):
     def _complete_exchange(self, values: list[str]) -> None:
         self._exchanges += 1
         self._exchange.set_result(values)
+
+    # ------------------------------------------------------------ memory
+
+    def pass_memory(self, segment: Segment | None, ranks: Iterable[int]) -> None:
+        """At rank 0: passes memory, or the news that there is none, to ranks with Unix sockets. Any thread."""
+        message: Message = {"say": "memory", "size": 0 if segment is None else segment.size_bytes}
+        self._node.io.call_soon(self._send_to, ranks, message, segment)
+
+    def _memory_received(self, sender: int, size_bytes: int) -> None:
+        try:
+            if not size_bytes:
+                raise SegmentError("rank 0 could not make it")
+            descriptor = self._connections[sender].descriptors.take()
+            if descriptor is None:
+                raise SegmentError("this process had no free descriptor for it")
+            self.memory.set_result(Segment.received(descriptor, size_bytes))
+        except SegmentError as exc:
+            self.memory.set_exception(exc)
 
     # ------------------------------------------------------------ Reporter (any thread)
 
@@ -267,12 +341,25 @@ class Watch(Reporter):
         if self._rank == 0:  # rank 0 has no connection with itself
             self._handle(0, message)
         else:
-            self._spawn(self._send_all(message), "sends")
+            self._send(message)
 
-    async def _send_all(self, message: Message, skip: int = -1) -> None:
-        """Sends to every peer except `skip`. A connection that cannot take it ends, and its listener reports why."""
-        peers = [connection for rank, connection in self._connections.items() if rank != skip]
-        for result in await asyncio.gather(*(peer.send(message) for peer in peers), return_exceptions=True):
+    def _send(self, message: Message, skip: int = -1) -> None:
+        """Sends to every peer except `skip`; does not wait."""
+        self._send_to([rank for rank in self._connections if rank != skip], message)
+
+    def _send_to(self, ranks: Iterable[int], message: Message, segment: Segment | None = None) -> None:
+        data, late = encoded(message), []
+        for rank in ranks:
+            connection = self._connections.get(rank)
+            with suppress(OSError):  # the listener reports it
+                if connection is not None and not connection.post(data, segment):
+                    late.append(connection)
+        if late:
+            self._spawn(self._flush(late), "sends")
+
+    async def _flush(self, connections: Iterable[WatchConnection]) -> None:
+        """Waits until messages are sent. A connection that cannot take them ends, and its listener reports why."""
+        for result in await asyncio.gather(*(each.flush() for each in connections), return_exceptions=True):
             if isinstance(result, BaseException) and not isinstance(result, OSError | TimeoutError):
                 raise result
 
@@ -289,7 +376,7 @@ class Watch(Reporter):
             reason = str(exc)
         finally:
             self._connections.pop(connection.rank, None)
-            connection.sock.close()
+            connection.close()
         # The process died if its stream ends without a `left`; the kernel closes the stream of a killed process.
         if connection.rank not in self._departed and not self._closing:
             self._lost(connection.rank, reason)
@@ -303,7 +390,7 @@ class Watch(Reporter):
         elif say == "where":
             sequence, text = self._listener.where()
             answer: Message = {"say": "here", "question": message.get("question"), "sequence": sequence, "text": text}
-            self._spawn(self._send_all(answer), "answers")
+            self._send(answer)
         elif say == "timeout" and self._rank == 0:
             if not self._asking:
                 self._asking = True
@@ -312,6 +399,8 @@ class Watch(Reporter):
             self._value_received(sender, message)
         elif say == "values" and self._rank != 0:
             self._values_received(message)
+        elif say == "memory" and self._rank != 0 and not self.memory.done():
+            self._memory_received(sender, integer(message, "size"))
         elif say == "here" and self._rank == 0:
             if message.get("question") == self._question:
                 self._answers[sender] = integer(message, "sequence"), str(message.get("text"))[:MAX_REASON_LENGTH]
@@ -321,9 +410,9 @@ class Watch(Reporter):
 
     def _failed(self, failure: GroupFailure, sender: int) -> None:
         self._listener.fail(failure)
-        if self._rank == 0 and self._reporting is None:
-            message: Message = {"say": "failure", **failure.to_json()}
-            self._reporting = self._spawn(self._send_all(message, skip=sender), "passes on")
+        if self._rank == 0 and not self._has_reported:
+            self._has_reported = True
+            self._send({"say": "failure", **failure.to_json()}, skip=sender)
 
     def _left(self, rank: int, sequence: int, sender: int) -> None:
         # A rank may announce only its own departure; rank 0 passes on those of others.
@@ -332,7 +421,7 @@ class Watch(Reporter):
         self._departed.add(rank)
         self._listener.rank_left(rank, sequence)
         if self._rank == 0 and rank != 0:
-            self._spawn(self._send_all({"say": "left", "rank": rank, "sequence": sequence}, skip=sender), "passes on")
+            self._send({"say": "left", "rank": rank, "sequence": sequence}, skip=sender)
 
     def _lost(self, rank: int, reason: str) -> None:
         world_rank = self._world_ranks[rank]
@@ -343,7 +432,7 @@ class Watch(Reporter):
         self._question += 1
         self._answers = {0: self._listener.where()}
         others = set(self._connections)
-        await self._send_all({"say": "where", "question": self._question})
+        self._send({"say": "where", "question": self._question})
         try:
             async with asyncio.timeout(GROUP_ANSWER_LIMIT_S):
                 while not others <= self._answers.keys():
@@ -367,8 +456,6 @@ class Watch(Reporter):
         ended = [self._listeners[rank] for rank, connection in self._connections.items() if connection.has_ended()]
         if ended:
             await asyncio.wait(ended, timeout=ANSWER_LIMIT_S)
-        if self._reporting is not None:
-            await asyncio.wait([self._reporting], timeout=ANSWER_LIMIT_S)
 
     async def _close(self, sequence: int) -> None:
         if self._closing:
@@ -376,7 +463,8 @@ class Watch(Reporter):
         if self._rank == 0:
             await self._report_last_losses()
         if self._connections:  # before `_closing`, after which the end of a connection is not a failure
-            await self._send_all({"say": "left", "rank": self._rank, "sequence": sequence})
+            self._send({"say": "left", "rank": self._rank, "sequence": sequence})
+            await self._flush(list(self._connections.values()))
         self._closing = True
         tasks = self._tasks - {asyncio.current_task()}
         for connection in list(self._connections.values()):

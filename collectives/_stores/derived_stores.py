@@ -78,8 +78,10 @@ class PrefixStore(Store):
         return f"<PrefixStore {self.prefix!r} of {self.underlying_store!r}>"
 
     def execute(self, operation: StoreOperation[object], deadline: Deadline) -> object:
-        prefix = f"{self.prefix}/"
-        result = self.underlying_store.execute(operation.under(prefix), deadline)
+        prefix, store = f"{self.prefix}/", self.underlying_store
+        while isinstance(store, PrefixStore):
+            prefix, store = f"{store.prefix}/{prefix}", store.underlying_store
+        result = store.execute(operation.under(prefix), deadline)
         if isinstance(operation, ListKeys):
             return tuple(key.removeprefix(prefix) for key in cast(tuple[str, ...], result))
         return result

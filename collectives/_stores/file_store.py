@@ -44,6 +44,8 @@ MAX_RECORD_BYTES: Final = 1 << 30
 
 _RECORD = struct.Struct("<II")
 _CHANGE = struct.Struct("<BII")
+_CODES: Final = {int(code): code for code in Code}
+_OPENED, _CLOSED = Code.OPENED, Code.CLOSED
 
 
 class FileTable:
@@ -65,9 +67,6 @@ class FileTable:
         self._header = b""
         self._descriptor = -1  # of the file, while it is locked
         self._create(Deadline.after(SLOW_ANSWER_LIMIT_S))
-        if world_size > 0:
-            with self.locked(writing=True):
-                self.change([Change(Code.OPENED)])
 
     def execute(self, operation: StoreOperation[object]) -> object:
         """Runs an operation with the file locked; returns `Missing` if the operation must wait."""
@@ -91,7 +90,11 @@ class FileTable:
     # ------------------------------------------------------------ the file
 
     def _create(self, deadline: Deadline) -> None:
-        """Makes the file if it is missing or empty; raises `DistStoreError` if other users can write to it."""
+        """Opens the file, and makes it if it is missing or empty.
+
+        Raises:
+            DistStoreError: other users can write to it.
+        """
         with _system_errors(self.path), self._opened(os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX, deadline) as descriptor:
             self._check_ours(descriptor)
             header = os.pread(descriptor, HEADER_BYTES, 0)
@@ -100,7 +103,10 @@ class FileTable:
             if len(header) < HEADER_BYTES:  # new, or the process that made it was killed
                 header = MAGIC + os.urandom(HEADER_BYTES - len(MAGIC))
                 _write_all(descriptor, header, 0)
-            self._header = header
+            self._header, self._descriptor = header, descriptor
+            if self._world_size > 0:
+                self._apply(self._read())
+                self.change([Change(Code.OPENED)])
 
     def _check_ours(self, descriptor: int) -> None:
         """Raises if other users could have written to the file, since this process trusts its content."""
@@ -151,7 +157,7 @@ class FileTable:
 
     def _wait_for_lock(self, descriptor: int, mode: int, deadline: Deadline) -> None:
         # flock() has no time limit, so this tries repeatedly; a lock is held for some microseconds.
-        pauses = backoff(LOCK_FIRST_PAUSE_S, LOCK_LONGEST_PAUSE_S, deadline)
+        pauses: Iterator[float] | None = None
         while True:
             try:
                 fcntl.flock(descriptor, mode | fcntl.LOCK_NB)
@@ -162,6 +168,7 @@ class FileTable:
             if deadline.expired():
                 text = f"the lock of {self.path} was not free in time; is a process stopped that uses the file?"
                 raise DistStoreError(text)
+            pauses = pauses or backoff(LOCK_FIRST_PAUSE_S, LOCK_LONGEST_PAUSE_S, deadline)
             time.sleep(next(pauses))
 
     # ------------------------------------------------------------ within `locked`
@@ -173,18 +180,29 @@ class FileTable:
 
     def _apply(self, changes: Iterable[Change]) -> None:
         for change in changes:
-            self.contents.apply(change)
-            self._num_opened += change.code is Code.OPENED
-            self._num_closed += change.code is Code.CLOSED
+            code = change.code
+            if code is _OPENED:
+                self._num_opened += 1
+            elif code is _CLOSED:
+                self._num_closed += 1
+            else:
+                self.contents.apply(change)
 
     def _read(self) -> list[Change]:
         """Returns the changes that were not read before, in order."""
         data = self._read_rest()
         changes: list[Change] = []
-        position = 0
-        while (body := self._record(data, position)) is not None:
-            changes += _unpacked(body)
-            position += _RECORD.size + len(body)
+        position, end = 0, len(data)
+        while end - position >= _RECORD.size:
+            length, checksum = _RECORD.unpack_from(data, position)
+            start = position + _RECORD.size
+            body = data[start : start + length]
+            if length > MAX_RECORD_BYTES or (len(body) == length and zlib.crc32(body) != checksum):
+                raise DistStoreError(f"{self.path} is damaged at byte {self._offset + position}")
+            if len(body) < length:
+                break
+            _unpack(body, changes)
+            position = start + length
         self._offset += position
         return changes
 
@@ -211,23 +229,17 @@ class FileTable:
             offset += len(part)
         return b"".join(parts)
 
-    def _record(self, data: bytes, position: int) -> bytes | None:
-        if len(data) - position < _RECORD.size:
-            return None
-        length, checksum = _RECORD.unpack_from(data, position)
-        body = data[position + _RECORD.size : position + _RECORD.size + length]
-        if length > MAX_RECORD_BYTES or (len(body) == length and zlib.crc32(body) != checksum):
-            raise DistStoreError(f"{self.path} is damaged at byte {self._offset + position}")
-        return body if len(body) == length else None
 
-
-def _unpacked(body: bytes) -> Iterator[Change]:
-    position = 0
-    while position < len(body):
+def _unpack(body: bytes, changes: list[Change]) -> None:
+    """Appends the changes of a record."""
+    position, end = 0, len(body)
+    while position < end:
         code, key_length, value_length = _CHANGE.unpack_from(body, position)
-        middle = position + _CHANGE.size + key_length
-        position, key_start = middle + value_length, position + _CHANGE.size
-        yield Change(Code(code), body[key_start:middle].decode("utf-8", "surrogatepass"), body[middle:position])
+        key_start = position + _CHANGE.size
+        middle = key_start + key_length
+        position = middle + value_length
+        key = body[key_start:middle].decode("utf-8", "surrogatepass")
+        changes.append(Change(_CODES[code], key, body[middle:position]))
 
 
 def _write_all(descriptor: int, data: bytes, offset: int) -> None:
@@ -293,8 +305,9 @@ class FileStore(Store):
             self._table.close()
 
     def execute(self, operation: StoreOperation[object], deadline: Deadline) -> object:
-        pauses = backoff(POLL_S, TICK_S, deadline)
+        pauses: Iterator[float] | None = None
         while isinstance(result := self._table.execute(operation), Missing) and not deadline.expired():
+            pauses = pauses or backoff(POLL_S, TICK_S, deadline)
             while not deadline.expired():
                 time.sleep(next(pauses))
                 if self._table.maybe_grown():

@@ -337,8 +337,12 @@ class SignedRecords:
         """
         if timeout_s is not None:
             self._store.wait(keys, timeout_s)
+        return self.verified(keys, self._store.multi_get(keys))
+
+    def verified(self, keys: Sequence[str], records: Sequence[bytes]) -> list[str]:
+        """Returns the values of records that were read under these keys; raises as `get`."""
         place = self._store.address
         return [
             self._credentials.verify(self._store.full_key(key), record, place).decode(errors="replace")
-            for key, record in zip(keys, self._store.multi_get(keys), strict=True)
+            for key, record in zip(keys, records, strict=True)
         ]

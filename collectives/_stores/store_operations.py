@@ -18,6 +18,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from itertools import filterfalse
 from typing import ClassVar, Final, Generic, NamedTuple, Self, TypeVar
 
@@ -119,8 +120,9 @@ class StoreOperation(ABC, Generic[R_co]):
         cls.method = _WORD_START.sub("_", cls.__name__).lower()
 
     @classmethod
+    @cache
     def parameters(cls) -> list[str]:
-        """Returns the names of the fields, which are also the fields of its message."""
+        """Returns the names of the fields, which are also the fields of its message; do not change the list."""
         return [field.name for field in fields(cls)]  # type: ignore[arg-type]  # each of the classes is a dataclass
 
     @property

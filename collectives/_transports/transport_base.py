@@ -21,7 +21,6 @@ from rpcdist.collectives._operations.operation import Kind, Operation
 from rpcdist.deadline import Deadline
 from rpcdist.time_limits import SPIN_LIMIT_S
 from rpcdist.transport._tls.tls_socket import NO_SIGPIPE
-from rpcdist.transport.hub_connector import HubAddress
 
 
 class TransportMismatch(Exception):
@@ -269,7 +268,7 @@ class SpinPolicy:
 
 def ranks_here(rank: int, addresses: Sequence[str]) -> int:
     """Returns the number of ranks on a rank's host, from the hub addresses of all ranks; 0 without addresses."""
-    hosts = [HubAddress.parse(address).host for address in addresses]
+    hosts = [address.partition("/")[0].rpartition(":")[0] for address in addresses]
     return hosts.count(hosts[rank]) if hosts else 0
 
 

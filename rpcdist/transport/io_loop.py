@@ -15,23 +15,23 @@ from types import FrameType
 from typing import Any, Final, TypeVar
 
 from rpcdist.deadline import Deadline
-from rpcdist.errors import BlockingInLoop, DeadlineExceeded, RpcdistError, on_error
-from rpcdist.own_shortage import check_can_start
+from rpcdist.errors import BlockingInLoop, DeadlineExceeded, RpcdistError, TransportError, on_error
+from rpcdist.own_shortage import NO_THREAD, check_can_start
 from rpcdist.time_limits import CLOSE_LIMIT_S, CLOSE_STEP_LIMIT_S
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
-def new_event_loop(what: str, starts_threads: bool) -> asyncio.AbstractEventLoop:
-    """A new loop; `what` names it, and `starts_threads` is true if several threads start with it.
+def new_event_loop(what: str) -> asyncio.AbstractEventLoop:
+    """A new loop; `what` names it.
 
     Raises:
-        TransportError: this process has too few free descriptors, or can start too few threads.
+        TransportError: this process has too few free descriptors.
     """
     import uvloop  # late: programs that only import the package do not need it
 
-    check_can_start(what, starts_threads)
+    check_can_start(what, starts_threads=False)
     return uvloop.new_event_loop()
 
 
@@ -58,7 +58,7 @@ class IoLoop:
 
     def __init__(self, name: str = "rpcdist-io") -> None:
         self.name = name
-        self.loop = new_event_loop("an event loop", starts_threads=True)
+        self.loop = new_event_loop("an event loop")
         self.loop.set_exception_handler(_report_loop_error)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -66,7 +66,13 @@ class IoLoop:
         self.is_closed = False
 
     def start_thread(self) -> None:
-        self._thread.start()
+        """Raises `TransportError` if the system gives no more threads; the loop is then closed."""
+        try:
+            self._thread.start()
+        except RuntimeError as exc:
+            self.is_closed = True
+            self.loop.close()
+            raise TransportError(f"an event loop cannot start: {NO_THREAD}") from exc
 
     def _run(self) -> None:
         # The loop's own writes to connections do not pass `NO_SIGPIPE`, and this thread runs no user code.

@@ -83,8 +83,7 @@ def describe_token_source(explicit: str | None = None) -> str:
     except ConfigError:
         path = "a home directory"
         missing = f"no token: {TOKEN_VARIABLE} is not set, and there is no home directory for a token file"
-    machine = _path_of_machine()
-    if os.access(path, os.R_OK) or machine is None or not machine.exists():
+    if os.access(path, os.R_OK) or (machine := _path_of_machine()) is None or not machine.exists():
         return missing or f"the token file {path}"
     return f"the token file {machine}, which only this machine has, since {path} cannot be read"
 

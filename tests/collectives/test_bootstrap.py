@@ -118,14 +118,14 @@ def test_the_texts_of_an_exchange_arrive_in_order_and_its_missing_ranks_are_name
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_dies_before_the_default_group_is_set_on_it_ends_the_wait_of_the_others(rank: int) -> None:
     lost = {2: "its process ended"}
-    group: Any = SimpleNamespace(rank=lambda: rank, size=lambda: 3, lost_ranks=lambda: lost)
+    group: Any = SimpleNamespace(rank=lambda: rank, size=lambda: 3, lost_ranks=lambda: lost, _distinct_backends=list)
     with pytest.raises(RankLost, match="it is not set on rank 2: its process ended"):
         _until_all_have_it(HashStore(), group, LIMIT_S)
 
 
 def test_a_rank_that_was_through_and_has_left_ends_no_wait() -> None:
     store = HashStore()
-    group: Any = SimpleNamespace(rank=lambda: 1, size=lambda: 3, lost_ranks=lambda: {2: LEFT})
+    group: Any = SimpleNamespace(rank=lambda: 1, size=lambda: 3, lost_ranks=lambda: {2: LEFT}, _distinct_backends=list)
     with ThreadPoolExecutor(1) as thread:
         waiting = thread.submit(_until_all_have_it, store, group, LIMIT_S)
         store.wait(["set/1"], LIMIT_S)

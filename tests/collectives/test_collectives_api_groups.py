@@ -189,8 +189,8 @@ def test_groups_that_differ_are_reported_on_all_ranks(odd: list[int]) -> None:
     run_ranks(4, on_rank)
 
 
-def start(rank: int, size: int, store: Store, timeout_s: float = LIMIT_S) -> None:
-    c.init_process_group("local", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
+def start(rank: int, size: int, store: Store, timeout_s: float = LIMIT_S, backend: str = "local") -> None:
+    c.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
 
 
 def in_threads(size: int, function: object) -> list[BaseException | None]:
@@ -512,6 +512,40 @@ def test_a_rank_that_is_not_through_in_time_is_named(monkeypatch: pytest.MonkeyP
     first, second = in_threads(2, on_rank)
     assert isinstance(first, StoreTimeout) and "it is not set on rank 1 after 0.5 s" in str(first)
     assert isinstance(second, KeyboardInterrupt)
+
+
+@pytest.mark.parametrize("gives_up", [True, False])
+def test_the_ranks_of_a_tcp_group_hear_of_one_that_is_not_through(
+    monkeypatch: pytest.MonkeyPatch, gives_up: bool
+) -> None:
+    """They meet through the group and not in the store."""
+    store = HashStore(LIMIT_S)
+    begin = World.begin
+    first_is_done = threading.Event()
+
+    def be_late_on_rank_1(world: World, default: ProcessGroup, own: Store) -> None:
+        if default.rank() == 1:
+            if gives_up:
+                raise KeyboardInterrupt
+            assert first_is_done.wait(LIMIT_S)
+        begin(world, default, own)
+
+    monkeypatch.setattr(World, "begin", be_late_on_rank_1)
+
+    def on_rank(rank: int) -> None:
+        try:
+            start(rank, 2, store, LIMIT_S if gives_up else 3.0, "tcp")  # in which both come, also on a busy machine
+        finally:
+            if rank == 0:
+                first_is_done.set()
+
+    first, second = in_threads(2, on_rank)
+    if gives_up:
+        assert isinstance(first, GroupAborted) and "rank 1 aborted the group" in str(first)
+        assert isinstance(second, KeyboardInterrupt)
+    else:
+        assert isinstance(first, StoreTimeout) and "these ranks did not join within 3 s: 1. " in str(first)
+        assert isinstance(second, StoreTimeout) and str(second) == str(first)
 
 
 @pytest.mark.parametrize("base", [Store, torch.distributed.Store], ids=["ours", "torchs"])

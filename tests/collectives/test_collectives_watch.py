@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import queue
 import socket
 from collections.abc import Callable, Iterator
@@ -9,10 +11,11 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from rpcdist.collectives._group.state import GroupActions, GroupFailure, GroupState
-from rpcdist.collectives._group.watch import Message, StateKeeper, Watch, encoded
+from rpcdist.collectives._group.watch import Message, StateKeeper, Watch, WatchConnection, encoded
 from rpcdist.errors import CollectiveMismatch, CollectiveTimeout, RankLost
 from rpcdist.transport import Node, acquire_node
 from rpcdist.transport._tls.tls_socket import StreamSocket
+from rpcdist.transport.shared_memory import Segment, SegmentError
 
 LIMIT_S = 10.0
 SIZE = 4
@@ -50,9 +53,9 @@ class Star:
         pairs = {rank: socket.socketpair() for rank in range(1, SIZE)}
         self.inner: dict[int, StreamSocket] = {rank: pair[0] for rank, pair in pairs.items()}
         self.outer = {rank: pair[1] for rank, pair in pairs.items()}
-        self.watches[0].take_connections(self.inner, LIMIT_S)
+        self.watches[0].take_connections(self.inner)
         for rank, sock in self.outer.items():
-            self.watches[rank].take_connections({0: sock}, LIMIT_S)
+            self.watches[rank].take_connections({0: sock})
 
     def failure(self, rank: int) -> GroupFailure:
         return self.listeners[rank].failures.get(timeout=LIMIT_S)
@@ -196,7 +199,7 @@ def test_a_wrong_part_of_an_exchange_ends_the_connection(node: Node, rank: int, 
     """A rank that may speak in this group cannot bring more than one text, or answer what nobody asked."""
     listener, (inner, outer) = Listener(), socket.socketpair()
     own = Watch(node, 1 - rank, WORLD, "g", listener)
-    own.take_connections({rank: inner}, LIMIT_S)
+    own.take_connections({rank: inner})
     try:
         for message in messages:
             outer.sendall(encoded(message))
@@ -205,3 +208,62 @@ def test_a_wrong_part_of_an_exchange_ends_the_connection(node: Node, rank: int, 
     finally:
         own.close(0)
         outer.close()
+
+
+def test_rank_0_passes_its_memory_to_some_ranks(star: Star) -> None:
+    with Segment.create(1 << 16) as segment:
+        segment.map()[:5] = b"hello"
+        star.watches[0].pass_memory(segment, [1, 3])
+        for rank in (1, 3):
+            with star.watches[rank].memory.result(LIMIT_S) as received:
+                assert received.map()[:5] == b"hello"
+    star.watches[0].pass_memory(None, [2])
+    with pytest.raises(SegmentError, match="rank 0 could not make it"):
+        star.watches[2].memory.result(LIMIT_S)
+    assert all(listener.failures.empty() for listener in star.listeners)
+
+
+@pytest.mark.parametrize("given", ["nothing", "a pipe", "twice"])
+def test_memory_that_is_none(node: Node, given: str) -> None:
+    listener, (inner, outer) = Listener(), socket.socketpair()
+    own = Watch(node, 1, WORLD, "g", listener)
+    own.take_connections({0: inner})
+    reading, writing = os.pipe()
+    try:
+        message = encoded({"say": "memory", "size": 4096})
+        if given == "nothing":
+            outer.sendall(message)
+        for _ in range({"nothing": 0, "a pipe": 1, "twice": 2}[given]):
+            socket.send_fds(outer, [message], [reading])
+        if given == "nothing":
+            assert "no descriptor" in listener.failures.get(timeout=LIMIT_S).reason
+            return
+        with pytest.raises(SegmentError, match=r"not the offered one|not shared memory"):
+            own.memory.result(LIMIT_S)
+        if given == "twice":
+            assert "does not know: 'memory'" in listener.failures.get(timeout=LIMIT_S).reason
+    finally:
+        own.close(0)
+        outer.close()
+        os.close(reading)
+        os.close(writing)
+
+
+def test_messages_that_wait_for_a_slow_reader_arrive_in_order(node: Node) -> None:
+    inner, outer = socket.socketpair()
+    texts = [str(number) * 3000 for number in range(60)]
+
+    async def send_and_read() -> list[object]:
+        writer, reader = WatchConnection(1, inner), WatchConnection(0, outer)
+        inner.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        waits = [not writer.post(encoded({"say": text})) for text in texts]
+        assert waits[-1] and not waits[0]
+        flushing = [asyncio.ensure_future(writer.flush()) for _ in range(2)]
+        found = [(await reader.receive() or {}).get("say") for _ in texts]
+        await asyncio.gather(*flushing)
+        writer.close()
+        assert await reader.receive() is None
+        reader.close()
+        return found
+
+    assert node.run(send_and_read(), LIMIT_S) == texts

@@ -70,9 +70,17 @@ class Layout:
     def table(self, half: int, rank: int) -> int:
         return self.sleepers + self.sleepers_bytes + (half * self.size + rank) * self.table_bytes
 
+    def tables(self, half: int) -> range:
+        """The offsets of a half's tables, by rank."""
+        return range(self.table(half, 0), self.table(half + 1, 0), self.table_bytes)
+
     def buffer(self, half: int, rank: int) -> int:
         start = _up(self.table(2, 0), PAGE)
         return start + (half * self.size + rank) * _up(self.buffer_bytes, PAGE)
+
+    def buffers(self, half: int) -> range:
+        """The offsets of a half's buffers, by rank."""
+        return range(self.buffer(half, 0), self.buffer(half + 1, 0), _up(self.buffer_bytes, PAGE))
 
     @property
     def total_bytes(self) -> int:
@@ -95,7 +103,7 @@ class RankBuffers:
         self._memory = memory
         self._views: dict[tuple[torch.dtype, int, int], list[list[torch.Tensor]]] = {}
         start = memory.data_ptr()
-        self.address: Final = [[start + layout.buffer(half, rank) for rank in range(layout.size)] for half in (0, 1)]
+        self.address: Final = [[start + offset for offset in layout.buffers(half)] for half in (0, 1)]
 
     def close(self) -> None:
         self._views.clear()
@@ -113,7 +121,7 @@ class RankBuffers:
 
     def _make_views(self, dtype: torch.dtype, offset: int, count: int) -> list[list[torch.Tensor]]:
         stop = offset + count * dtype.itemsize
-        starts = [[self._layout.buffer(half, rank) for rank in range(self._layout.size)] for half in (0, 1)]
+        starts = [self._layout.buffers(half) for half in (0, 1)]
         with torch.inference_mode(False):  # the views are used after the caller's mode has ended
             return [[self._memory[start + offset : start + stop].view(dtype) for start in half] for half in starts]
 

@@ -78,8 +78,7 @@ class Signals:
         self._mark = layout.sleepers + rank
         self._sleepers = range(layout.sleepers // _WORD, (layout.sleepers + layout.size + _WORD - 1) // _WORD)
         width: Final = 2 * layout.size  # of a row: the bytes of the inputs, then those of the outputs, then zeros
-        ranks = range(layout.size)
-        self._rows = [[self._row(layout.table(half, peer), width) for peer in ranks] for half in (0, 1)]
+        self._rows = [[self._row(offset, width) for offset in layout.tables(half)] for half in (0, 1)]
         self._fence = threading.Lock()
         self._is_first_step = False
         self._spin_policy = SpinPolicy(layout.size)
@@ -90,8 +89,9 @@ class Signals:
 
     def _peer_flags(self, half: int) -> list[tuple[int, int]]:
         """Returns the other ranks and their flags from this rank on, so that ranks begin with different flags."""
+        first, stride = self._layout.header(half, 0) // _WORD, LINE // _WORD
         peers = [(self._rank + distance) % self._size for distance in range(1, self._size)]
-        return [(peer, self._layout.header(half, peer) // _WORD) for peer in peers]
+        return [(peer, first + peer * stride) for peer in peers]
 
     def close(self) -> None:
         for view in (*self._header, *self._rows[0], *self._rows[1], self._words, self._bytes):

@@ -211,7 +211,7 @@ class UserLoop:
                 return self._loop
             if self._refusal is not None:
                 raise self._refusal()
-            loop = new_event_loop(_WHAT, starts_threads=False)
+            loop = new_event_loop(_WHAT)
             loop.set_task_factory(self._make_task)
             loop.set_exception_handler(_log_loop_error)
             thread = threading.Thread(target=self._work, args=(loop,), name="rpcdist-user-loop", daemon=True)

@@ -7,6 +7,7 @@ import re
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, Final
 
 import grpc
@@ -22,6 +23,7 @@ from rpcdist.errors import (
     TransportError,
 )
 from rpcdist.inspection import ChannelFacts
+from rpcdist.own_shortage import check_can_start
 from rpcdist.time_limits import ATTEMPT_LIMIT_S
 from rpcdist.transport._framing.frames import CHUNK_BYTES, MAX_ENVELOPE_BYTES, MAX_FRAME_BYTES
 from rpcdist.transport._tls.certificate import Certificate, fingerprint_of_pem
@@ -144,6 +146,12 @@ def accepted_grpc_ends(context: Any) -> str:
     return grpc_ends(fingerprint_of_pem(shown[0]) if shown else None)
 
 
+@cache
+def check_grpc_can_start() -> None:
+    """Checks, before gRPC is used first, that its threads can start. Raises `TransportError`."""
+    check_can_start("gRPC")
+
+
 def connect_grpc(address: str, shown: Certificate | None) -> grpc.aio.Channel:
     """A channel to a server; gRPC connects it when it is first used.
 
@@ -151,6 +159,7 @@ def connect_grpc(address: str, shown: Certificate | None) -> grpc.aio.Channel:
         address: host:port.
         shown: the certificate of this process; None without TLS.
     """
+    check_grpc_can_start()
     if shown is None:
         return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
     credentials = grpc.ssl_channel_credentials(shown.authority, shown.key, shown.chain)

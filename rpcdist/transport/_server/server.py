@@ -22,7 +22,13 @@ from rpcdist.errors import TransportError
 from rpcdist.inspection import Strangers
 from rpcdist.own_shortage import own_shortage
 from rpcdist.transport._channels.channel import allowed_channels
-from rpcdist.transport._channels.grpc_channel import GrpcServerChannel, accepted_grpc_ends, refuse, server_options
+from rpcdist.transport._channels.grpc_channel import (
+    GrpcServerChannel,
+    accepted_grpc_ends,
+    check_grpc_can_start,
+    refuse,
+    server_options,
+)
 from rpcdist.transport._channels.polling_and_signals import may_poll
 from rpcdist.transport._channels.socket_channel import SocketChannel
 from rpcdist.transport._channels.stream_sockets import listen_tcp
@@ -102,6 +108,7 @@ class Server:
         channels = allowed_channels()
         may_poll()
         num_connections()
+        check_grpc_can_start()
         server = grpc.aio.server(options=server_options())
         services = UnaryServices(self._proven, self._calls, self._handler)
         server.add_generic_rpc_handlers((services,))
