@@ -232,7 +232,7 @@ def pace_if_far(connection: StreamSocket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, of_system)
 
 
-def _begin_unpaced(connection: socket.socket) -> None:
+def _begin_unpaced(connection: StreamSocket) -> None:
     """Replaces BBR on a socket that is not connected, if the system allows it. [Note: pacing]"""
     if _congestion_control(connection) == b"bbr":
         with suppress(OSError):  # the system does not have or allow cubic
