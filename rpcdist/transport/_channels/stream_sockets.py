@@ -197,6 +197,7 @@ def tune(connection: socket.socket) -> None:
         return
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     keep_alive(connection, KEEP_ALIVE_S, KEEP_ALIVE_S // 3)
+    _begin_unpaced(connection)
 
 
 def keep_alive(connection: socket.socket | TlsSocket, idle_s: int, interval_s: int) -> None:
@@ -204,7 +205,6 @@ def keep_alive(connection: socket.socket | TlsSocket, idle_s: int, interval_s: i
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in ((socket.TCP_KEEPIDLE, idle_s), (socket.TCP_KEEPINTVL, interval_s), (socket.TCP_KEEPCNT, 3)):
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
-    _begin_unpaced(connection)
 
 
 def break_when_silent(connection: socket.socket | TlsSocket, limit_s: float) -> None:
