@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 import grimp
@@ -19,6 +20,18 @@ MAX_FILES = {ROOT / "collectives": 20, ROOT / "rpcdist" / "rpc": 16}
 
 # Basenames that sibling packages may share, since they mean the same thing in each.
 SHARED_BASENAMES = {"__init__.py", "options.py", "constants.py", "functional.py"}
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_trees() -> Iterator[None]:
+    """They take 130 MB."""
+    yield
+    tree_of.cache_clear()
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +62,7 @@ def test_a_class_name_means_one_thing() -> None:
     """In one file a class and its private base may share a name."""
     where = defaultdict(set)
     for path in sources():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.ClassDef):
                 where[node.name.lstrip("_")].add(str(path.relative_to(ROOT)))
     assert {name: paths for name, paths in where.items() if len(paths) > 1} == {}
@@ -70,7 +83,7 @@ def test_a_new_tensor_names_its_device() -> None:
     calls = [
         (path, node)
         for path in sources()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.Call) and ast.unparse(node.func) in factories
     ]
     assert {"empty", "as_tensor", "sparse_coo_tensor"} <= names and len(calls) > 50
@@ -98,7 +111,7 @@ def test_only_these_places_wait_for_a_gpu() -> None:
         (str(path.relative_to(ROOT)), node.func.attr)
         for path in sources()
         if path.is_relative_to(ROOT / "rpcdist" / "rpc") or path.is_relative_to(ROOT / "autograd")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in names
         if not node.args  # an `item` of a stream, for example
     )
@@ -162,16 +175,17 @@ def imported(node: ast.AST) -> list[str]:
     return []
 
 
-def imports_of(path: Path) -> set[str]:
-    return {name for node in ast.walk(ast.parse(path.read_text())) for name in imported(node)}
+def imports_of(tree: ast.Module) -> set[str]:
+    return {name for node in ast.walk(tree) for name in imported(node)}
 
 
-def reached_names(path: Path) -> Iterator[str]:
-    """The attributes of objects that a file uses, also those that it replaces or looks up by their names."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in {"self", "cls", "super()"}:
-            yield node.attr
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in BY_NAME:
+def reached_names(tree: ast.Module) -> Iterator[str]:
+    """The private attributes of objects that a file uses, also those that it replaces or looks up by their names."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            if is_private(node.attr) and ast.unparse(node.value) not in {"self", "cls", "super()"}:
+                yield node.attr
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in BY_NAME:
             for argument in node.args[:2]:
                 if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
                     yield argument.value.rpartition(".")[2]
@@ -181,7 +195,7 @@ def private_names_of_the_product() -> set[str]:
     """Of functions, classes, variables and attributes; without those that torch has too."""
     found = set()
     for path in sources():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 found.add(node.name)
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
@@ -248,10 +262,11 @@ def test_tests_do_not_reach_further_into_private_parts(product_modules: ProductM
     own = private_names_of_the_product()
     files, attributes = Counter[str](), Counter[str]()
     for path in (ROOT / "tests").rglob("*.py"):
-        parts = product_modules.private_parts(imports_of(path))
+        tree = ast.parse(path.read_text())
+        parts = product_modules.private_parts(imports_of(tree))
         kind = "pure" if parts and not product_modules.has_shell(parts) else "shell"
         files[kind] += bool(parts)
-        attributes[kind] += sum(name in own for name in reached_names(path))
+        attributes[kind] += sum(name in own for name in reached_names(tree))
     assert files["shell"] <= MAX_FILES_THAT_IMPORT_PRIVATE_SHELL
     assert files["pure"] <= MAX_FILES_THAT_IMPORT_PRIVATE_PURE_PARTS
     assert attributes["shell"] <= MAX_PRIVATE_ATTRIBUTES_IN_TESTS_OF_THE_SHELL
