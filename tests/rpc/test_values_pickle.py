@@ -184,7 +184,7 @@ def test_what_cannot_be_pickled_raises_what_pickle_raises() -> None:
     deep: list[Any] = []
     for _ in range(100_000):
         deep = [deep]
-    with pytest.raises(SerializationError, match="nested too deeply"):
+    with pytest.raises(SerializationError, match="nested too deeply to be pickled; flatten it"):
         encode(deep)
 
 

@@ -159,7 +159,9 @@ def write_pickle(obj: object, rref_type: RRefType, by_value: bool) -> PickledPar
         )
         raise
     except RecursionError as exc:
-        raise SerializationError("a value is nested too deeply to be pickled") from exc
+        raise SerializationError(
+            "a value is nested too deeply to be pickled; flatten it, for example into a list of its parts"
+        ) from exc
     parts.body = file.getvalue()
     return parts
 
