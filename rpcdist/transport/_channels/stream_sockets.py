@@ -222,20 +222,21 @@ def round_trip_s(connection: StreamSocket, at: int) -> float | None:
 
 
 def pace_if_far(connection: StreamSocket) -> None:
-    """Gives a connection to a far peer the system's congestion control. [Note: pacing]"""
+    """Gives a connection to a far peer the system's congestion control, if it is BBR. [Note: pacing]"""
     trip_s = round_trip_s(connection, SHORTEST_AT)
-    if trip_s is None or trip_s < FAR_ROUND_TRIP_S or _congestion_control(connection) != b"cubic":
+    if trip_s is None or trip_s < FAR_ROUND_TRIP_S:
         return
-    with socket.socket(connection.family, socket.SOCK_STREAM) as fresh:
-        of_system = _congestion_control(fresh)
-    if of_system == b"bbr":
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, of_system)
+    with suppress(OSError):  # it was closed, or this process has no descriptor left: it stays as it is
+        with socket.socket(connection.family, socket.SOCK_STREAM) as fresh:
+            of_system = _congestion_control(fresh)
+        if of_system == b"bbr":
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, of_system)
 
 
 def _begin_unpaced(connection: StreamSocket) -> None:
     """Replaces BBR on a socket that is not connected, if the system allows it. [Note: pacing]"""
-    if _congestion_control(connection) == b"bbr":
-        with suppress(OSError):  # the system does not have or allow cubic
+    with suppress(OSError):  # the system does not have or allow cubic, or cannot choose
+        if _congestion_control(connection) == b"bbr":
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
 
 
