@@ -20,6 +20,7 @@ from rpcdist.collectives._operations import reduce_kernels
 from rpcdist.collectives._operations.operation import Kind, Operation
 from rpcdist.deadline import Deadline
 from rpcdist.time_limits import SPIN_LIMIT_S
+from rpcdist.transport._channels.polling_and_signals import is_polling_on
 from rpcdist.transport._tls.tls_socket import NO_SIGPIPE
 
 
@@ -239,7 +240,7 @@ class SpinPolicy:
 
     Waking up from a sleep takes long on a core that has gone idle. Spinning takes a core away from other threads, even
     with a `sched_yield` after each attempt. So a rank does not spin on a host with more ranks than cores, and spins
-    little where other programs keep the cores busy, because waits are long there.
+    little where other programs keep the cores busy, because waits are long there; never with `RPCDIST_POLLING=off`.
 
     Attributes:
         spin_s: how long to try before the next sleep, in seconds.
@@ -248,7 +249,8 @@ class SpinPolicy:
     __slots__ = ("_longest_s", "spin_s")
 
     def __init__(self, num_ranks: int) -> None:
-        self._longest_s = self.spin_s = SPIN_LIMIT_S if num_ranks <= num_cores() else 0.0
+        spins = num_ranks <= num_cores() and is_polling_on()
+        self._longest_s = self.spin_s = SPIN_LIMIT_S if spins else 0.0
 
     def spin_succeeded(self) -> None:
         """Reports that the wait ended while spinning."""

@@ -6,6 +6,7 @@ import pytest
 
 from rpcdist.collectives._transports import transport_base
 from rpcdist.collectives._transports.transport_base import SpinPolicy, ranks_here
+from rpcdist.errors import ConfigError
 from rpcdist.time_limits import SPIN_LIMIT_S
 
 HERE, THERE = "127.0.0.1:1/a", "127.0.0.2:1/a"
@@ -42,3 +43,15 @@ def test_it_gives_up_on_slow_peers_and_learns_when_they_are_fast_again() -> None
     for _ in range(10):
         policy.spin_succeeded()
     assert policy.spin_s == SPIN_LIMIT_S
+
+
+def test_no_rank_spins_if_polling_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RPCDIST_POLLING", "off")
+    policy = SpinPolicy(2)
+    policy.spin_succeeded()
+    assert policy.spin_s == 0.0
+    policy.slept(1e-6)
+    assert policy.spin_s == 0.0
+    monkeypatch.setenv("RPCDIST_POLLING", "never")
+    with pytest.raises(ConfigError, match="RPCDIST_POLLING"):
+        SpinPolicy(2)

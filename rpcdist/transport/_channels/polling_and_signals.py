@@ -110,15 +110,16 @@ Ready = list[tuple[int, int]]
 
 
 def may_poll() -> bool:
-    """Whether waits may poll: `RPCDIST_POLLING` is not "off", and the processor time is not limited.
+    """Whether waits for messages may poll: `is_polling_on`, and the processor time is not limited."""
+    return is_polling_on() and not _has_quota()
 
-    Raises:
-        ConfigError: the variable has an unknown value.
-    """
+
+def is_polling_on() -> bool:
+    """Whether `RPCDIST_POLLING` is not "off". Raises `ConfigError` if it has an unknown value."""
     text = os.environ.get(POLLING_VARIABLE, "auto")
     if text not in ("auto", "off"):
         raise ConfigError(f"{POLLING_VARIABLE} must be 'auto' or 'off', but it is {text!r}")
-    return text == "auto" and not _has_quota()
+    return text == "auto"
 
 
 _usage: Final[Callable[[], tuple[Any, ...]]] = partial(resource.getrusage, resource.RUSAGE_THREAD)
