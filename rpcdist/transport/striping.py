@@ -49,7 +49,7 @@ from typing import Any, Final
 from rpcdist.errors import ConfigError, ProtocolViolation, RpcdistError
 from rpcdist.ids import Identity
 from rpcdist.time_limits import CLOSE_STEP_LIMIT_S, SIDE_ATTEMPT_LIMIT_S
-from rpcdist.transport._channels.stream_sockets import FAR_ROUND_TRIP_S, break_when_silent, pace_if_far
+from rpcdist.transport._channels.stream_sockets import FAR_ROUND_TRIP, break_when_silent, pace_if_far
 from rpcdist.transport._framing.incoming import MAX_CONNECTIONS, Delivery, Incoming, StripeCursor, num_stripes, num_used
 from rpcdist.transport._tls.tls_socket import NO_SIGPIPE, TlsSocket
 from rpcdist.transport.io_loop import IoLoop
@@ -313,7 +313,7 @@ class Striping:
     _num_ended: int = 0
 
     def __post_init__(self, open: OpenConnections | None, round_trip_s: float | None) -> None:
-        self._is_far = is_far = round_trip_s is not None and round_trip_s >= FAR_ROUND_TRIP_S
+        self._is_far = is_far = round_trip_s is not None and round_trip_s >= FAR_ROUND_TRIP
         self._num_wanted = num_connections(is_far)
         self._min_bytes = _MIN_FAR_BYTES if is_far else MIN_STRIPED_BYTES
         self._open = open if self._num_wanted else None

@@ -33,7 +33,7 @@ FIGURES: list[tuple[str, str, str, str]] = [  # page, text before the figure, co
     ("architecture", "a quarter of `peer_timeout` (", f"{LIMITS}:PEER_TIMEOUT_S", ")"),
     ("architecture", "A store's request or reply of more than ", "rpcdist.transport.keys:LARGEST_UNCUT_BYTES", ""),
     ("architecture", "2 by default, or the number 0 to ", f"{INCOMING}:MAX_CONNECTIONS", " in"),
-    ("architecture", "takes ", "rpcdist.transport._channels.stream_sockets:FAR_ROUND_TRIP_S", " or more, there are"),
+    ("architecture", "takes ", "rpcdist.transport._channels.stream_sockets:FAR_ROUND_TRIP", " or more, there are"),
     ("architecture", "or more, there are ", f"{INCOMING}:MAX_CONNECTIONS", ", and messages"),
     ("architecture", "and messages of ", f"{STRIPING}:_MIN_FAR_BYTES", " count as large"),
     ("architecture", "at the second message of ", f"{STRIPING}:MIN_STRIPED_BYTES", " or more"),
@@ -64,7 +64,7 @@ FIGURES: list[tuple[str, str, str, str]] = [  # page, text before the figure, co
     (
         "performance",
         "if a round trip takes ",
-        "rpcdist.transport._channels.stream_sockets:FAR_ROUND_TRIP_S",
+        "rpcdist.transport._channels.stream_sockets:FAR_ROUND_TRIP",
         " or more",
     ),
     ("performance", "that waits for a reply polls for up to ", f"{POLLING}:LIMIT_NS", " before it sleeps"),

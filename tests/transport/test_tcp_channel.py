@@ -31,7 +31,7 @@ from rpcdist.testing import eventually
 from rpcdist.transport import Link, Node, connector
 from rpcdist.transport._channels import socket_pipe, stream_sockets
 from rpcdist.transport._channels.stream_sockets import (
-    FAR_ROUND_TRIP_S,
+    FAR_ROUND_TRIP,
     SHORTEST_AT,
     accepted_ends,
     connect_tcp,
@@ -268,11 +268,11 @@ class FakeConnection:
 @pytest.mark.parametrize(
     ("of_system", "control", "trip_s", "expected"),
     [
-        (BBR, CUBIC, FAR_ROUND_TRIP_S, BBR),
-        (BBR, CUBIC, FAR_ROUND_TRIP_S / 2, CUBIC),
+        (BBR, CUBIC, FAR_ROUND_TRIP, BBR),
+        (BBR, CUBIC, FAR_ROUND_TRIP / 2, CUBIC),
         (BBR, CUBIC, None, CUBIC),
-        (CUBIC, CUBIC, FAR_ROUND_TRIP_S, CUBIC),
-        (b"dctcp", b"dctcp", FAR_ROUND_TRIP_S, b"dctcp"),
+        (CUBIC, CUBIC, FAR_ROUND_TRIP, CUBIC),
+        (b"dctcp", b"dctcp", FAR_ROUND_TRIP, b"dctcp"),
     ],
 )
 def test_only_a_far_peer_gets_bbr(

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 _BACKLOG: Final = 512
 _NOT_HERE: Final = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # the address is not one of this machine
 
-FAR_ROUND_TRIP_S: Final = 2e-3
+FAR_ROUND_TRIP: Final = 2e-3
 """A peer with this round trip or a longer one is far; within a data centre it is shorter."""
 
 ROUND_TRIP_AT: Final = 68  # tcpi_rtt in struct tcp_info
@@ -224,7 +224,7 @@ def round_trip_s(connection: StreamSocket, at: int) -> float | None:
 def pace_if_far(connection: StreamSocket) -> None:
     """Gives a connection to a far peer the system's congestion control, if it is BBR. [Note: pacing]"""
     trip_s = round_trip_s(connection, SHORTEST_AT)
-    if trip_s is None or trip_s < FAR_ROUND_TRIP_S:
+    if trip_s is None or trip_s < FAR_ROUND_TRIP:
         return
     with suppress(OSError):  # it was closed, or this process has no descriptor left: it stays as it is
         with socket.socket(connection.family, socket.SOCK_STREAM) as fresh:
