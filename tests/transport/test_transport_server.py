@@ -276,7 +276,8 @@ def test_a_role_that_has_ended_says_so_to_who_comes_late(nodes: Nodes, num_bytes
     answers = Recorder()
     late, buffers = rpc_pb2.Message(call=rpc_pb2.Call(id=1)), [Memory(bytes(num_bytes))] if num_bytes else []
     open_link(client, server, handler=answers).session.send(late, buffers)
-    assert "no longer serves 'echo'" in answers.wait_closed()
+    reason, lost = answers.wait_closed(), "it ended while this process sent, and gRPC lost the reason"
+    assert "no longer serves 'echo'" in reason or (num_bytes and kind_wanted() == "grpc" and lost in reason)
     server.handle_role("echo", Recorder(echo=True))  # it may begin again
     answers = Recorder()
     open_link(client, server, handler=answers).session.send(call)

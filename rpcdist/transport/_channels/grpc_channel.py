@@ -209,6 +209,8 @@ def mapped_errors(address: str) -> Iterator[None]:
 
 # The streams handle errors inline: a context manager costs 3 us, and each call would enter four of them.
 _BROKEN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
+_STATUS_LOST: Final = "Internal error from Core"
+"""The details of a call that ended while this process wrote: gRPC then drops the status that the peer has sent."""
 _GRPC_ERRORS = (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError)
 
 
@@ -217,8 +219,10 @@ def _stream_error(exc: Exception, address: str, had_answered: bool = True) -> Rp
     if not isinstance(exc, grpc.RpcError):
         return TransportError(f"the connection with {address} is closed: {exc}")
     if had_answered and exc.code() in _BROKEN:
-        text = f"the connection with {address} broke: {connect_reason(exc.details() or exc.code().name)}"
-        return TransportError(text)
+        reason = connect_reason(exc.details() or exc.code().name)
+        if exc.details() == _STATUS_LOST:
+            reason = "it ended while this process sent, and gRPC lost the reason"
+        return TransportError(f"the connection with {address} broke: {reason}")
     return error_of(exc, address)
 
 
