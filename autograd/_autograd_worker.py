@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge
 
-from rpcdist._proto import autograd_pb2, rpc_pb2
+from rpcdist._proto import autograd_pb2, rpc_pb2, value_pb2
 from rpcdist.autograd import _pass_message as pass_message
 from rpcdist.autograd._backward_pass import BackwardPass, PassOptions, PassPart
 from rpcdist.autograd._context import MAX_PUT_OFF, Context, ContextTable, Releases, make_id, worker_of
@@ -25,7 +25,7 @@ from rpcdist.autograd._graph_analysis import analyse
 from rpcdist.autograd._message_nodes import new_edge
 from rpcdist.autograd._step_part import Outcome, StepPart, do_work
 from rpcdist.deadline import Deadline
-from rpcdist.errors import AutogradError, CallRefused, Overloaded, ProtocolViolation, RpcdistError
+from rpcdist.errors import AutogradError, CallRefused, Overloaded, ProtocolViolation, RpcdistError, SerializationError
 from rpcdist.ids import Identity
 from rpcdist.inspection import ContextFacts, PassFacts
 from rpcdist.rpc._agent import Agent
@@ -284,6 +284,15 @@ class AutogradWorker:
         self, session: AnySession, part: CompactPass, buffers: Sequence[ReceiveBuffer], jobs: list[PoolJob]
     ) -> None:
         self._take(session.peer, part, buffers, session, jobs)
+
+    def announced_gradients(self, sender: Identity, part: CompactPass) -> value_pb2.Value | None:
+        context = self.contexts.look_up(part.context)
+        if context is None:
+            return None
+        try:
+            return pass_message.announced_gradients(part, sender.id, context.sends)
+        except (ProtocolViolation, SerializationError, pass_message.UnknownMessages):  # `on_pass` refuses it
+            return None
 
     def _take(
         self,

@@ -48,6 +48,7 @@ from rpcdist.transport.wire_messages import MAX_COMPACT_BODY_BYTES, CompactPass
 _HEAD: Final = Struct("<HQ6I")
 _BEGINS, _CHILD, _FAST, _RETAIN, _DONE, _HEAVY, _COUNTS, _VALUE, _WORK, _OUTCOME = (1 << bit for bit in range(10))
 _FOLLOW_UP, _FOLLOWS, _TRACED = 1 << 10, 1 << 11, 1 << 12
+_CPU: Final = torch.device("cpu")
 
 
 class UnknownMessages(AutogradError):
@@ -91,8 +92,11 @@ class PassMessage:
     gradients: list[Gradients] = field(default_factory=list)
     work: bytes | None = None
     outcome: bytes | None = None
-    # The gradients of a message that has arrived: body, counts, absent, number of tensors, buffers, `_VALUE`.
-    _rest: tuple[bytes, Sequence[int], Sequence[int], int, Sequence[ReceiveBuffer], bool] | None = None
+    # The gradients of a message that has arrived: body, counts, absent, number of tensors, buffers; and for a `Value`,
+    # the devices of the tensors whose gradients they are.
+    _rest: (
+        tuple[bytes, Sequence[int], Sequence[int], int, Sequence[ReceiveBuffer], Sequence[torch.device] | None] | None
+    ) = None
 
     def add_gradients(self, message: int, gradients: Gradients) -> None:
         """Adds the gradients of the tensors of one message of the graph."""
@@ -108,8 +112,7 @@ class PassMessage:
     ) -> tuple[CompactPass, Sequence[LargeBuffer], Sequence[int]]:
         """Encodes the message for a session; returns it, its large buffers, and its loans of GPU memory.
 
-        Gradients on GPUs arrive by a route on the GPU where they are, or on the CPU: the receiver knows on which
-        devices the tensors were that it sent.
+        Gradients on GPUs travel by a route; the receiver knows on which devices the tensors were that it sent.
         """
         flags = _BEGINS * self.begins | _CHILD * self.is_child | _DONE * self.is_done
         if self.fast or self.retain_graph or self.is_heavy:
@@ -193,9 +196,9 @@ class PassMessage:
         """
         if self._rest is None:
             return
-        (body, counts, absent, num_tensors, buffers, is_value), self._rest = self._rest, None
-        if is_value:
-            tensors = _read_value(body, num_tensors, buffers, plain_only, arriving)
+        (body, counts, absent, num_tensors, buffers, devices), self._rest = self._rest, None
+        if devices is not None:
+            tensors = _read_value(_value_for(body, devices), num_tensors, buffers, plain_only, arriving)
         else:
             tensors, end = read_compact_tensors(body, num_tensors, buffers)
             if end != len(body):
@@ -208,17 +211,47 @@ class PassMessage:
         self.gradients = [flat[start:end] for start, end in pairwise(accumulate(counts, initial=0))]
 
 
+def _value_for(body: bytes, devices: Sequence[torch.device]) -> value_pb2.Value:
+    """The gradients in a `Value`, whose tensors name `devices`, those of their tensors here, in place of any GPU.
+
+    If the value does not show whose gradient each tensor is (two of them are the same object), and the devices differ,
+    the gradients are moved when they are decoded. A loan is copied from its GPU first.
+    """
+    try:
+        value = parsed(value_pb2.Value, body)
+    except (DecodeError, ProtocolViolation) as exc:
+        raise SerializationError(f"gradients arrived that cannot be read: {exc}") from exc
+    sparse = [(header.sparse, number) for number, header in enumerate(value.tensors) if header.HasField("sparse")]
+    if len(set(devices)) == 1:
+        place = dict.fromkeys(range(len(value.tensors)), devices[0])
+    elif len(value.tensors) - 2 * len(sparse) == len(devices):
+        place = dict(enumerate(devices))
+        for parts, number in sparse:
+            if number < len(devices):
+                place[parts.indices] = place[parts.values] = devices[number]
+    else:
+        return value
+    for number, header in enumerate(value.tensors):
+        device = place.get(number)
+        if device is None or header.device != "cuda":
+            continue
+        is_lent = header.buffer < len(value.buffers) and value.buffers[header.buffer].gpu_loan
+        if device.type == "cuda":
+            header.device = str(device)
+            if device.index not in value.gpus:
+                value.gpus.append(device.index)
+        elif device.type == "cpu" and not is_lent:
+            header.device = ""
+    return value
+
+
 def _read_value(
-    body: bytes,
+    value: value_pb2.Value,
     num_tensors: int,
     buffers: Sequence[ReceiveBuffer],
     plain_only: bool,
     arriving: Callable[[value_pb2.Value], GpuArrivals] | None,
 ) -> list[torch.Tensor]:
-    try:
-        value = parsed(value_pb2.Value, body)
-    except (DecodeError, ProtocolViolation) as exc:
-        raise SerializationError(f"gradients arrived that cannot be read: {exc}") from exc
     gpus = None if arriving is None else arriving(value)
     try:
         tensors = decode(value, buffers, None, plain_only=plain_only, gpus=gpus)
@@ -249,6 +282,14 @@ def read_work(part: CompactPass) -> tuple[bytes, Deadline]:
     """The bytes of `work` in a message, and the deadline for it."""
     timeout_us = _HEAD.unpack_from(part.body)[1]
     return part.body[_HEAD.size :], Deadline.after(timeout_us / 1e6 if timeout_us else None)
+
+
+def announced_gradients(part: CompactPass, sender: int, sends: Mapping[int, RecordedSend]) -> value_pb2.Value | None:
+    """The gradients of a message whose large buffers have not arrived, if they are a `Value`; see `read_message`."""
+    if not part.body:  # it is among these buffers
+        return None
+    rest = read_message(part, (), sender, sends)._rest
+    return None if rest is None or rest[-1] is None else _value_for(rest[0], rest[-1])
 
 
 def read_message(
@@ -320,7 +361,8 @@ def read_message(
         if num_messages:
             made.messages = list(ids[num_ids - num_messages :])
             _check_counts(made.messages, counts, absent, num_tensors, sends)
-            made._rest = body[at:], counts, absent, num_tensors, buffers, bool(flags & _VALUE)
+            devices = _present_devices(made.messages, absent, sends) if flags & _VALUE else None
+            made._rest = body[at:], counts, absent, num_tensors, buffers, devices
         elif flags & _OUTCOME:
             made.outcome = body[at:]
         elif num_tensors or buffers or at != len(body):
@@ -336,6 +378,18 @@ def _piece(body: bytes, at: int, most: int) -> tuple[bytes, int]:
     if size > most:
         raise StructError(f"{size} bytes are in a place for {most} at most")
     return unpack_from(f"<{size}s", body, at + 4)[0], at + 4 + size
+
+
+def _present_devices(
+    messages: Sequence[int], absent: Sequence[int], sends: Mapping[int, RecordedSend]
+) -> list[torch.device]:
+    """The devices of the tensors of `messages`, apart from those whose numbers are in `absent`."""
+    found: list[torch.device] = []
+    for id in messages:
+        send = sends[id]
+        found += [_CPU] * len(send.node.next_functions) if send.devices is None else send.devices
+    missing = set(absent)
+    return [device for number, device in enumerate(found) if number not in missing]
 
 
 def _check_counts(

@@ -152,7 +152,7 @@ class Agent:
             lifetime,
             options,
             self.directory.holder_of,
-            lambda message: self.gpus.stage(message),
+            lambda session, message: self.gpus.stage(session, message),
         )
         self._control = ControlReceiver(io, lifetime)
         self.router = Router(
@@ -185,6 +185,7 @@ class Agent:
             lambda *call: self.caller.start_gathering(*call),
             self.router.send_if_alive,
             self.pool.submit,
+            lambda sender, part: self.autograd.announced_gradients(sender, part),
             takes_loans=options.allow_pickle,
             lends=options.lends_gpu_memory,
         )

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
-from rpcdist._proto import autograd_pb2
+from rpcdist._proto import autograd_pb2, value_pb2
 from rpcdist.deadline import Deadline
 from rpcdist.ids import Identity
 from rpcdist.inspection import ContextFacts, PassFacts
@@ -67,6 +67,9 @@ class AutogradHooks(Protocol):
         self, session: AnySession, part: CompactPass, buffers: Sequence[ReceiveBuffer], jobs: list[PoolJob]
     ) -> None:
         """Handles a message of a backward pass; the pool runs the functions added to `jobs`."""
+
+    def announced_gradients(self, sender: Identity, part: CompactPass) -> value_pb2.Value | None:
+        """The gradients of a message whose large buffers have not arrived, if they can be for GPUs; any thread."""
 
     def worker_lost(self, identity: Identity, exc: Exception) -> None:
         """Records that messages to or from a worker may be lost; on the I/O loop."""

@@ -43,7 +43,6 @@ from rpcdist.transport._framing.incoming import (
     IncomingBuffer,
     StagedBuffer,
     heap_buffer,
-    nothing_is_staged,
 )
 from rpcdist.transport._framing.outgoing import Outgoing
 from rpcdist.transport.announced_bytes import AnnouncedBytes
@@ -99,7 +98,7 @@ class SessionHandler(Protocol):
     def borrow(self, view: memoryview) -> IncomingBuffer:
         """Makes a buffer on memory that the peer lends; `view` is writable and keeps the memory alive."""
 
-    def stage(self, message: Any) -> Mapping[int, StagedBuffer]:
+    def stage(self, session: Any, message: Any) -> Mapping[int, StagedBuffer]:
         """Makes those buffers of an announced message that are handled while they arrive, by index; on any thread."""
 
     @property
@@ -136,8 +135,8 @@ class NullHandler:
     def borrow(self, view: memoryview) -> IncomingBuffer:
         raise ProtocolViolation("this connection accepts no lent memory")
 
-    def stage(self, message: Any) -> Mapping[int, StagedBuffer]:
-        return nothing_is_staged(message)
+    def stage(self, session: Session, message: Any) -> Mapping[int, StagedBuffer]:
+        return {}
 
     def on_opened(self, session: Session) -> None:
         logger.debug("%s opened a session for %s", session.peer.name, session.role)
@@ -205,7 +204,7 @@ class Session:
         self._outgoing = Outgoing(None if self.opened_by_me else account)
         self._writer = SessionWriter(self._io, self._channel, self._outgoing, self._close, self.peer.name)
         self._shared = self._new_shared_payloads(account)
-        self._incoming = Incoming(self.handler.allocate, self._borrow, account, self.handler.stage)
+        self._incoming = Incoming(self.handler.allocate, self._borrow, account, partial(self.handler.stage, self))
         self.place = self._incoming.place  # see `FrameReceiver`
         self._main = threading.main_thread().ident
         if has_payload_connections:

@@ -14,9 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from rpcdist._proto import value_pb2
+from rpcdist.autograd import _pass_message as pass_message
 from rpcdist.autograd._pass_message import PassMessage, UnknownMessages, begins, read_message
 from rpcdist.errors import ProtocolViolation, SerializationError
 from rpcdist.rpc._values.buffers import INLINE_LIMIT, copy_of
+from rpcdist.rpc._values.codec import decode
+from rpcdist.rpc._values.tensors import DeviceRoute
 from rpcdist.transport._framing.frames import parse, pass_frame
 from rpcdist.transport.wire_messages import CompactPass
 
@@ -31,7 +35,7 @@ HEAD = struct.Struct("<HQ6I")
 def sends(*counts: int, to: int = SENDER) -> Any:
     """Messages 1, 2, ... of so many tensors that were sent to a worker."""
     return {
-        id: SimpleNamespace(to=to, node=SimpleNamespace(next_functions=(None,) * count))
+        id: SimpleNamespace(to=to, node=SimpleNamespace(next_functions=(None,) * count), devices=None)
         for id, count in enumerate(counts, 1)
     }
 
@@ -81,6 +85,63 @@ def test_gradients_come_back(gradients: list[list[Tensor | None]], is_table: boo
         assert (came is None) == (sent is None)
         if came is not None and sent is not None:
             assert torch.equal(came.to_dense(), sent.to_dense()) and not came.requires_grad
+
+
+FIRST_GPU, SECOND_GPU, CPU = torch.device("cuda:0"), torch.device("cuda:1"), torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("gradients", "devices", "named", "gpus"),
+    [
+        ([[ONE], [LARGE]], [[SECOND_GPU], [SECOND_GPU]], ["cuda:1", "cuda:1"], [1]),
+        ([[ONE, LARGE]], None, ["", ""], []),
+        ([[LARGE, None, ONE]], [[FIRST_GPU, CPU, SECOND_GPU]], ["cuda:0", "cuda:1"], [0, 1]),
+        ([[LARGE], [ONE]], [[CPU], [SECOND_GPU]], ["", "cuda:1"], [1]),
+        ([[ONE], [ONE, LARGE]], [[FIRST_GPU], [FIRST_GPU, FIRST_GPU]], ["cuda:0", "cuda:0"], [0]),
+        ([[ONE], [ONE]], [[FIRST_GPU], [SECOND_GPU]], ["cuda"], []),  # one object; it is moved later
+        ([[SPARSE, ONE]], [[SECOND_GPU, CPU]], ["", "", "cuda:1", "cuda:1"], [1]),
+        ([[LARGE]], [[torch.device("meta")]], ["cuda"], []),
+    ],
+    ids=["one GPU", "CPU", "absent", "both", "same object", "same object on two", "sparse", "elsewhere"],
+)
+def test_gradients_are_for_the_devices_of_their_tensors(
+    monkeypatch: pytest.MonkeyPatch, gradients: Any, devices: Any, named: list[str], gpus: list[int]
+) -> None:
+    """Their sender does not know the devices; it says only that they are on a GPU."""
+    monkeypatch.setattr(pass_message, "compact_tensors", lambda *arguments, **options: None)
+    route = DeviceRoute(None, back=True)
+    route.moves_cpu = True  # as if all were on a GPU
+    sent = sends(*map(len, gradients))
+    for id, of_message in enumerate(devices or (), 1):
+        sent[id].devices = of_message
+    part, large, _ = with_gradients(gradients).encode(7, 9, lambda: route)
+    value = pass_message.announced_gradients(part, SENDER, sent)
+    assert value is not None
+    assert ([header.device for header in value.tensors], list(value.gpus)) == (named, gpus)
+    for header in value.tensors:
+        header.device = ""
+    assert isinstance(decode(value, [copy_of(buffer) for buffer in large]), list)
+
+
+def test_a_loan_for_the_cpu_is_copied_from_its_gpu_first() -> None:
+    value = value_pb2.Value(
+        tensors=[value_pb2.Tensor(buffer=0, device="cuda"), value_pb2.Tensor(buffer=7, device="cuda")],
+        buffers=[value_pb2.Buffer(size=5, gpu_loan=1)],
+    )
+    found = pass_message._value_for(value.SerializeToString(), [CPU, CPU])
+    assert [header.device for header in found.tensors] == ["cuda", ""]
+    found = pass_message._value_for(value.SerializeToString(), [SECOND_GPU, SECOND_GPU])
+    assert [header.device for header in found.tensors] == ["cuda:1", "cuda:1"]
+    with pytest.raises(SerializationError, match="gradients arrived that cannot be read"):
+        pass_message._value_for(b"not a value", [CPU])
+
+
+def test_messages_without_gradients_in_a_value_announce_none() -> None:
+    table, done = with_gradients([[LARGE]]), PassMessage()
+    done.is_done = True
+    large = with_gradients([[ONE[0]]] * 40000)  # a large buffer itself
+    for message, sent in ((table, sends(1)), (done, sends()), (large, sends(*[1] * 40000))):
+        assert pass_message.announced_gradients(message.encode(7, 9)[0], SENDER, sent) is None
 
 
 @given(st.data())

@@ -40,6 +40,7 @@ class Agent:
             self._ask,
             lambda to, message: None,
             lambda function, *arguments: function(*arguments),
+            lambda sender, part: None,
             **{"takes_loans": True, "lends": True, **options},
         )
         self.sharing.borrowed._indices = {UUID: 0}

@@ -25,8 +25,11 @@ from fake_gpus import FakeCopyStream
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rpcdist import rpc
+from rpcdist import autograd, rpc
 from rpcdist._proto import rpc_pb2, value_pb2
+from rpcdist.autograd import _pass_message
+from rpcdist.autograd._context import Context
+from rpcdist.autograd._message_nodes import RecordedSend
 from rpcdist.errors import NotInitialized, ProtocolViolation, SerializationError, WorkerLost
 from rpcdist.ids import Identity
 from rpcdist.rpc._current import use_agent
@@ -38,6 +41,7 @@ from rpcdist.rpc._marshal.arrived_value import ArrivedValue
 from rpcdist.rpc._values import buffers
 from rpcdist.rpc._values.buffers import STAGED_BYTES, GpuBuffer, ReceiveBuffer, received_buffers
 from rpcdist.rpc._values.rebuild import rebuild_tensors
+from rpcdist.rpc._values.tensors import DeviceRoute
 from rpcdist.testing import eventually
 from rpcdist.transport._channels.channel import CHANNELS_VARIABLE
 from rpcdist.transport._framing.frames import CHUNK_BYTES, Chunk
@@ -183,7 +187,7 @@ class Receiver:
         self._numbers = iter(range(1, 1000))
 
     def _stage(self, message: WireMessage) -> Any:
-        value = pinned_arrivals.value_for_gpus(message)
+        value = pinned_arrivals.value_for_gpus(message, lambda part: None)
         return {} if value is None else self.ring.buffers(value, message.large, self.submit)
 
     def announce(self, *sizes: int, value: value_pb2.Value | None = None) -> int:
@@ -239,6 +243,7 @@ def small_chunks() -> Iterator[None]:
     """The chunks that arrive are small, and tensors are for a GPU that this machine need not have."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(pinned_arrivals, "STAGED_BYTES", PART)
+        patched.setattr(pinned_arrivals, "STAGED_FROM_BYTES", PART)
         patched.setattr(ValueOnGpus, "device_of", lambda self, message, buffer: torch.device(message.device))
         yield
 
@@ -536,18 +541,29 @@ def test_buffers_that_lie_on_one_gpu(tensors: list[value_pb2.Tensor], staged: li
         (CallMessage(1, "m:f", value=value_pb2.Value()), False),
         (CallMessage(1, "m:f", body=b"x"), False),
         (rpc_pb2.Message(heartbeat=rpc_pb2.Heartbeat()), False),
-        (CompactPass(1, 1, b"x"), False),
+        (ReplyMessage(1, failure=rpc_pb2.Failure(exception=value_of(PART))), True),
+        (rpc_pb2.Message(stream_end=rpc_pb2.StreamEnd(failure=rpc_pb2.Failure(exception=value_of(PART)))), True),
+        (rpc_pb2.Message(stream_end=rpc_pb2.StreamEnd(failure=rpc_pb2.Failure(text="x"))), False),
+        (CompactPass(1, 1, b"for a GPU"), True),
+        (CompactPass(1, 1, b"for the CPU"), False),
+        (CompactPass(1, 1, b"damaged"), False),
     ],
-    ids=["call", "reply", "item", "without GPUs", "compact", "heartbeat", "gradients"],
-)
+    ids=[
+        "call", "reply", "item", "without GPUs", "compact", "heartbeat", "exception", "exception of a stream", "text",
+        "gradients", "on the CPU", "damaged",
+    ],
+)  # fmt: skip
 def test_messages_with_tensors_for_gpus(message: WireMessage, has_value: bool) -> None:
+    gradients = {b"for a GPU": value_of(PART), b"for the CPU": value_of(PART, device="")}
+    gradients[b"for the CPU"].ClearField("gpus")
     for size in (PART - 1, PART):
         if isinstance(message, rpc_pb2.Message):
             del message.large[:]
             message.large.append(size)
         else:
             message.large = [size]
-        assert (pinned_arrivals.value_for_gpus(message) is not None) == (has_value and size == PART)
+        found = pinned_arrivals.value_for_gpus(message, lambda part: gradients.get(part.body))
+        assert (found is not None) == (has_value and size == PART)
 
 
 def test_other_parts_of_a_value_are_not_read_from_a_gpu() -> None:
@@ -563,10 +579,21 @@ def test_other_parts_of_a_value_are_not_read_from_a_gpu() -> None:
             buffer.on_gpu(torch.device(device))
 
 
+SESSION: Any = SimpleNamespace(peer=Identity("alice", 0, 1))
+
+
 def new_sharing(submit: Callable[..., None], takes_loans: bool = True) -> GpuSharing:
     nothing: Any = None
     return GpuSharing(
-        Identity("bob", 1, 1), nothing, nothing, nothing, nothing, submit, takes_loans=takes_loans, lends=True
+        Identity("bob", 1, 1),
+        nothing,
+        nothing,
+        nothing,
+        nothing,
+        submit,
+        lambda *part: None,
+        takes_loans=takes_loans,
+        lends=True,
     )
 
 
@@ -578,11 +605,11 @@ def test_the_ring_is_made_beside_the_thread_that_reads(monkeypatch: pytest.Monke
     bob = new_sharing(jobs.append)
     on_cpu = CallMessage(1, "m:f", value=value_pb2.Value(), large=[PART])
     on_gpu = CallMessage(1, "m:f", value=value_of(PART), large=[PART])
-    assert bob.stage(on_cpu) == {} and jobs == []
-    assert bob.stage(on_gpu) == {} and bob.stage(on_gpu) == {} and len(jobs) == 1
+    assert bob.stage(SESSION, on_cpu) == {} and jobs == []
+    assert bob.stage(SESSION, on_gpu) == {} and bob.stage(SESSION, on_gpu) == {} and len(jobs) == 1
     jobs.pop()()
-    assert list(bob.stage(on_gpu)) == [0] and bob.stage(on_cpu) == {} and jobs == []
-    assert new_sharing(jobs.append, takes_loans=False).stage(on_gpu) == {} and jobs == []
+    assert list(bob.stage(SESSION, on_gpu)) == [0] and bob.stage(SESSION, on_cpu) == {} and jobs == []
+    assert new_sharing(jobs.append, takes_loans=False).stage(SESSION, on_gpu) == {} and jobs == []
 
 
 def test_without_pinned_memory_tensors_arrive_in_other_memory(
@@ -597,7 +624,7 @@ def test_without_pinned_memory_tensors_arrive_in_other_memory(
     for make in (refuse, lambda: None):
         monkeypatch.setattr(gpu_sharing, "pinned_ring", make)
         bob = new_sharing(at_once)
-        assert [bob.stage(on_gpu) for _ in range(3)] == [{}, {}, {}]
+        assert [bob.stage(SESSION, on_gpu) for _ in range(3)] == [{}, {}, {}]
     assert caplog.text.count("for lack of pinned memory: no memory can be pinned") == 1
 
 
@@ -608,7 +635,7 @@ def test_chunks_that_arrive_when_rpc_has_ended_here(monkeypatch: pytest.MonkeyPa
     ring = Receiver().ring
     bob = new_sharing(refuse)
     bob.ring = ring
-    incoming = Incoming(ReceiveBuffer.allocate, lambda message: {}, AnnouncedBytes(), bob.stage)
+    incoming = Incoming(ReceiveBuffer.allocate, lambda message: {}, AnnouncedBytes(), partial(bob.stage, SESSION))
     assert incoming.announce(CallMessage(1, "m:f", value=value_of(PART), transfer=1, large=[PART])) is None
     assert incoming.chunk(Chunk(1, 0, 0, memoryview(bytes(PART)))) is not None
 
@@ -710,6 +737,7 @@ MAP: dict[Any, Any] = {"cpu": "cuda:0"}
 def far(monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiver]:
     """Workers between which tensors travel over TCP; the memory of their GPU is that of a stand-in."""
     monkeypatch.setattr(pinned_arrivals, "STAGED_BYTES", FAR_PART)
+    monkeypatch.setattr(pinned_arrivals, "STAGED_FROM_BYTES", FAR_PART // 2)
     monkeypatch.setenv(CHANNELS_VARIABLE, "tcp")
     monkeypatch.setattr(ArrivedValue, "gpus", lambda self: ())
     monkeypatch.setattr(gpu_sharing, "new_tensor", lambda shape, dtype, device, size: torch.zeros(shape, dtype=dtype))
@@ -748,6 +776,89 @@ def test_calls_between_hosts(far: Receiver, monkeypatch: pytest.MonkeyPatch, con
         items = list(rpc.rpc_stream("bob", count_up, (value, 3), device_map={"cuda:0": "cpu"}))
         assert [total(item) for item in items] == [total(value + number) for number in range(3)]
         assert len(far.stream.copies) == 6 * 8
+    eventually(far.is_free)
+
+
+def fail(value: torch.Tensor) -> None:
+    raise ValueError("with a tensor", value)
+
+
+def count_and_fail(value: torch.Tensor) -> Iterator[torch.Tensor]:
+    yield value[:3]
+    raise ValueError("with a tensor", value)
+
+
+def test_exceptions_between_hosts(far: Receiver) -> None:
+    value = torch.randint(0, 255, (SIZE,), dtype=torch.uint8)
+    back: dict[Any, Any] = {"cuda:0": "cpu"}
+    with agents_here("alice", "bob") as (alice, _), use_agent(alice):
+        for number in range(3):
+            for function in (fail, count_and_fail):
+                with pytest.raises(ValueError, match="with a tensor") as raised:
+                    list(rpc.rpc_stream("bob", function, (value,), device_map=back))
+                assert torch.equal(raised.value.args[1], value)
+            if not number:
+                eventually(lambda: alice.gpus.ring is not None)
+                far.stream.copies.clear()
+        assert len(far.stream.copies) == 6 * 4
+        del raised
+    eventually(far.is_free)
+
+
+def test_tensors_that_are_smaller_than_a_chunk(far: Receiver) -> None:
+    """Each is a chunk of its own, until the ring has no part left."""
+    sizes = [FAR_PART // 2, 5, FAR_PART - 1, FAR_PART // 2 - 1, FAR_PART + 1]
+    values = [torch.randint(0, 255, (size,), dtype=torch.uint8) for size in sizes]
+    with agents_here("alice", "bob") as (alice, bob), use_agent(alice):
+        for _ in range(3):
+            totals = rpc.rpc_sync("bob", totals_of, (values,), device_map=MAP)
+            assert totals == [total(value) for value in values]
+            eventually(lambda: bob.gpus.ring is not None)
+    copied = Counter(size for _, size, _ in far.stream.copies)
+    assert copied == dict.fromkeys((FAR_PART // 2, FAR_PART - 1, FAR_PART, 1), 2)
+    eventually(far.is_free)
+
+
+def totals_of(values: list[torch.Tensor]) -> list[int]:
+    return [total(value) for value in values]
+
+
+@pytest.mark.parametrize("connections", ["0", "2"])
+def test_gradients_between_hosts(far: Receiver, monkeypatch: pytest.MonkeyPatch, connections: str) -> None:
+    """They go to the GPU of the tensors whose gradients they are, which is not in their message."""
+
+    class Route(DeviceRoute):
+        """Gradients are on the GPU of their sender."""
+
+        def __init__(self, *arguments: Any, back: bool = False) -> None:
+            super().__init__(*arguments, back=back)
+            self.moves_cpu |= back
+
+    record = RecordedSend.__init__
+
+    def record_on_gpu(self: RecordedSend, id: int, to: int, stamp: int, tensors: Any) -> None:
+        record(self, id, to, stamp, tensors)
+        self.devices = [GPU] * len(tensors)
+
+    monkeypatch.setattr(gpu_sharing, "DeviceRoute", Route)
+    monkeypatch.setattr(RecordedSend, "__init__", record_on_gpu)
+    monkeypatch.setattr(Context, "to_original_devices", lambda self, message, gradients: gradients)
+    monkeypatch.setattr(_pass_message, "compact_tensors", lambda *arguments, **options: None)
+    monkeypatch.setenv(PAYLOAD_CONNECTIONS_VARIABLE, connections)
+    size = FAR_PART // 2  # numbers of four bytes: two chunks
+    with agents_here("alice", "bob") as (alice, bob), use_agent(alice):
+        for number in range(4):
+            if number == 1:
+                eventually(lambda: alice.gpus.ring is not None and bob.gpus.ring is not None)
+                far.stream.copies.clear()
+            leaf = torch.full((size,), float(number), requires_grad=True)
+            with autograd.context() as context:
+                result: torch.Tensor = rpc.rpc_sync("bob", torch.square, (leaf,), device_map={})
+                autograd.backward(context, [(result * result).sum()])
+                gradient = autograd.get_gradients(context)[leaf]
+            assert gradient.eq(4 * number**3).all()
+        assert [(start, count) for start, count, _ in far.stream.copies] == [(0, FAR_PART), (FAR_PART, FAR_PART)] * 6
+        del gradient, result
     eventually(far.is_free)
 
 

@@ -40,7 +40,7 @@ from rpcdist.rpc._values.rebuild import contiguous_strides, over_storage
 from rpcdist.rpc._values.tensors import DeviceRoute, MapDevice, moves_cpu
 from rpcdist.rpc.future import Future
 from rpcdist.time_limits import IDLE_LIMIT_S, SLOW_ANSWER_LIMIT_S
-from rpcdist.transport.wire_messages import WireMessage
+from rpcdist.transport.wire_messages import CompactPass, WireMessage
 
 logger = logging.getLogger(__name__)
 
@@ -156,6 +156,7 @@ class GpuSharing:
         ask: calls a function that every worker serves, by worker, name and arguments.
         send: sends a message to a worker, if it lives.
         submit: runs a function on the pool.
+        announced_gradients: see `AutogradHooks`.
         takes_loans: whether this process reads GPU memory of peers.
         lends: whether memory may be lent at all.
 
@@ -171,6 +172,7 @@ class GpuSharing:
         ask: Callable[[int, str, tuple[Any, ...], float], Future[Any]],
         send: Callable[[int, rpc_pb2.Message], None],
         submit: Callable[..., None],
+        announced_gradients: Callable[[Identity, CompactPass], value_pb2.Value | None],
         *,
         takes_loans: bool,
         lends: bool,
@@ -181,6 +183,7 @@ class GpuSharing:
         self._ask = ask
         self._send = send
         self._submit = submit
+        self._announced_gradients = announced_gradients
         self._cleaned = 0.0
         self._takes_loans = takes_loans
         self._lends = lends
@@ -214,9 +217,11 @@ class GpuSharing:
     def arriving(self, value: value_pb2.Value, sender: Identity) -> ValueOnGpus:
         return ValueOnGpus(value, sender, self.borrowed, self._me.name)
 
-    def stage(self, message: WireMessage) -> Mapping[int, GpuReceiveBuffer]:
+    def stage(self, session: AnySession, message: WireMessage) -> Mapping[int, GpuReceiveBuffer]:
         """Memory for the large buffers of an announced message that go to GPUs, by index; on the thread that reads."""
-        value = value_for_gpus(message) if self._takes_loans else None
+        value = None
+        if self._takes_loans:
+            value = value_for_gpus(message, partial(self._announced_gradients, session.peer))
         if value is None:
             return {}
         if self.ring is None:

@@ -30,11 +30,14 @@ from rpcdist.errors import ProtocolViolation, SerializationError
 from rpcdist.rpc._devices.lent_gpu_memory import MOST_OF_DEVICE
 from rpcdist.rpc._values.buffers import STAGED_BYTES, ReceiveBuffer, pinned_memory
 from rpcdist.transport.memory_copies import memory_view
-from rpcdist.transport.wire_messages import CallMessage, ReplyMessage, WireMessage
+from rpcdist.transport.wire_messages import CompactPass, ReplyMessage, WireMessage
 
 logger = logging.getLogger(__name__)
 
 RING_BYTES: Final = 16 * STAGED_BYTES
+
+STAGED_FROM_BYTES: Final = 1 << 18
+"""A smaller tensor is copied when its message has arrived: what a copy of its own costs may be more than it hides."""
 
 _BEFORE_OTHERS: Final = -1
 """The priority of streams that are not in the pool of those for handlers, which may wait for other GPUs."""
@@ -189,21 +192,29 @@ class PinnedRing:
         for index, (number, size) in enumerate(zip(numbers, large, strict=True)):
             of_buffer = devices.get(number, set())
             stream = self._streams.get(next(iter(of_buffer))) if len(of_buffer) == 1 else None
-            if stream is None or size < STAGED_BYTES or number == value.body_buffer - 1:
+            if stream is None or size < STAGED_FROM_BYTES or number == value.body_buffer - 1:
                 continue
             if (held := stream.hold(size)) is not None:
                 found[index] = GpuReceiveBuffer(size, held, self, stream, submit)
         return found
 
 
-def value_for_gpus(message: WireMessage) -> value_pb2.Value | None:
-    """The value of an announced message, if it has tensors for GPUs and a large buffer of at least one chunk."""
-    value = None
-    if isinstance(message, CallMessage | ReplyMessage):
+def value_for_gpus(
+    message: WireMessage, gradients_of: Callable[[CompactPass], value_pb2.Value | None]
+) -> value_pb2.Value | None:
+    """The value of an announced message, if it has tensors for GPUs and a buffer of at least `STAGED_FROM_BYTES`."""
+    if max(message.large) < STAGED_FROM_BYTES:
+        return None
+    if isinstance(message, CompactPass):
+        value = gradients_of(message)
+    elif isinstance(message, rpc_pb2.Message):
+        is_item = message.HasField("stream_item")
+        value = message.stream_item.value if is_item else message.stream_end.failure.exception
+    elif isinstance(message, ReplyMessage) and message.failure is not None:
+        value = message.failure.exception
+    else:
         value = message.value
-    elif isinstance(message, rpc_pb2.Message) and message.HasField("stream_item"):
-        value = message.stream_item.value
-    return value if value is not None and value.gpus and max(message.large) >= STAGED_BYTES else None
+    return value if value is not None and value.gpus else None
 
 
 class GpuReceiveBuffer(ReceiveBuffer):

@@ -26,7 +26,7 @@ from rpcdist.rpc.options import RpcOptions
 from rpcdist.time_limits import CONNECTION_CLOSE_LIMIT_S
 from rpcdist.transport._channels.polling_and_signals import SignalShield
 from rpcdist.transport._channels.socket_reader import Send, Sleep, Waits
-from rpcdist.transport._framing.incoming import Stage, nothing_is_staged
+from rpcdist.transport._framing.incoming import StagedBuffer
 from rpcdist.transport.announced_bytes import AnnouncedBytes
 from rpcdist.transport.credentials import Credentials
 from rpcdist.transport.io_loop import IoLoop
@@ -234,7 +234,7 @@ class Demultiplexer:
     _lifetime: Lifetime
     options: InitVar[RpcOptions]
     _holder_of: Callable[[int], str | None]
-    stage: Stage = nothing_is_staged
+    stage: Callable[[AnySession, WireMessage], Mapping[int, StagedBuffer]] = lambda session, message: {}
     _handlers: dict[str | type | None, Handler] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     # One entry for each worker that was ever a member.
