@@ -288,21 +288,23 @@ class Part:
 @pytest.mark.parametrize(
     ("of_servers", "part", "goes_directly"),
     [
-        ("cuda:1", "cuda:1", [True, False, True]),
-        ("cuda:1", "cuda:0", [False, True, False]),
-        ("cpu", "cuda:1", [False] * 3),
+        (["cuda:1"] * 3, "cuda:1", [True, False, True]),
+        (["cuda:1"] * 3, "cuda:0", [False, True, False]),
+        (["cuda:0", "cuda:0", "cuda:1"], "cuda:0", [True, False, False]),
+        (["cpu"] * 3, "cuda:1", [False] * 3),
+        (["cpu"] * 3, "cpu", [False] * 3),
     ],
 )
 def test_gradients_go_to_the_gpu_of_their_server_if_the_way_leads_there(
-    monkeypatch: pytest.MonkeyPatch, of_servers: str, part: str, goes_directly: list[bool]
+    monkeypatch: pytest.MonkeyPatch, of_servers: list[str], part: str, goes_directly: list[bool]
 ) -> None:
-    """The options have a device map for one of the servers."""
+    """The options have a device map for one of the servers. Each server tells its device, as `"cuda"` has no index."""
     maps = {"server1": {torch.device("cuda:0"): torch.device("cuda:1")}}
     agent = SimpleNamespace(options=SimpleNamespace(device_maps=maps))
     monkeypatch.setattr(_sharded_parameters, "current_agent", lambda: agent)
-    parameters: Any = object.__new__(ShardedParameters)
-    parameters._device = torch.device(of_servers)
-    parameters._shards = [SimpleNamespace(owner_name=lambda name=name: name) for name in SERVERS]
+    monkeypatch.setattr(ShardedParameters, "_ask", lambda self, method: {"device": of_servers}[method])
+    shards: Any = [SimpleNamespace(owner_name=lambda name=name: name) for name in SERVERS]
+    parameters = ShardedParameters(shards, {}, [], ShardConfig(torch.optim.SGD, {}, device="cuda"), 0.0)
     parts: Any = [Part(part) for _ in SERVERS]
     assert [found is sent for found, sent in zip(parameters._sendable(parts), parts, strict=True)] == goes_directly
 

@@ -46,8 +46,9 @@ class ParameterServer(ShardedParameters):
         mode: "async" or "sync".
         staleness: steps that a trainer may be ahead; None for any number.
         trainers: names of the workers that take part from the start; required if trainers wait for each other.
-        device: the device of the servers' tensors. Gradients on the GPU of a trainer that leads to it, by the device
-            map or the same index, go there directly, and others by the CPU; values come back to the same GPU.
+        device: the device of the servers' tensors; `"cuda"` is the current one of a server's threads, usually `cuda:0`.
+            Gradients on the GPU of a trainer that leads to it, by the device map or the same index, go there directly,
+            and others by the CPU; values come back to the same GPU.
         timeout: limit in seconds of each call, with the wait for other trainers; 0 for none, by default that of
             `init_rpc`.
         **defaults: options of `optimizer_class`.

@@ -218,7 +218,11 @@ class ParameterShard:
     def pull_rows(self, rows: Tensor) -> Tensor:
         """Returns rows (n, ...) of the first parameter, by their numbers (n,) on this server."""
         with self._lock:
-            return self._parameters[0].detach()[rows.to(self._config.device)]
+            return self._parameters[0].detach()[rows.to(self._parameters[0].device)]
+
+    def device(self) -> str:
+        """Returns the device of the values, with its index."""
+        return str(self._parameters[0].device)
 
     def parameter(self, number: int) -> Tensor:
         """Returns the parameter itself, for `rref.remote()`."""

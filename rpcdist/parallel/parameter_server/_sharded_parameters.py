@@ -153,10 +153,10 @@ class ShardedParameters:
         self._layouts = dict(layouts)
         self._trained = tuple(trained)
         self._waits = config.steps_apart is not None
-        self._device = torch.device(config.device)
         self._timeout = timeout
         self._step: int | None = None  # this trainer's last step; None before it takes part
-        self._ask("slowest")  # waits until all shards exist, and raises the error if one cannot be made
+        # Waits until all shards exist, and raises the error if one cannot be made.
+        self._server_devices = [torch.device(device) for device in self._ask("device")]
 
     def __repr__(self) -> str:
         size = sum(layout.num_elements for layout in self._layouts.values())
@@ -212,16 +212,13 @@ class ShardedParameters:
 
     def _sendable(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """The parts for the servers, each on the CPU unless it goes from its GPU to that of its server."""
-        if self._device.type == "cpu":
-            return [part.cpu() for part in parts]
         maps = current_agent().options.device_maps
-        ways = [
-            maps.get(shard.owner_name()) or {part.device: part.device}
-            for part, shard in zip(parts, self._shards, strict=True)
-        ]
-        return [
-            part if way.get(part.device) == self._device else part.cpu() for part, way in zip(parts, ways, strict=True)
-        ]
+        sendable: list[Tensor] = []
+        for part, device, shard in zip(parts, self._server_devices, self._shards, strict=True):
+            way = maps.get(shard.owner_name()) or {part.device: part.device}
+            goes_there = device.type == "cuda" and way.get(part.device) == device
+            sendable.append(part if goes_there else part.cpu())
+        return sendable
 
     def _push(self, parts: Sequence[Sequence[Gradient]], wants_values: bool) -> list[Any]:
         """Pushes the gradients for each server; returns the servers' answers when this trainer may continue."""
