@@ -11,7 +11,7 @@ TEST_WORKERS ?= 4
 FUZZ_S ?= 300
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do $$p -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: setup demo test check fmt proto bench docs conformance clients engines stress fuzz clean
+.PHONY: setup demo test check fmt proto bench docs conformance clients engines stress fuzz gpu clean
 
 setup: $(READY)
 
@@ -116,6 +116,14 @@ fuzz: $(READY)  ## the decoders by atheris, FUZZ_S seconds each, and a living wo
 	for target in envelopes values compact_values passes messages; do \
 		$(BIN)/python tools/fuzz_decoders.py $$target -max_total_time=$(FUZZ_S) || exit 1; done
 	RPCDIST_TEST_FULL=1 $(BIN)/pytest tests/attacks/test_live_fuzzing.py
+
+# What CuPy is for depends on torch's CUDA. Each command has a limit, so that a GPU that hangs ends the target.
+CUPY ?= cupy-cuda$(shell $(BIN)/python -c 'import torch; print((torch.version.cuda or "12").partition(".")[0])')x
+gpu: $(READY)  ## what needs a GPU: tests, torch's own tests of RPC, and the comparison with torch and NCCL
+	$(BIN)/python -m pip install --quiet '$(CUPY)>=14'
+	timeout --foreground -k 60 3600 $(BIN)/pytest -m gpu -rs; tests=$$?; \
+	timeout --foreground -k 60 3600 $(BIN)/python tests/conformance/run_conformance.py --category gpu; torchs=$$?; \
+	timeout --foreground -k 60 3600 $(BIN)/python benchmarks/gpu.py && exit $$((tests + torchs))
 
 clean:
 	rm -rf .venv .venv-torch* .venv-python* build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,4 +1,4 @@
-"""The cases of benchmarks/gpu.py in which two processes act together: collectives, DDP, and pipelines."""
+"""The cases of benchmarks/gpu.py in which two processes act together: collectives, DDP, pipelines, and NCCL alone."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["BUDGETS", "GroupPeer"]
+__all__ = ["BUDGETS", "ECHOES", "GroupPeer", "NcclPeer", "timed"]
 
 NAMES = ("worker0", "worker1")
 NUM_MICROBATCHES = 4
+KIB, MIB = 1 << 10, 1 << 20
+UINT8 = 1  # as NCCL numbers the types
 WIDTH = 1024
 BUDGETS = {
     "all_reduce of 4 KiB": 1.0,
@@ -21,6 +23,71 @@ BUDGETS = {
     "DDP step, 12 layers of 512 x 512": 1.0,
     "pipeline, 4 micro-batches of 4 MiB": 1.05,
 }
+ECHOES = {
+    "echo of 1 KiB": (KIB, 300),
+    "echo of 16 KiB": (16 * KIB, 300),
+    "echo of 1 MiB": (MIB, 200),
+    "echo of 4 MiB": (4 * MIB, 100),
+    "echo of 64 MiB": (64 * MIB, 30),
+    "echo of 256 MiB": (256 * MIB, 3),
+}
+"""The size in bytes, and the number of times in a round."""
+
+
+def timed(count: int, act: Callable[[], object]) -> float:
+    """Microseconds."""
+    import torch
+
+    for _ in range(3):
+        act()
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(count):
+        act()
+        torch.cuda.synchronize()
+    return (time.perf_counter() - begin) / count * 1e6
+
+
+class NcclPeer:
+    """One process of a pair that NCCL connects, without a library around it."""
+
+    def __init__(self, rank: int, port: int, two_gpus: bool) -> None:
+        self.rank, self.two_gpus = rank, two_gpus
+
+    def start(self) -> None:
+        if not self.two_gpus:  # NCCL refuses two ranks of one host on one GPU
+            os.environ.update(NCCL_HOSTID=f"host {self.rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+        import torch
+
+        from rpcdist.collectives._nccl.communicator_calls import CudaRuntime
+
+        self.device = torch.device("cuda", self.rank if self.two_gpus else 0)
+        torch.cuda.set_device(self.device)
+        self.nccl = CudaRuntime(self.device)
+
+    def unique_id(self) -> bytes:
+        return self.nccl.unique_id()
+
+    def connect(self, unique_id: bytes) -> None:
+        self.communicator = self.nccl.connect(2, unique_id, self.rank)
+
+    def measure(self, name: str) -> float:
+        """Microseconds; both processes measure at the same time."""
+        import torch
+
+        size, count = ECHOES[name]
+        memory = torch.ones(size, dtype=torch.uint8, device=self.device)
+        peer, stream = 1 - self.rank, torch.cuda.current_stream().cuda_stream
+        steps = [self.communicator.send, self.communicator.recv]
+
+        def echo() -> None:
+            for step in steps if self.rank == 0 else reversed(steps):
+                step(memory.data_ptr(), size, UINT8, peer, stream)
+
+        return timed(count, echo)
+
+    def stop(self) -> None:
+        self.communicator.destroy()
 
 
 def make_stage(seed: int) -> nn.Module:

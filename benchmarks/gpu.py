@@ -1,11 +1,16 @@
 """$ python benchmarks/gpu.py
 Compares calls with tensors on a GPU with torch's RPC, which hands memory of GPUs over by its channel `cuda_ipc`.
 
-Two pairs of processes live at the same time and share one GPU (or have one each, with `--two-gpus`), one for each
-library. In each round first one pair measures a case and then the other, in changing order. A time ends when the GPU of
-the caller is done. The rows of collectives, DDP and pipelines are of two more pairs, whose processes form a group over
-NCCL; on one GPU, NCCL connects them by sockets. The last lines have the same transfers as between hosts, over TCP and
-through pinned memory, without shared memory; the bound is the slowest of the copies and the connection.
+Two pairs of processes live at the same time, one for each library. The processes of a pair have a GPU each, or share
+one if there is only one, or with `--one-gpu`. In each round first one pair measures a case and then the other, in
+changing order. A time ends when the GPU of the caller is done. The rows of collectives, DDP and pipelines are of two
+more pairs, whose processes form a group over NCCL; on one GPU, NCCL connects them by sockets.
+
+The other tables decide what is worth building: a way of their own for small tensors, and NCCL for tensors that go
+through host memory. Those transfers are over TCP and pinned memory, without shared memory, as between hosts. The last
+lines compare one with its bound, the slowest of the copies and the connection.
+
+A part that fails is reported, and the next one runs; each step of a pair has a limit of three minutes.
 `--groups-on-cpu` runs only the rows of groups, without a GPU, to try their code.
 """
 
@@ -17,22 +22,22 @@ import os
 import re
 import statistics
 import sys
-import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from _gpu_groups import BUDGETS as GROUP_BUDGETS
-from _gpu_groups import GroupPeer
+from _gpu_groups import ECHOES, GroupPeer, NcclPeer, timed
 from _pairs import Pair, free_port, open_pair
-from _report import layout
+from _report import about_machine, layout
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 NAMES = ("caller", "callee")
-KIB, MIB = 1 << 10, 1 << 20
+MIB = 1 << 20
 BUDGETS = {
     "echo of 64 MiB": 1.0,
     "echo of 1 MiB": 0.8,
@@ -41,6 +46,12 @@ BUDGETS = {
     "training step, half of the model on each": 0.8,
 }
 HEAD = ("what", "ours us", "torch us", "ours/torch", "in rounds", "budget", "ok")
+SMALL_BUDGETS = {"echo of 1 KiB": 1.0, "echo of 16 KiB": 1.0}
+SMALL_HEAD = ("what", "GPU to GPU us", "by the host us", "ratio", "in rounds", "limit", "suffices")
+STAGED_BUDGETS = {"echo of 4 MiB": 1.5, "echo of 64 MiB": 1.5, "echo of 256 MiB": 1.5}
+STAGED_HEAD = ("what", "staged us", "NCCL us", "staged/NCCL", "in rounds", "limit", "suffices")
+STAGED_LIMIT = 1.3
+"""Of an echo of 256 MiB through host memory: so many times its bound."""
 
 
 # ---- what runs in the processes
@@ -82,18 +93,21 @@ class GpuPeer:
 
     Args:
         module: of the RPC library.
-        channels: see `RpcOptions`; if they are given, the processes are connected as on two hosts.
+        channels: see `RpcOptions`.
+        connections: the value of `RPCDIST_CHANNELS`; with "tcp", the processes are connected as on two hosts.
         two_gpus: the callee has a GPU of its own.
     """
 
-    def __init__(self, rank: int, port: int, module: str, channels: list[str] | None, two_gpus: bool) -> None:
-        self.rank, self.port, self.module, self.channels = rank, port, module, channels
+    def __init__(
+        self, rank: int, port: int, module: str, channels: list[str] | None, connections: str, two_gpus: bool
+    ) -> None:
+        self.rank, self.port, self.module = rank, port, module
+        self.channels, self.connections = channels, connections
         self.device, self.peer_device = (rank, 1 - rank) if two_gpus else (0, 0)
 
     def start(self) -> None:
         os.environ["BENCHMARK_RPC"] = self.module
-        if self.channels is not None:
-            os.environ["RPCDIST_CHANNELS"] = "tcp"
+        os.environ["RPCDIST_CHANNELS"] = self.connections
         import torch
 
         torch.cuda.set_device(self.device)
@@ -104,10 +118,7 @@ class GpuPeer:
         options.set_device_map(NAMES[1 - self.rank], {self.device: self.peer_device})
         self.rpc.init_rpc(NAMES[self.rank], rank=self.rank, world_size=2, rpc_backend_options=options)
         self.measures: dict[str, Callable[[], float]] = {
-            "echo of 64 MiB": lambda: self._echo(64 * MIB, 30),
-            "echo of 256 MiB": lambda: self._echo(256 * MIB, 3),
-            "echo of 1 MiB": lambda: self._echo(MIB, 200),
-            "echo of 1 KiB": lambda: self._echo(KIB, 300),
+            **{name: partial(self._echo, *size_and_count) for name, size_and_count in ECHOES.items()},
             "remote() and to_here(), 16 MiB": lambda: self._remote(16 * MIB, 50),
             "training step, half of the model on each": self._train,
         }
@@ -119,24 +130,12 @@ class GpuPeer:
         """Microseconds."""
         return self.measures[name]()
 
-    def _timed(self, count: int, act: Callable[[], object]) -> float:
-        import torch
-
-        for _ in range(3):
-            act()
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for _ in range(count):
-            act()
-            torch.cuda.synchronize()
-        return (time.perf_counter() - begin) / count * 1e6
-
     def _echo(self, size: int, count: int) -> float:
         tensor = make(size)
-        return self._timed(count, lambda: self.rpc.rpc_sync(NAMES[1], echo, (tensor,)))
+        return timed(count, lambda: self.rpc.rpc_sync(NAMES[1], echo, (tensor,)))
 
     def _remote(self, size: int, count: int) -> float:
-        return self._timed(count, lambda: self.rpc.remote(NAMES[1], make, (size,)).to_here())
+        return timed(count, lambda: self.rpc.remote(NAMES[1], make, (size,)).to_here())
 
     def _train(self) -> float:
         import torch
@@ -158,7 +157,7 @@ class GpuPeer:
                 autograd.backward(context, [loss])
                 optimizer.step(context)
 
-        return self._timed(40, step)
+        return timed(40, step)
 
     def bound(self, size: int) -> dict[str, float]:
         """Microseconds that the copies of a transfer take alone: to pinned memory, and from there."""
@@ -167,8 +166,8 @@ class GpuPeer:
         on_gpu = make(size)
         pinned = torch.empty(size // 4, pin_memory=True)
         return {
-            "to the host": self._timed(5, lambda: pinned.copy_(on_gpu, non_blocking=True)),
-            "from the host": self._timed(5, lambda: on_gpu.copy_(pinned, non_blocking=True)),
+            "to the host": timed(5, lambda: pinned.copy_(on_gpu, non_blocking=True)),
+            "from the host": timed(5, lambda: on_gpu.copy_(pinned, non_blocking=True)),
         }
 
     def host_echo(self, size: int) -> float:
@@ -176,7 +175,7 @@ class GpuPeer:
         import torch
 
         tensor = torch.ones(size // 4)
-        return self._timed(3, lambda: self.rpc.rpc_sync(NAMES[1], echo, (tensor,)))
+        return timed(3, lambda: self.rpc.rpc_sync(NAMES[1], echo, (tensor,)))
 
 
 # ---- the table
@@ -191,19 +190,29 @@ def measured_together(num_steps: int, pair: Pair, name: str) -> float:
     return float(max(pair.ask_both("steps", num_steps)))
 
 
+def measured_by_both(pair: Pair, name: str) -> float:
+    return float(max(pair.ask_both("measure", name)))
+
+
 def compare(
-    ours: Pair, torchs: Pair, rounds: int, budgets: Mapping[str, float], measure: Callable[[Pair, str], float]
+    ours: Pair,
+    others: Pair,
+    rounds: int,
+    budgets: Mapping[str, float],
+    measure: Callable[[Pair, str], float],
+    measure_other: Callable[[Pair, str], float] | None = None,
 ) -> list[tuple[str, ...]]:
     lines: list[tuple[str, ...]] = []
+    measure_other = measure_other or measure
     for name, budget in budgets.items():
         samples: list[tuple[float, float]] = []
         for number in range(rounds):
             if number % 2:
-                other = measure(torchs, name)
+                other = measure_other(others, name)
                 samples.append((measure(ours, name), other))
             else:
                 mine = measure(ours, name)
-                samples.append((mine, measure(torchs, name)))
+                samples.append((mine, measure_other(others, name)))
         ratios = sorted(mine / other for mine, other in samples)
         ratio = statistics.median(ratios)
         lines.append(
@@ -221,54 +230,100 @@ def compare(
     return lines
 
 
-def compare_groups(devices: tuple[str, str], rounds: int) -> list[tuple[str, ...]]:
+def compare_calls(two_gpus: bool, rounds: int) -> list[str]:
+    with (
+        open_pair("rpcdist", GpuPeer, "rpcdist.rpc", None, "auto", two_gpus) as ours,
+        open_pair("torch", GpuPeer, "torch.distributed.rpc", None, "auto", two_gpus) as torchs,
+    ):
+        return layout(HEAD, compare(ours, torchs, rounds, BUDGETS, measured))
+
+
+def compare_groups(devices: tuple[str, str], rounds: int) -> list[str]:
     with (
         open_pair("rpcdist", GroupPeer, free_port(), "rpcdist", devices) as ours,
         open_pair("torch", GroupPeer, free_port(), "torch", devices) as torchs,
     ):
         num_steps = 1 if "cpu" in devices else 20
-        return compare(ours, torchs, rounds, GROUP_BUDGETS, partial(measured_together, num_steps))
+        return layout(HEAD, compare(ours, torchs, rounds, GROUP_BUDGETS, partial(measured_together, num_steps)))
 
 
-def driver() -> str:
-    """The version of NVIDIA's driver."""
+def compare_small(two_gpus: bool, rounds: int) -> list[str]:
+    """Small tensors from GPU to GPU, and through memory that the processes of a host share."""
+    with (
+        open_pair("GPU to GPU", GpuPeer, "rpcdist.rpc", None, "auto", two_gpus) as direct,
+        open_pair("by the host", GpuPeer, "rpcdist.rpc", ["basic"], "auto", two_gpus) as by_host,
+    ):
+        return layout(SMALL_HEAD, compare(direct, by_host, rounds, SMALL_BUDGETS, measured))
+
+
+def compare_staged(two_gpus: bool, rounds: int) -> list[str]:
+    """Tensors between hosts, and over NCCL alone; and what bounds the former."""
+    size = 256 * MIB
+    with open_pair("staged", GpuPeer, "rpcdist.rpc", ["basic"], "tcp", two_gpus) as staged:
+        with open_pair("NCCL", NcclPeer, two_gpus) as nccl:
+            nccl.ask_both("connect", nccl.ask_first("unique_id"))
+            lines = layout(STAGED_HEAD, compare(staged, nccl, rounds, STAGED_BUDGETS, measured, measured_by_both))
+        took = statistics.median(staged.ask_first("measure", "echo of 256 MiB") for _ in range(rounds))
+        copies = staged.ask_first("bound", size)
+        wire = statistics.median(staged.ask_first("host_echo", size) for _ in range(rounds))
+    bound = max(wire, 2 * copies["to the host"], 2 * copies["from the host"])
+    ok = "yes" if took <= STAGED_LIMIT * bound else "NO"
+    return [
+        *lines,
+        "",
+        f"through the host, echo of 256 MiB: {took:.0f} us; bound {bound:.0f} us: {took / bound:.2f}x; "
+        f"budget {STAGED_LIMIT:.2f}x, {ok}",
+        f"(of a CPU tensor {wire:.0f} us; copies {copies['to the host']:.0f}, {copies['from the host']:.0f} us)",
+    ]
+
+
+def about_gpus() -> list[str]:
+    """The cards, the driver, and the versions of the libraries."""
+    import torch
+
     version = Path("/proc/driver/nvidia/version")
     found = re.search(r"\d+\.\d+[.\d]*", version.read_text()) if version.exists() else None
-    return found.group() if found else "unknown"
+    cards = Counter(torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count()))
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    return [
+        f"- GPUs: {', '.join(f'{count} x {name}' for name, count in cards.items())}; driver "
+        f"{found.group() if found else 'unknown'}, CUDA {torch.version.cuda}, torch's NCCL {nccl}",
+        *about_machine("rpcdist", "torch", "cupy-cuda12x", "cupy-cuda13x"),
+    ]
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0].split("\n")[1])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--two-gpus", action="store_true", help="the callee has a GPU of its own")
+    parser.add_argument("--one-gpu", action="store_true", help="both processes of a pair share a GPU")
     parser.add_argument("--groups-on-cpu", action="store_true", help="only the rows of groups, on the CPU")
     options = parser.parse_args()
     import torch
 
+    rounds = options.rounds
     if options.groups_on_cpu:
-        print("\n".join(layout(HEAD, compare_groups(("cpu", "cpu"), options.rounds))))
-        return
+        print("\n".join(compare_groups(("cpu", "cpu"), rounds)))
+        return 0
     if not torch.cuda.is_available():
-        sys.exit("benchmarks/gpu.py needs a GPU that torch can use")
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}, driver {driver()}")
-    print()
-    two = options.two_gpus
-    with (
-        open_pair("rpcdist", GpuPeer, "rpcdist.rpc", None, two) as ours,
-        open_pair("torch", GpuPeer, "torch.distributed.rpc", None, two) as torchs,
+        print("benchmarks/gpu.py needs a GPU that torch can use", file=sys.stderr)
+        return 1
+    print("\n".join(about_gpus()), flush=True)
+    two = torch.cuda.device_count() > 1 and not options.one_gpu
+    groups = "cuda:0", "cuda:1" if two else "cuda:0"
+    failed = False
+    for part in (
+        partial(compare_calls, two),
+        partial(compare_groups, groups),
+        partial(compare_small, two),
+        partial(compare_staged, two),
     ):
-        lines = compare(ours, torchs, options.rounds, BUDGETS, measured)
-    lines += compare_groups(("cuda:0", "cuda:1" if two else "cuda:0"), options.rounds)
-    print("\n".join(layout(HEAD, lines)))
-    with open_pair("staged", GpuPeer, "rpcdist.rpc", ["basic"], two) as staged:
-        size = 256 * MIB
-        took = statistics.median(staged.ask_first("measure", "echo of 256 MiB") for _ in range(options.rounds))
-        copies = staged.ask_first("bound", size)
-        wire = statistics.median(staged.ask_first("host_echo", size) for _ in range(options.rounds))
-        bound = max(wire, 2 * copies["to the host"], 2 * copies["from the host"])
-        print(f"\nthrough the host, echo of 256 MiB: {took:.0f} us; bound {bound:.0f} us: {took / bound:.2f}x")
-        print(f"(of a CPU tensor {wire:.0f} us; copies {copies['to the host']:.0f}, {copies['from the host']:.0f} us)")
+        try:
+            lines = part(rounds)
+        except Exception as exc:  # the machine may be lent for a short time: the other parts run
+            failed, lines = True, [f"{part.func.__name__} failed: {exc}"]
+        print("\n".join(["", *lines]), flush=True)
+    return int(failed)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -326,6 +326,17 @@ def through_the_host() -> None:
         future = rpc.rpc_async("bob", twice, (value,))
         value.fill_(-1)
         same(future.wait(), torch.arange(length, dtype=torch.float32) * 2.0)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="with a tensor") as caught:
+            rpc.rpc_sync("bob", raises, (torch.full((2_000_000,), 7.0, device=GPU),))
+        same(caught.value.args[1], torch.full((2_000_000,), 7.0))
+        many = [torch.full((300_000,), float(number), device=GPU) for number in range(20)]
+        assert rpc.rpc_sync("bob", total, (many,)).item() == 300_000 * sum(range(20))
+        leaf = torch.full((5_000_000,), 2.0, device=GPU, requires_grad=True)
+        with dist_autograd.context() as context:
+            result: Tensor = rpc.rpc_sync("bob", twice, (leaf,))
+            dist_autograd.backward(context, [(result * result).sum()])
+            same(dist_autograd.get_gradients(context)[leaf], torch.full((5_000_000,), 16.0))
     assert "cuda_ipc" in str(reader_of("bob"))
     assert not loans()
 

@@ -259,10 +259,24 @@ def pipelines() -> None:
 
 def parameter_servers() -> None:
     """Trainer and servers on GPUs, against one process."""
+    for device in ("cuda:0", "cuda"):
+        train_at_servers(device)
+    weight = torch.rand(9, 3)
+    table = ShardedEmbedding(9, 3, ["bob", "carol"], torch.optim.SGD, lr=1.0, weight=weight, device="cuda:0")
+    for place in (GPU, torch.device("cpu")):
+        rows = table(torch.tensor([7, 2, 7], device=place))
+        assert rows.device == place and torch.equal(rows.detach().cpu(), weight[[7, 2, 7]])
+    table(torch.tensor([1], device=GPU)).sum().backward()
+    table.step()
+    torch.testing.assert_close(table(torch.tensor([1])).detach()[0], weight[1] - 1)
+
+
+def train_at_servers(device: str) -> None:
     model, reference = nn.Linear(8, 4).to(GPU), nn.Linear(8, 4).to(GPU)
     reference.load_state_dict(model.state_dict())
     optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
-    server = ParameterServer(model, ["bob", "carol"], torch.optim.SGD, lr=0.1, device="cuda:0")
+    server = ParameterServer(model, ["bob", "carol"], torch.optim.SGD, lr=0.1, device=device)
+    assert server._sendable([torch.ones(2, device=GPU)] * 2)[0].is_cuda
     for _ in range(3):
         inputs = torch.rand(5, 8, device=GPU)
         for each in (model, reference):
@@ -272,11 +286,3 @@ def parameter_servers() -> None:
         optimizer.zero_grad()
     torch.testing.assert_close(model.weight, reference.weight)
     assert all(value.is_cpu for value in server.pull().values())
-    weight = torch.rand(9, 3)
-    table = ShardedEmbedding(9, 3, ["bob", "carol"], torch.optim.SGD, lr=1.0, weight=weight, device="cuda:0")
-    for device in (GPU, torch.device("cpu")):
-        rows = table(torch.tensor([7, 2, 7], device=device))
-        assert rows.device == device and torch.equal(rows.detach().cpu(), weight[[7, 2, 7]])
-    table(torch.tensor([1], device=GPU)).sum().backward()
-    table.step()
-    torch.testing.assert_close(table(torch.tensor([1])).detach()[0], weight[1] - 1)
