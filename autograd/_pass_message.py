@@ -198,7 +198,7 @@ class PassMessage:
             return
         (body, counts, absent, num_tensors, buffers, devices), self._rest = self._rest, None
         if devices is not None:
-            tensors = _read_value(_value_for(body, devices), num_tensors, buffers, plain_only, arriving)
+            tensors = _read_value(value_for_devices(body, devices), num_tensors, buffers, plain_only, arriving)
         else:
             tensors, end = read_compact_tensors(body, num_tensors, buffers)
             if end != len(body):
@@ -211,7 +211,7 @@ class PassMessage:
         self.gradients = [flat[start:end] for start, end in pairwise(accumulate(counts, initial=0))]
 
 
-def _value_for(body: bytes, devices: Sequence[torch.device]) -> value_pb2.Value:
+def value_for_devices(body: bytes, devices: Sequence[torch.device]) -> value_pb2.Value:
     """The gradients in a `Value`, whose tensors name `devices`, those of their tensors here, in place of any GPU.
 
     If the value does not show whose gradient each tensor is (two of them are the same object), and the devices differ,
@@ -286,10 +286,10 @@ def read_work(part: CompactPass) -> tuple[bytes, Deadline]:
 
 def announced_gradients(part: CompactPass, sender: int, sends: Mapping[int, RecordedSend]) -> value_pb2.Value | None:
     """The gradients of a message whose large buffers have not arrived, if they are a `Value`; see `read_message`."""
-    if not part.body:  # it is among these buffers
+    if len(part.body) < _HEAD.size or not part.body[0] & _VALUE:  # a long body is among these buffers
         return None
     rest = read_message(part, (), sender, sends)._rest
-    return None if rest is None or rest[-1] is None else _value_for(rest[0], rest[-1])
+    return None if rest is None or rest[-1] is None else value_for_devices(rest[0], rest[-1])
 
 
 def read_message(

@@ -128,12 +128,12 @@ def test_a_loan_for_the_cpu_is_copied_from_its_gpu_first() -> None:
         tensors=[value_pb2.Tensor(buffer=0, device="cuda"), value_pb2.Tensor(buffer=7, device="cuda")],
         buffers=[value_pb2.Buffer(size=5, gpu_loan=1)],
     )
-    found = pass_message._value_for(value.SerializeToString(), [CPU, CPU])
+    found = pass_message.value_for_devices(value.SerializeToString(), [CPU, CPU])
     assert [header.device for header in found.tensors] == ["cuda", ""]
-    found = pass_message._value_for(value.SerializeToString(), [SECOND_GPU, SECOND_GPU])
+    found = pass_message.value_for_devices(value.SerializeToString(), [SECOND_GPU, SECOND_GPU])
     assert [header.device for header in found.tensors] == ["cuda:1", "cuda:1"]
     with pytest.raises(SerializationError, match="gradients arrived that cannot be read"):
-        pass_message._value_for(b"not a value", [CPU])
+        pass_message.value_for_devices(b"not a value", [CPU])
 
 
 def test_messages_without_gradients_in_a_value_announce_none() -> None:

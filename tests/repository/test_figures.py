@@ -85,6 +85,7 @@ FIGURES: list[tuple[str, str, str, str]] = [  # page, text before the figure, co
     ("collectives", "It spins for up to ", f"{LIMITS}:SPIN_LIMIT_S", " before it sleeps"),
     ("collectives", "a slice has ", "rpcdist.collectives._transports.shm.routes:BUFFER_BYTES", ""),
     ("gpus", "Each chunk of ", "rpcdist.rpc._values.buffers:STAGED_BYTES", " arrives in a part of the ring"),
+    ("gpus", "the tensor has less than ", "rpcdist.rpc._devices.pinned_arrivals:STAGED_FROM_BYTES", ";"),
     ("gpus", "has a ring of pinned memory, ", "rpcdist.rpc._devices.pinned_arrivals:RING_BYTES", " for each process"),
     ("security", "A turn ends after ", f"{LIMITS}:READ_TURN_S", ", between two envelopes"),
     ("security", "an envelope has at most ", f"{FRAMES}:MAX_FRAMES", " messages"),

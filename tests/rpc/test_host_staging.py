@@ -779,7 +779,7 @@ def test_calls_between_hosts(far: Receiver, monkeypatch: pytest.MonkeyPatch, con
     eventually(far.is_free)
 
 
-def fail(value: torch.Tensor) -> None:
+def fail(value: torch.Tensor) -> Iterator[torch.Tensor]:
     raise ValueError("with a tensor", value)
 
 

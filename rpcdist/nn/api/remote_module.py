@@ -102,8 +102,8 @@ class RemoteModule(nn.Module, Generic[P, R]):
 
     Args:
         remote_device: `"name"`, `"name/cuda:0"` or `"rank:0/cpu"`: the worker, and one of its devices, by default the
-            CPU. Inputs are moved to the device; results come back on the CPU, unless `RpcOptions` has a device map for
-            this worker.
+            CPU. Inputs are moved to the device; results come back on that of the inputs, unless `RpcOptions` has a
+            device map for this worker.
         module_cls: the module's class, or a function that makes one; the owner must be able to import it.
         args, kwargs: arguments of `module_cls`.
         _module_interface_cls: a class made with `torch.jit.interface`: TorchScript compiles the module at its

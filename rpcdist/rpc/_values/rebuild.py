@@ -72,10 +72,13 @@ def rebuild_tensors(
     headers: Sequence[value_pb2.Tensor] = messages
     if count <= _HELD_HEADERS:
         headers = [messages[0]] if count == 1 else [messages[position] for position in range(count)]
-    if host_only and any(message.device not in ("", "meta") for message in headers):
-        raise SerializationError(
-            "a tensor for a device other than cpu arrived from a peer that may send host tensors only"
-        )
+    if host_only:
+        for message in headers:
+            if message.device not in ("", "meta"):
+                raise SerializationError(
+                    f"a tensor for {message.device} arrived, and a worker with allow_pickle=False takes tensors on the "
+                    'CPU only; send `tensor.cpu()`, or map its device to "cpu" in the caller\'s device map'
+                )
     owners: Owners = {}
     try:
         if torch.is_inference_mode_enabled():  # a received tensor must be usable by autograd later
