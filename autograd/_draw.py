@@ -17,7 +17,7 @@ from rpcdist.autograd._autograd_worker import AutogradWorker
 from rpcdist.autograd._context import Span
 from rpcdist.autograd._graph_analysis import analyse
 from rpcdist.rpc import api
-from rpcdist.rpc._autograd_hooks import current_autograd
+from rpcdist.rpc._autograd_hooks import outside_contexts
 from rpcdist.rpc._current import current_agent
 from rpcdist.time_limits import SLOW_WORK_LIMIT_S
 
@@ -44,15 +44,12 @@ def ask_workers(context_id: int, with_graph: bool) -> dict[int, WorkerPart]:
     here = current_agent().worker_id
     parts = {here: _describe(context_id, with_graph)}
     todo = [here]
-    token = current_autograd.set(None)  # these calls must not become part of the context
-    try:
+    with outside_contexts():
         while todo:
             for worker in parts[todo.pop()].neighbours:
                 if worker not in parts:
                     parts[worker] = api.rpc_sync(worker, _describe, (context_id, with_graph))
                     todo.append(worker)
-    finally:
-        current_autograd.reset(token)
     return parts
 
 

@@ -32,7 +32,7 @@ from rpcdist._counters import OK
 from rpcdist.collectives._group.world import current_world
 from rpcdist.errors import ConfigError, RpcdistError, SerializationError, abridged
 from rpcdist.profile_ranges import span_taps
-from rpcdist.rpc._autograd_hooks import current_autograd
+from rpcdist.rpc._autograd_hooks import outside_contexts
 from rpcdist.rpc._current import agent_local, agent_or_none, current_agent
 from rpcdist.rpc._inspection import call_records
 from rpcdist.rpc._inspection.call_records import Row
@@ -181,7 +181,7 @@ def trace_events(notes: Iterable[Notes]) -> Iterator[dict[str, Any]]:
         clock = f", clock known to {one.error_s * 1e3:.2f} ms" if one.error_s else ""
         yield {"ph": "M", "pid": one.id, "name": "process_name", "args": {"name": f"{one.worker}{clock}"}}
         yield {"ph": "M", "pid": one.id, "name": "process_sort_index", "args": {"sort_index": one.id}}
-        tracks: list[tuple[str, list[Slice], Callable[[Notes, int, Any, float, float], Iterable[dict[str, Any]]]]] = [
+        tracks: list[tuple[str, list[Slice], Callable[[Notes, Any, float, float], Iterable[dict[str, Any]]]]] = [
             (title, [(row[3], row[4], row) for row in rows], partial(_call_events, is_served=is_served, known=known))
             for title, rows, is_served in (("calls made", one.made, False), ("calls served", one.served, True))
         ]
@@ -197,61 +197,53 @@ def trace_events(notes: Iterable[Notes]) -> Iterator[dict[str, Any]]:
                 tid = next(ids)
                 yield {"ph": "M", "pid": one.id, "tid": tid, "name": "thread_name", "args": {"name": title}}
                 for begin, end, content in lane:
-                    yield from events(one, tid, content, begin - zero, end - zero)
+                    times_us = [(moment + one.offset_s - zero) * 1e6 for moment in (begin, end)]
+                    for event in events(one, content, *times_us):
+                        yield {**event, "pid": one.id, "tid": tid}
 
 
-def _span_events(title: str, one: Notes, tid: int, name: str, begin: float, end: float) -> Iterator[dict[str, Any]]:
-    yield {
-        "ph": "X", "pid": one.id, "tid": tid, "name": name, "cat": title,
-        "ts": round((begin + one.offset_s) * 1e6, 1), "dur": round(max(0.0, end - begin) * 1e6, 1),
+def _slice(name: str, category: str, begin_us: float, end_us: float, **more: object) -> dict[str, Any]:
+    duration_us = max(0.0, end_us - begin_us)
+    return {
+        "ph": "X", "name": name, "cat": category, "ts": round(begin_us, 1), "dur": round(duration_us, 1), **more,
     }  # fmt: skip
 
 
+def _span_events(title: str, one: Notes, name: str, begin_us: float, end_us: float) -> Iterator[dict[str, Any]]:
+    yield _slice(name, title, begin_us, end_us)
+
+
 def _call_events(
-    one: Notes,
-    tid: int,
-    row: Row,
-    begin: float,
-    end: float,
-    is_served: bool,
-    known: Mapping[tuple[int, int, int], float],
+    one: Notes, row: Row, begin_us: float, end_us: float, is_served: bool, known: Mapping[tuple[int, int, int], float]
 ) -> Iterator[dict[str, Any]]:
     """A slice with its parts, and one end of each of the two arrows between it and the slice at the other worker.
 
     The parts are `queued` and `running` at the callee, and `replying` at the caller, from the end at the callee.
     """
-    id, peer, function, _, _, outcome, called_at = row
-    start_us = round((begin + one.offset_s) * 1e6, 1)
-    end_us = round((end + one.offset_s) * 1e6, 1)
-    waited_us = round((called_at - row[3]) * 1e6, 1) if is_served and called_at else 0.0
+    id, peer, function, began, _, outcome, called_at = row
     arguments: dict[str, Any] = {"call": id, "caller" if is_served else "callee": peer}
     if outcome != OK:
         arguments["outcome"] = outcome
-    yield {
-        "ph": "X", "pid": one.id, "tid": tid, "name": str(function), "cat": "served" if is_served else "made",
-        "ts": start_us, "dur": round(max(0.0, end_us - start_us), 1), "args": arguments,
-    }  # fmt: skip
+    yield _slice(str(function), "served" if is_served else "made", begin_us, end_us, args=arguments)
     arrow = (peer, one.id, id) if is_served else (one.id, peer, id)
     parts: list[tuple[str, float, float]] = []
     if is_served and called_at:
-        parts = [("queued", start_us, start_us + waited_us), ("running", start_us + waited_us, end_us)]
+        running_us = begin_us + (called_at - began) * 1e6
+        parts = [("queued", begin_us, running_us), ("running", running_us, end_us)]
     elif arrow in known:
         parts = [("replying", known[arrow] * 1e6, end_us)]
     for part, from_us, until_us in parts:
-        from_us, until_us = max(start_us, from_us), min(end_us, until_us)
+        from_us, until_us = max(begin_us, from_us), min(end_us, until_us)
         if until_us - from_us >= MIN_QUEUED:
-            yield {
-                "ph": "X", "pid": one.id, "tid": tid, "name": part, "cat": part,
-                "ts": round(from_us, 1), "dur": round(until_us - from_us, 1),
-            }  # fmt: skip
+            yield _slice(part, part, from_us, until_us)
     if arrow in known:
         number = "{}.{}.{}".format(*arrow)
-        here = {"pid": one.id, "tid": tid}
         head, tail = {"ph": "f", "bp": "e"}, {"ph": "s"}
         call, reply = (head, tail) if is_served else (tail, head)
-        yield {**call, **here, "ts": start_us, "id": number, "name": "call", "cat": "call"}
+        start_us = round(begin_us, 1)
+        yield {**call, "ts": start_us, "id": number, "name": "call", "cat": "call"}
         in_slice_us = max(start_us, round(end_us - 0.1, 1))
-        yield {**reply, **here, "ts": in_slice_us, "id": f"{number}.reply", "name": "reply", "cat": "reply"}
+        yield {**reply, "ts": in_slice_us, "id": f"{number}.reply", "name": "reply", "cat": "reply"}
 
 
 def _way(one: Notes, hop: Hop) -> tuple[int, int, int, int]:
@@ -261,18 +253,18 @@ def _way(one: Notes, hop: Hop) -> tuple[int, int, int, int]:
 
 
 def _hop_events(
-    one: Notes, tid: int, hop: Hop, begin: float, end: float, arrived: Container[tuple[int, int, int, int]]
+    one: Notes, hop: Hop, begin_us: float, end_us: float, arrived: Container[tuple[int, int, int, int]]
 ) -> Iterator[dict[str, Any]]:
     """A slice for a message of a backward pass, and its end of the arrow to the slice at the other worker."""
     id, peer, is_sent, _, _, _ = hop
-    here = {"pid": one.id, "tid": tid, "ts": round((begin + one.offset_s) * 1e6, 1)}
-    duration_us = round(max(0.1, (end - begin) * 1e6), 1)
     arguments = {"pass": id, "receiver" if is_sent else "sender": peer}
     name = "sends gradients" if is_sent else "takes gradients"
-    yield {"ph": "X", **here, "name": name, "cat": "backward", "dur": duration_us, "args": arguments}
+    made = _slice(name, "backward", begin_us, max(end_us, begin_us + 0.1), args=arguments)
+    yield made
     if _way(one, hop) in arrived:  # the notes of both ends have it
         head = {"ph": "s"} if is_sent else {"ph": "f", "bp": "e"}
-        yield {**head, **here, "id": "pass " + ".".join(map(str, _way(one, hop))), "name": "hop", "cat": "hop"}
+        number = "pass " + ".".join(map(str, _way(one, hop)))
+        yield {**head, "ts": made["ts"], "id": number, "name": "hop", "cat": "hop"}
 
 
 def _lanes(items: list[Slice]) -> list[list[Slice]]:
@@ -400,8 +392,7 @@ def _now() -> float:
 
 def _ask(workers: list[str], function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> dict[str, Any]:
     """Calls all workers in parallel; returns the answers by worker, without workers that failed."""
-    outside = current_autograd.set(None)
-    try:
+    with outside_contexts():
         futures = {worker: rpc.rpc_async(worker, function, args=args, timeout=timeout) for worker in workers}
         answers: dict[str, Any] = {}
         for worker, future in futures.items():
@@ -409,9 +400,7 @@ def _ask(workers: list[str], function: Callable[..., Any], args: tuple[Any, ...]
                 answers[worker] = future.wait()
             except Exception as error:  # e.g. a worker without free memory; the others are still in the trace
                 logger.warning("worker %r is not in the trace: %s", worker, error)
-        return answers
-    finally:
-        current_autograd.reset(outside)
+    return answers
 
 
 def _notes_from(answer: bytes) -> Notes:

@@ -9,9 +9,10 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from rpcdist.errors import ConfigError
@@ -86,8 +87,7 @@ def job_record(
         yield write
     finally:
         if path is not None:
-            with suppress(FileNotFoundError):
-                os.unlink(path)
+            Path(path).unlink(missing_ok=True)
 
 
 def jobs() -> Iterator[LaunchedJob]:
@@ -98,25 +98,20 @@ def jobs() -> Iterator[LaunchedJob]:
     except OSError:
         return
     for name in names:
-        path = os.path.join(folder, name)
+        path = Path(folder, name)
         pid = name.partition("-")[0]
-        if (
-            name.endswith(_UNFINISHED) and pid.isdecimal() and not start_of(int(pid))
-        ):  # its program was killed meanwhile
-            with suppress(FileNotFoundError):
-                os.unlink(path)
-        if not name.endswith(_SUFFIX) or not os.path.isfile(path):
+        if name.endswith(_UNFINISHED) and pid.isdecimal() and not start_of(int(pid)):
+            path.unlink(missing_ok=True)  # its program was killed meanwhile
+        if not name.endswith(_SUFFIX) or not path.is_file():
             continue
         try:
-            with open(path) as file:
-                job = LaunchedJob(**json.load(file))
+            job = LaunchedJob(**json.loads(path.read_text()))
         except (OSError, ValueError, TypeError, RecursionError):
             continue  # the job has just ended, or another version wrote the file
         if start_of(job.pid) == job.started != "":
             yield job
         else:
-            with suppress(FileNotFoundError):
-                os.unlink(path)
+            path.unlink(missing_ok=True)
 
 
 def find_job(wanted: str) -> LaunchedJob:

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from multiprocessing import spawn
 from typing import IO, Any
@@ -27,6 +28,7 @@ from rpcdist._launch.rank_main import BOOTSTRAP, Task
 from rpcdist._launch.reports import Event, ProcessEnded, RankCall, Ready, Report, take_reports
 from rpcdist._launch.supervisor import StopSignals
 from rpcdist.deadline import Deadline
+from rpcdist.errors import on_error
 from rpcdist.time_limits import CLOSE_LIMIT_S, LONGEST_WAIT_S
 
 _READ_BYTES = 1 << 20
@@ -163,6 +165,7 @@ def _is_guarded(spec: ModuleSpec) -> bool:
     return "__name__" in names
 
 
+@dataclass(eq=False)
 class LocalRanks:
     """See `RankEngine`. `pause` may be called on any thread, other methods on one thread.
 
@@ -173,21 +176,15 @@ class LocalRanks:
         wake: a descriptor that ends `reports` while it is readable.
     """
 
-    def __init__(
-        self,
-        plans: Mapping[int, RankPlan],
-        calls: Mapping[str, RankCall],
-        common: Mapping[str, str],
-        wake: StopSignals | int,
-        output: JobOutput,
-    ) -> None:
-        self._plans = plans
-        self._calls = calls
-        self._common = common
-        self._output = output
+    _plans: Mapping[int, RankPlan]
+    _calls: Mapping[str, RankCall]
+    _common: Mapping[str, str]
+    _wake: StopSignals | int
+    _output: JobOutput
+
+    def __post_init__(self) -> None:
         self._selector = selectors.DefaultSelector()
-        self._wake = wake
-        self._selector.register(wake, selectors.EVENT_READ)
+        self._selector.register(self._wake, selectors.EVENT_READ)
         self._processes: list[RankProcess] = []
         self._reported: set[RankProcess] = set()
         self._looked_at: float | None = None
@@ -197,11 +194,8 @@ class LocalRanks:
     def start_rank(self, rank: int, attempt: int) -> None:
         plan = self._plans[rank]
         output = self._output.open(plan.name, attempt)
-        try:
+        with on_error(output.close):
             process = start_rank(rank, self._calls[plan.role.name], {**self._common, **plan.variables}, output)
-        except BaseException:
-            output.close()
-            raise
         with self._reaping:
             self._processes.append(process)
         self._selector.register(process, selectors.EVENT_READ, (process, None))

@@ -172,9 +172,8 @@ def _contradiction(one: str, other: str) -> ConfigError:
 def _placement(place: EnginePlace, environment: Mapping[str, str]) -> Placement:
     host = environment.get("MASTER_ADDR") or place.host
     port = _number(environment, "MASTER_PORT")
-    return Placement(
-        place.rank, place.world_size, place.local_rank, place.node_rank, host, place.port if port is None else port
-    )
+    port = place.port if port is None else port
+    return Placement(place.rank, place.world_size, place.local_rank, place.node_rank, host, port)
 
 
 def _number(environment: Mapping[str, str], name: str) -> int | None:
@@ -191,24 +190,17 @@ _NUM_PORTS: Final = 10000
 
 
 @dataclass(frozen=True, slots=True)
-class EnginePlace:
+class EnginePlace(Placement):
     """The place that an engine gives to a process.
 
     Attributes:
-        says: the engine and its variables, for messages.
-        rank, world_size, local_rank, node_rank: as in `Placement`.
         host: the address of rank 0; None if the engine does not provide it.
         port: the port on that host, equal in all processes of this job and probably different in the next job.
+        says: the engine and its variables, for messages.
         advice: what the user must set if the host is missing.
     """
 
-    says: str
-    rank: int
-    world_size: int
-    local_rank: int | None = None
-    node_rank: int | None = None
-    host: str | None = None
-    port: int = TORCH_PORT
+    says: str = ""
     advice: str = ""
 
 
@@ -237,7 +229,8 @@ def _open_mpi(environment: Mapping[str, str]) -> EnginePlace | None:
     on_one_host = environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") == str(size)
     host = LOOPBACK if on_one_host else _host_of_mpirun(environment, rank)
     job = environment.get("PMIX_NAMESPACE") or environment.get("OMPI_MCA_ess_base_jobid", "")
-    return EnginePlace(says, rank, size, local_rank, None, host, _port(job), _set_address("mpirun -x MASTER_ADDR=host"))
+    advice = _set_address("mpirun -x MASTER_ADDR=host")
+    return EnginePlace(rank, size, local_rank, None, host, _port(job), says=says, advice=advice)
 
 
 def _host_of_mpirun(environment: Mapping[str, str], rank: int) -> str | None:
@@ -260,7 +253,7 @@ def _slurm(environment: Mapping[str, str]) -> EnginePlace | None:
     port = _port(f"{environment.get('SLURM_JOB_ID')}.{step}")
     node_rank = _number(environment, "SLURM_NODEID")
     advice = _set_address("SLURM_STEP_NODELIST is empty")
-    return EnginePlace(says, rank, size, local_rank, node_rank, host or None, port, advice)
+    return EnginePlace(rank, size, local_rank, node_rank, host or None, port, says=says, advice=advice)
 
 
 def first_host(node_list: str) -> str:
@@ -274,8 +267,8 @@ def _pmix(environment: Mapping[str, str]) -> EnginePlace | None:
     if "PMIX_RANK" not in environment or "WORLD_SIZE" not in environment:
         return None
     says, (rank, size) = _read("PMIx", environment, ("PMIX_RANK", "WORLD_SIZE"))
-    host = _host_in_uris(_pmix_uris(environment))
-    return EnginePlace(says, rank, size, None, None, host, _port(environment.get("PMIX_NAMESPACE", "")), _set_address())
+    host, port = _host_in_uris(_pmix_uris(environment)), _port(environment.get("PMIX_NAMESPACE", ""))
+    return EnginePlace(rank, size, None, None, host, port, says=says, advice=_set_address())
 
 
 def _pmix_uris(environment: Mapping[str, str]) -> list[str]:
@@ -307,7 +300,7 @@ def _kubeflow(environment: Mapping[str, str]) -> EnginePlace | None:
     says, (rank, size) = _read("Kubeflow's Trainer", environment, ("PET_NODE_RANK", "PET_NNODES"))
     host, port = environment.get("PET_MASTER_ADDR"), _number(environment, "PET_MASTER_PORT")
     advice = _set_address("PET_MASTER_ADDR is missing")
-    return EnginePlace(says, rank, size, 0, rank, host, TORCH_PORT if port is None else port, advice)
+    return EnginePlace(rank, size, 0, rank, host, TORCH_PORT if port is None else port, says=says, advice=advice)
 
 
 def _indexed_job(environment: Mapping[str, str], own_name: Callable[[], str]) -> EnginePlace | None:
@@ -321,7 +314,7 @@ def _indexed_job(environment: Mapping[str, str], own_name: Callable[[], str]) ->
     advice = _set_address(
         "set `subdomain` in the pod's template to a headless Service, so that other pods find it by name"
     )
-    return EnginePlace(says, rank, size, 0, rank, host, TORCH_PORT, advice)
+    return EnginePlace(rank, size, 0, rank, host, TORCH_PORT, says=says, advice=advice)
 
 
 def _set_address(how: str = "") -> str:

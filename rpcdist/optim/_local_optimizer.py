@@ -38,7 +38,10 @@ class LocalOptimizer:
     Args:
         lock: held by all of its methods. Several trainers, each with its own optimizer here, may share the
             parameters; only one of them changes the parameters at a time.
-        optimizer_class, groups, is_flat, numbers, args, kwargs: as for `new_local_optimizer`.
+        groups: the parameter groups, with references to parameters of this worker.
+        is_flat: whether the user gave a plain list of parameters instead of groups.
+        numbers: for each group, the numbers of its parameters in the distributed optimizer.
+        args, kwargs: for `optimizer_class`.
     """
 
     def __init__(
@@ -232,28 +235,15 @@ own_table = agent_local(OptimizerTable)
 # ---------------------------------------------------------------- called by RPC
 
 
-def new_local_optimizer(
-    optimizer_class: Callable[..., torch.optim.Optimizer],
-    groups: list[Group],
-    is_flat: bool,
-    numbers: list[list[int]],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> tuple[RRef[LocalOptimizer], int, list[Group], dict[str, Any]]:
-    """Makes a local optimizer.
-
-    Args:
-        groups: the parameter groups, with references to parameters of this worker.
-        is_flat: whether the user gave a plain list of parameters instead of groups.
-        numbers: for each group, the numbers of its parameters in the distributed optimizer.
-        args, kwargs: for `optimizer_class`.
+def new_local_optimizer(*arguments: Any) -> tuple[RRef[LocalOptimizer], int, list[Group], dict[str, Any]]:
+    """Makes a local optimizer; the arguments are those of the class, without the lock.
 
     Returns:
         A reference that keeps the local optimizer alive, its number, the options of its groups, and the default
         options of its class.
     """
     table = own_table()
-    local = LocalOptimizer(table.lock, optimizer_class, groups, is_flat, numbers, args, kwargs)
+    local = LocalOptimizer(table.lock, *arguments)
     options = [options_of(group) for group in local.optim.param_groups]
     return RRef(local), table.add(local), options, _copied(local.optim.defaults)
 

@@ -17,7 +17,7 @@ from rpcdist.errors import BlockingInLoop, OwnerLost, WorkerLost
 from rpcdist.optim._local_optimizer import decode_outcome, encode_step
 from rpcdist.rpc import Future, WorkerInfo
 from rpcdist.rpc._agent import Agent
-from rpcdist.rpc._autograd_hooks import current_autograd
+from rpcdist.rpc._autograd_hooks import outside_contexts
 from rpcdist.rpc._current import current_agent
 from rpcdist.rpc._values.exceptions import add_note, text_of
 from rpcdist.time_limits import THREAD_GRACE_S
@@ -47,8 +47,7 @@ def ask_owners(what: str, calls: Sequence[OwnerCall], instead: str = "asyncio.to
         raise BlockingInLoop(what, f"await {instead}")
     agent = current_agent()
     own = [call.owner.id == agent.worker_id for call in calls]
-    outside = current_autograd.set(None)  # what the owners do is no part of the context that the caller is in
-    try:
+    with outside_contexts():
         waits = [None if is_own else _begin(agent, call) for call, is_own in zip(calls, own, strict=True)]
         results: list[Any] = [None] * len(calls)
         for index, call in enumerate(calls):  # the call of this process, while the others run theirs
@@ -57,10 +56,7 @@ def ask_owners(what: str, calls: Sequence[OwnerCall], instead: str = "asyncio.to
         for index, wait in enumerate(waits):
             if wait is not None:
                 results[index] = _outcome_of(wait)
-    finally:
-        current_autograd.reset(outside)
-    error = _error_in(what, calls, results)
-    if error is not None:
+    if (error := _error_in(what, calls, results)) is not None:
         raise error
     return results
 
@@ -110,18 +106,16 @@ def ask_steps(
             results[own] = _outcome_of(partial(calls[own].function, *calls[own].args))
 
     deadline = Deadline.after(worker.agent.caller.timeout_of(timeout_s)).earlier(current_deadline.get())
-    outside = current_autograd.set(None)  # what the owners do is no part of the context that the caller is in
-    try:
-        outcomes = worker.step(context_id, work, step_here, deadline, roots)
+    with outside_contexts():
+        try:
+            outcomes = worker.step(context_id, work, step_here, deadline, roots)
+        except BackwardError:
+            if roots is None:
+                worker.contexts.find(context_id)  # a context that was released meanwhile has its own error
+            raise
         for index, call in enumerate(calls):
             if index != own:
                 results[index] = _outcome_of(partial(_stepped, call, outcomes[call.owner.id], deadline))
-    except BackwardError:
-        if roots is None:
-            worker.contexts.find(context_id)  # a context that was released meanwhile has its own error
-        raise
-    finally:
-        current_autograd.reset(outside)
     if (error := _error_in(what, calls, results)) is not None:
         raise error
     return results

@@ -188,7 +188,7 @@ class Cluster(ClusterBlock):
             main_module(),
             group,
             self._runtime_env,
-            placed=partial(say_where, plans),
+            _placed=partial(say_where, plans),
         )
         started = BackgroundRanks(ranks, make_engine, dict.fromkeys(ranks, self._max_restarts))
         self._running.append(started)

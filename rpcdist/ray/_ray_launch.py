@@ -145,9 +145,8 @@ def _run(
         }
         token = job_token().decode("utf-8", "surrogateescape")
         by_rank = dict(enumerate(plans))
-        engine = RayRanks(
-            by_rank, calls, common, token, main_module(), group, runtime_env, stop, placed=partial(say_where, by_rank)
-        )
+        placed = partial(say_where, by_rank)
+        engine = RayRanks(by_rank, calls, common, token, main_module(), group, runtime_env, stop, placed)
         with job_record(name, address, None) as write:
             return run_job(engine, progress, stop, partial(write, plans, progress))
     finally:

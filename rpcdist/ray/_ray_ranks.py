@@ -109,6 +109,7 @@ def _import_main(main: MainModule) -> None:
     spawn.prepare(preparation)
 
 
+@dataclass(eq=False)
 class RayRanks:
     """See `RankEngine`.
 
@@ -120,28 +121,18 @@ class RayRanks:
         placed: called once, when all ranks run, with the place of each.
     """
 
-    def __init__(
-        self,
-        plans: Mapping[int, RankPlan],
-        calls: Mapping[str, RankCall],
-        common: Mapping[str, str],
-        token: str,
-        main: MainModule | None,
-        group: PlacementGroup,
-        runtime_env: dict[str, Any] | None,
-        wake: Any,
-        placed: Callable[[Mapping[int, Where]], object],
-    ) -> None:
-        self._plans = plans
-        self._bundles = {rank: index for index, rank in enumerate(plans)}
-        self._calls = calls
-        self._common = common
-        self._token = token
-        self._main = main
-        self._group = group
-        self._runtime_env = runtime_env
-        self._wake = wake
-        self._placed: Callable[[Mapping[int, Where]], object] | None = placed
+    _plans: Mapping[int, RankPlan]
+    _calls: Mapping[str, RankCall]
+    _common: Mapping[str, str]
+    _token: str
+    _main: MainModule | None
+    _group: PlacementGroup
+    _runtime_env: dict[str, Any] | None
+    _wake: Any
+    _placed: Callable[[Mapping[int, Where]], object] | None
+
+    def __post_init__(self) -> None:
+        self._bundles = {rank: index for index, rank in enumerate(self._plans)}
         self._actors: dict[int, Any] = {}
         self._pending: dict[Any, tuple[int, str]] = {}  # by the future of a call: its rank and method
         self._where: dict[int, Where] = {}  # of the ranks that run

@@ -13,7 +13,8 @@ table. The callee's function runs inside the context, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
 
@@ -94,3 +95,13 @@ class AutogradHooks(Protocol):
 
 current_autograd: ContextVar[CallContext | None] = ContextVar("rpcdist_autograd_context", default=None)
 """The context of the calls that this thread or task makes; None outside of contexts."""
+
+
+@contextmanager
+def outside_contexts() -> Iterator[None]:
+    """Within this context, the calls of this thread or task are no part of the autograd context that it is in."""
+    token = current_autograd.set(None)
+    try:
+        yield
+    finally:
+        current_autograd.reset(token)
