@@ -137,30 +137,20 @@ class _Collective(Function):
 
 
 def _broadcast(group: ProcessGroup, root: int, tensor: torch.Tensor) -> torch.Tensor:
-    def run(tensor: torch.Tensor) -> torch.Tensor:
-        copy = tensor.clone(memory_format=torch.contiguous_format)
-        operations.broadcast(copy, group=group, group_src=root)
-        return copy
-
     def back(gradient: torch.Tensor) -> Tensors:
         total = _reduce(group, root, ReduceOp.SUM, gradient)
         if group.rank() != root:  # zero for any content, and still a part of the graph
             total = total.masked_fill(torch.ones((), dtype=torch.bool, device=total.device), 0)
         return (total,)
 
-    return _apply(run, back, tensor)
+    return _apply(_on_copy(operations.broadcast, group=group, group_src=root), back, tensor)
 
 
 def _reduce(group: ProcessGroup, root: int, op: object, tensor: torch.Tensor) -> torch.Tensor:
-    def run(tensor: torch.Tensor) -> torch.Tensor:
-        copy = tensor.clone(memory_format=torch.contiguous_format)
-        operations.reduce(copy, op=op, group=group, group_dst=root)
-        return copy
-
     def back(gradient: torch.Tensor) -> Tensors:
         return (_share(group, op, _broadcast(group, root, gradient)),)
 
-    return _apply(run, back, tensor)
+    return _apply(_on_copy(operations.reduce, op=op, group=group, group_dst=root), back, tensor)
 
 
 def _gather(group: ProcessGroup, root: int, tensor: torch.Tensor) -> Tensors:
@@ -192,15 +182,10 @@ def _scatter(group: ProcessGroup, root: int, tensors: Sequence[torch.Tensor]) ->
 
 
 def _all_reduce(group: ProcessGroup, op: object, tensor: torch.Tensor) -> torch.Tensor:
-    def run(tensor: torch.Tensor) -> torch.Tensor:
-        copy = tensor.clone(memory_format=torch.contiguous_format)
-        operations.all_reduce(copy, op, group)
-        return copy
-
     def back(gradient: torch.Tensor) -> Tensors:
         return (_all_reduce(group, op, gradient),)
 
-    return _apply(run, back, tensor)
+    return _apply(_on_copy(operations.all_reduce, op=op, group=group), back, tensor)
 
 
 def _reduce_scatter(
@@ -267,6 +252,17 @@ def _apply(run: Callable[..., Any], back: Callable[..., Any], *tensors: torch.Te
 
 def _apply_many(run: Callable[..., Any], back: Callable[..., Any], *tensors: torch.Tensor) -> Tensors:
     return cast(Tensors, cast(Any, _Collective).apply(run, back, *tensors))
+
+
+def _on_copy(operation: Callable[..., object], **arguments: object) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Makes a function that runs an operation in place on a copy of its argument, and returns the copy."""
+
+    def run(tensor: torch.Tensor) -> torch.Tensor:
+        copy = tensor.clone(memory_format=torch.contiguous_format)
+        operation(copy, **arguments)
+        return copy
+
+    return run
 
 
 def _zeros_like_all(tensor: torch.Tensor, group: ProcessGroup) -> list[torch.Tensor]:

@@ -7,6 +7,7 @@ mismatch nor a missing rank.
 from __future__ import annotations
 
 import zlib
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from rpcdist.collectives._group.backend_contract import GroupContext
@@ -17,7 +18,7 @@ from rpcdist.collectives._group.state import GroupFailure
 from rpcdist.collectives._mpi.mpi_messages import MpiMessages
 from rpcdist.collectives._mpi.mpi_transport import MpiTransport, abandon, load_mpi, pauses
 from rpcdist.deadline import Deadline
-from rpcdist.errors import ConfigError
+from rpcdist.errors import ConfigError, on_error
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -49,12 +50,8 @@ class MpiBackend(EngineBackend):
         mpi = load_mpi()
         deadline = Deadline.after(context.timeout_s)
         watch = GroupWatch(context, deadline) if context.size > 1 else None
-        try:
+        with nullcontext() if watch is None else on_error(watch.give_up):
             self._communicators = _make_communicators(mpi, context, deadline)
-        except BaseException:
-            if watch is not None:
-                watch.give_up()
-            raise
         agreement, data, headers, elements = self._communicators
         self._mpi_messages = MpiMessages(mpi, headers, elements, context.name, context.ranks, self._report)
         super().__init__(context, watch, MpiTransport(mpi, agreement, data), self._mpi_messages)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Final
@@ -27,7 +27,7 @@ from rpcdist.collectives._nccl.watchdog import NcclWatchdog, NcclWork, call_boun
 from rpcdist.collectives._operations.operation import Kind, Operation, describe_fingerprint
 from rpcdist.collectives.work import Work
 from rpcdist.deadline import Deadline
-from rpcdist.errors import CollectiveError, CollectiveTimeout, ConfigError
+from rpcdist.errors import CollectiveError, CollectiveTimeout, ConfigError, on_error
 
 __all__ = ["NcclBackend", "NcclOptions"]
 
@@ -90,12 +90,8 @@ class NcclBackend(GroupBackend):
         self._runtime: CudaRuntime = CudaRuntime(default_device(context)) if runtime is None else runtime
         deadline = Deadline.after(context.timeout_s)
         self._watch = GroupWatch(context, deadline) if reporter is None and context.size > 1 else None
-        try:
+        with nullcontext() if self._watch is None else on_error(self._watch.give_up):
             self._communicator = communicator or self._connect(deadline)
-        except BaseException:
-            if self._watch is not None:
-                self._watch.give_up()
-            raise
         self._calls = NcclCalls(self._runtime, self._communicator, context.rank, context.size)
         self._side_stream = self._runtime.new_stream()
         self._order = threading.Lock()  # held during enqueueing: the order must be the same on all ranks

@@ -61,9 +61,8 @@ class AllreduceOptions(OperationOptions):
     reduceOp: object = ReduceOp.SUM
 
 
-@dataclass
-class AllreduceCoalescedOptions(OperationOptions):
-    reduceOp: object = ReduceOp.SUM
+class AllreduceCoalescedOptions(AllreduceOptions):
+    """The same fields."""
 
 
 @dataclass
@@ -73,9 +72,8 @@ class ReduceOptions(OperationOptions):
     rootTensor: int = 0
 
 
-@dataclass
 class AllgatherOptions(OperationOptions):
-    pass
+    """No further fields."""
 
 
 @dataclass
@@ -83,19 +81,16 @@ class GatherOptions(OperationOptions):
     rootRank: int = 0
 
 
-@dataclass
-class ScatterOptions(OperationOptions):
-    rootRank: int = 0
+class ScatterOptions(GatherOptions):
+    """The same fields."""
 
 
-@dataclass
-class ReduceScatterOptions(OperationOptions):
-    reduceOp: object = ReduceOp.SUM
+class ReduceScatterOptions(AllreduceOptions):
+    """The same fields."""
 
 
-@dataclass
 class AllToAllOptions(OperationOptions):
-    pass
+    """No further fields."""
 
 
 @dataclass

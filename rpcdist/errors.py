@@ -96,6 +96,15 @@ def on_error(undo: Callable[[], object]) -> Iterator[None]:
         raise
 
 
+@contextmanager
+def raised_as(kind: Callable[[str], Exception], text: str, *errors: type[Exception]) -> Iterator[None]:
+    """Replaces such errors of the block by `kind` with the text, a colon and the reason of the error, its cause."""
+    try:
+        yield
+    except errors as exc:
+        raise kind(f"{text}: {getattr(exc, 'strerror', None) or exc}") from exc
+
+
 class RpcdistError(RuntimeError):
     """Base of every error of this package."""
 
@@ -494,5 +503,5 @@ class BackwardError(AutogradError):
         return f"Error on Node {self.node}: {self.text} ({self.type_name} on worker {self.worker!r})"
 
 
-__all__ = ["begins_traceback", "listed", "on_error", "refuse_pickling"]
+__all__ = ["begins_traceback", "listed", "on_error", "raised_as", "refuse_pickling"]
 __all__ += [name for name, value in globals().items() if isinstance(value, type) and issubclass(value, RpcdistError)]

@@ -14,6 +14,7 @@ import re
 import signal
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -122,13 +123,11 @@ def _state_of(pid: int) -> tuple[str, str]:
 
 
 def _has_running_thread(pid: int) -> bool:
-    try:
+    with suppress(OSError, IndexError):  # it has ended
         for thread in os.listdir(f"/proc/{pid}/task"):
             with open(f"/proc/{pid}/task/{thread}/stat") as file:
                 if file.read().rpartition(")")[2].split()[0] == "R":
                     return True
-    except (OSError, IndexError):  # it has ended
-        pass
     return False
 
 

@@ -30,7 +30,7 @@ from typing import Any, Final, NamedTuple
 from rpcdist import rpc
 from rpcdist._counters import OK
 from rpcdist.collectives._group.world import current_world
-from rpcdist.errors import ConfigError, RpcdistError, SerializationError, abridged
+from rpcdist.errors import ConfigError, RpcdistError, SerializationError, abridged, raised_as
 from rpcdist.profile_ranges import span_taps
 from rpcdist.rpc._autograd_hooks import outside_contexts
 from rpcdist.rpc._current import agent_local, agent_or_none, current_agent
@@ -103,11 +103,8 @@ def trace(path: str | os.PathLike[str], max_calls: int = MAX_CALLS, timeout: flo
         raise ConfigError(f"max_calls={max_calls!r}: give the number of calls of each worker, 1 to 1,000,000")
     owner = f"{current_agent().worker_name}/{next(_numbers)}"
     target = Path(path)
-    try:
-        with target.open("a"):  # an existing file stays until the new content exists
-            pass
-    except OSError as error:
-        raise ConfigError(f"the trace cannot be written: {error}") from error
+    with raised_as(ConfigError, f"the trace {target} cannot be written", OSError):
+        target.open("a").close()  # an existing file stays until the new content exists
     asked = [worker.name for worker in rpc.workers()]
     try:
         asked = list(_ask(asked, _begin, (owner, max_calls), timeout))
@@ -122,10 +119,8 @@ def trace(path: str | os.PathLike[str], max_calls: int = MAX_CALLS, timeout: flo
             except SerializationError as error:  # the notes of the other workers are still valid
                 logger.warning("worker %r is not in the trace: %s", worker, error)
         if notes:
-            try:
+            with raised_as(ConfigError, f"the trace {target} is not complete", OSError):
                 _write(target, notes)
-            except OSError as error:
-                raise ConfigError(f"the trace {target} is not complete: {error}") from error
         if omitted := sum(one.omitted for one in notes):
             logger.warning(
                 "the trace %s lacks the %d oldest calls: max_calls is %d for each worker", target, omitted, max_calls
@@ -405,15 +400,14 @@ def _ask(workers: list[str], function: Callable[..., Any], args: tuple[Any, ...]
 
 def _notes_from(answer: bytes) -> Notes:
     """The notes that a worker has sent; raises `SerializationError`."""
-    try:
+    damaged = (ValueError, TypeError, OverflowError, RecursionError)
+    with raised_as(SerializationError, "the trace of a worker cannot be read", *damaged):
         if not isinstance(answer, bytes) or len(answer) > MAX_ANSWER_BYTES:
             raise ValueError("it is too long, or not bytes")
         worker, id, made, served, spans, omitted, _, _, hops = json.loads(answer)
         read_spans = [(str(lane), str(name), _time(begin), _time(end)) for lane, name, begin, end in spans]
         rows = [*map(_row, made)], [*map(_row, served)]
         return Notes(str(worker), int(id), *rows, read_spans, int(omitted), hops=[*map(_hop, hops)])
-    except (ValueError, TypeError, OverflowError, RecursionError) as error:
-        raise SerializationError(f"the trace of a worker cannot be read: {error}") from error
 
 
 def _row(read: Sequence[Any]) -> Row:
@@ -443,10 +437,8 @@ def _with_clock(notes: Notes, worker: str, timeout: float) -> Notes:
             sent = time.monotonic()
             there = rpc.rpc_sync(worker, _now, timeout=timeout)
             came = time.monotonic()
-            try:
+            with raised_as(SerializationError, "the clock of a worker cannot be read", ValueError):
                 found.append((came - sent, (sent + came) / 2 - _time(there)))
-            except ValueError as error:
-                raise SerializationError(f"the clock of a worker cannot be read: {error}") from error
     if not found:
         return notes
     shortest, offset_s = min(found)

@@ -66,10 +66,8 @@ def wake(waiter: asyncio.Future[None]) -> None:
 
 def wake_threadsafe(waiter: asyncio.Future[None]) -> None:
     """Ends a wait from any thread."""
-    try:
+    with suppress(RuntimeError):  # the loop was closed, and the wait with it
         waiter.get_loop().call_soon_threadsafe(wake, waiter)
-    except RuntimeError:
-        pass  # the loop was closed, and the wait with it
 
 
 async def ends_within(waiting: Awaitable[object], timeout_s: float) -> bool:

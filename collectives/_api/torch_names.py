@@ -208,9 +208,8 @@ def _renamed(name: str, instead: str) -> None:
 T = TypeVar("T")
 
 
-def _get_default_group() -> ProcessGroup:
-    """Returns the group of all ranks. Raises ConfigError, a ValueError as in torch, before `init_process_group`."""
-    return default_group()
+_get_default_group = default_group
+_get_global_rank = get_global_rank
 
 
 def _get_default_store() -> Store:
@@ -218,10 +217,6 @@ def _get_default_store() -> Store:
     store = current_world().store
     assert store is not None  # it is set with the group
     return store
-
-
-def _get_global_rank(group: ProcessGroup, rank: int) -> int:
-    return get_global_rank(group, rank)
 
 
 def _get_group_size(group: Group) -> int:

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -26,6 +27,7 @@ label: Final[ContextVar[str]] = ContextVar("rpcdist_comm_label", default="")
 """The program's name for the operations that it calls now; see `record_comm`."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Record:
     """One operation of one rank. Times are in nanoseconds since the epoch.
 
@@ -41,37 +43,25 @@ class Record:
         listeners: functions that are called when it has ended; see `operation_taps`.
     """
 
-    __slots__ = (
-        "detail", "dtype", "ended_ns", "error", "family", "group", "input_sizes", "label", "listeners", "operation",
-        "output_sizes", "queued_ns", "sequence", "started_ns", "state",
-    )  # fmt: skip
+    group: str
+    sequence: int
+    operation: str
+    dtype: str = ""
+    input_sizes: list[int] = field(default_factory=list)
+    output_sizes: list[int] = field(default_factory=list)
+    detail: str = ""
+    family: str = "collective"
+    label: str = field(default_factory=label.get)
+    state: str = "queued"
+    error: str = ""
+    queued_ns: int = field(default_factory=time.time_ns)
+    started_ns: int = 0
+    ended_ns: int = 0
+    listeners: tuple[Callable[[float, float, BaseException | None], object], ...] = ()
 
-    def __init__(
-        self,
-        group: str,
-        sequence: int,
-        operation: str,
-        dtype: str = "",
-        input_sizes: list[int] | None = None,
-        output_sizes: list[int] | None = None,
-        detail: str = "",
-        family: str = "collective",
-    ) -> None:
-        self.family = family
-        self.group = group
-        self.sequence = sequence
-        self.operation = operation
-        self.dtype = dtype
-        self.input_sizes = input_sizes or []
-        self.output_sizes = output_sizes or []
-        self.detail = detail
-        self.label = label.get()
-        self.state = "queued"
-        self.error = ""
-        self.queued_ns = time.time_ns()
-        self.started_ns = 0
-        self.ended_ns = 0
-        self.listeners = tuple([tap(group, operation) for tap in operation_taps]) if operation_taps else ()
+    def __post_init__(self) -> None:
+        if operation_taps:
+            self.listeners = tuple([tap(self.group, self.operation) for tap in operation_taps])
 
     def __str__(self) -> str:
         """Names the operation in errors; only then, as most operations never fail."""
@@ -112,7 +102,7 @@ def record_of_message(
     sizes, sends = [tensor.numel()], operation == "send"
     whom = "any rank" if world_rank is None else f"rank {world_rank}"
     detail, dtype = f"{'to' if sends else 'from'} {whom}, tag {tag}", str(tensor.dtype).removeprefix("torch.")
-    given, taken = (sizes, None) if sends else (None, sizes)
+    given, taken = (sizes, []) if sends else ([], sizes)
     record = Record(group, number, operation, dtype, given, taken, detail, "point")
     record.state, record.started_ns = "running", record.queued_ns
     return record

@@ -433,13 +433,12 @@ class Watch(Reporter):
         self._answers = {0: self._listener.where()}
         others = set(self._connections)
         self._send({"say": "where", "question": self._question})
-        try:
+        # The verdict names the ranks that did not answer: they are stopped, or their I/O loop is stuck.
+        with suppress(TimeoutError):
             async with asyncio.timeout(GROUP_ANSWER_LIMIT_S):
                 while not others <= self._answers.keys():
                     self._answered.clear()
                     await self._answered.wait()
-        except TimeoutError:
-            pass  # the verdict names the ranks that did not answer: they are stopped, or their I/O loop is stuck
         self._failed(timeout_verdict(title, sequence, self._answers, self._world_ranks), 0)
 
     # ------------------------------------------------------------ life

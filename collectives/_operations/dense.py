@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from rpcdist.collectives._operations.operation import DTYPES
 from rpcdist.errors import ConfigError
+from rpcdist.transport.memory_copies import declare
 
 CARRIED: Final = frozenset(DTYPES)
 
@@ -220,27 +221,16 @@ def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 _QUICK_BYTES: Final = 64 << 10
 
 
-def memory_at(address: int, size_bytes: int) -> memoryview:
-    """Returns the bytes at an address, writable and not copied; valid while their owner lives."""
-    if not size_bytes:
-        return memoryview(bytearray())
-    return memoryview((ctypes.c_char * size_bytes).from_address(address)).cast("B")
-
-
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """Returns the bytes of a dense tensor, writable; valid while the tensor lives."""
-    return memory_at(tensor.data_ptr(), tensor.nbytes)
+    """Returns the bytes of a dense tensor, writable and not copied; valid while the tensor lives."""
+    if not tensor.nbytes:
+        return memoryview(bytearray())
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
-def _memmove(library: ctypes.CDLL) -> ctypes._NamedFuncPointer:
-    function = library.memmove
-    function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-    function.restype = ctypes.c_void_p
-    return function
-
-
-_copy_quickly = _memmove(ctypes.PyDLL(None))  # keeps the interpreter's lock, since taking it again may last 5 ms
-_copy_in_background = _memmove(ctypes.CDLL(None))
+_copy_in_background: Final = declare("memmove", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_copy_quickly = ctypes.PyDLL(None).memmove  # keeps the interpreter's lock, since taking it again may last 5 ms
+_copy_quickly.restype, _copy_quickly.argtypes = _copy_in_background.restype, _copy_in_background.argtypes
 
 
 def copy_bytes(target: int, source: int | bytes, num_bytes: int) -> None:

@@ -47,10 +47,7 @@ def all_reduce(place: Place, tensor: torch.Tensor, op: object) -> Lowered:
     if not place.staged and not tensor.requires_grad and is_dense(tensor) and tensor.dtype in CARRIED:
         own = (tensor,)  # the usual case, which needs no copies
         return Lowered(Operation(Kind.ALL_REDUCE, own, own, reduce_op, factor=factor), None, [tensor], own)
-    copies = Copies(place.staged)
-    dense = (copies.update(tensor),)
-    operation = Operation(Kind.ALL_REDUCE, dense, dense, reduce_op, factor=factor)
-    return Lowered(operation, copies.finish(), [tensor], [tensor])
+    return all_reduce_many(place, [tensor], op)
 
 
 def all_reduce_many(place: Place, tensors: Sequence[torch.Tensor], op: object) -> Lowered:

@@ -14,6 +14,7 @@ import asyncio
 import math
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -169,20 +170,16 @@ class ServedTable:
     def end(self) -> None:
         unregister_at_exit(self.end_calls)
         self.end_calls()
-        try:
+        with suppress(RpcdistError, RuntimeError):
             self._node.stop_serving(self.address)
-        except (RpcdistError, RuntimeError):
-            pass
         self._node.release()
 
     def end_calls(self) -> None:
         """Ends the calls in progress, and waits until the last replies have left."""
         if in_forked_child():
             return
-        try:
+        with suppress(RpcdistError, RuntimeError):  # the loop has ended, and the service with it
             self._node.io.finish(self.refuse_calls(), CLOSE_LIMIT_S)
-        except (RpcdistError, RuntimeError):  # the loop has ended, and the service with it
-            pass
 
     # ------------------------------------------------------------ the calls of other processes
 

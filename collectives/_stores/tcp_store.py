@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 import weakref
+from contextlib import suppress
 from typing import Final
 
 from rpcdist._proto import store_pb2
@@ -174,10 +175,8 @@ class _RemoteTable:
             self._num_users -= 1
             if self._num_users > 0 or in_forked_child():
                 return
-        try:
+        with suppress(RpcdistError, RuntimeError):  # the loop has ended, and the link with it
             self._node.io.finish(self._end(), STORE_GRACE_S)
-        except (RpcdistError, RuntimeError):  # the loop has ended, and the link with it
-            pass
         self._node.release()
 
 

@@ -13,7 +13,7 @@ from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Final
 
 from rpcdist._launch.job_records import address_of
-from rpcdist.errors import AuthenticationFailed, ConfigError, listed
+from rpcdist.errors import AuthenticationFailed, ConfigError, listed, raised_as
 from rpcdist.inspection.fact_texts import printable_lines
 from rpcdist.time_limits import LIVE_VIEW_PERIOD_S
 
@@ -154,10 +154,8 @@ def _check_period(period_s: float) -> None:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    try:
+    with raised_as(ConfigError, f"the page cannot be served at {host}, port {port}", OSError, OverflowError):
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except (OSError, OverflowError) as error:
-        raise ConfigError(f"the page cannot be served at {host}, port {port}: {error}") from error
 
 
 def _end_with_stdin(server: object) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from rpcdist._launch.placement import ROLE_VARIABLE
-from rpcdist.errors import ConfigError
+from rpcdist.errors import ConfigError, raised_as
 from rpcdist.ids import check_worker_name
 
 OWN_VARIABLES: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -210,8 +210,6 @@ def held_port(port: int, host: str = HOST) -> Iterator[int]:
         raise ConfigError(f"master_port {port}: must be between 0 and 65535")
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+        with raised_as(ConfigError, f"master_port {port}", OSError):
             holder.bind((host, port))
-        except OSError as exc:
-            raise ConfigError(f"master_port {port}: {exc.strerror}") from exc
         yield holder.getsockname()[1]

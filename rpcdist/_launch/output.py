@@ -10,7 +10,7 @@ import sys
 from collections import deque
 from typing import IO, Final
 
-from rpcdist.errors import ConfigError
+from rpcdist.errors import ConfigError, raised_as
 from rpcdist.own_shortage import own_shortage
 
 logger = logging.getLogger("rpcdist.launch")
@@ -40,10 +40,8 @@ class JobOutput:
         self.log_dir = None if log_dir is None else os.path.abspath(log_dir)
         self._workers: dict[str, WorkerOutput] = {}
         if self.log_dir is not None:
-            try:
+            with raised_as(ConfigError, f"log_dir={self.log_dir!r} cannot be made", OSError):
                 os.makedirs(self.log_dir, exist_ok=True)
-            except OSError as exc:
-                raise ConfigError(f"log_dir={self.log_dir!r} cannot be made: {exc.strerror}") from exc
 
     def open(self, name: str, attempt: int) -> WorkerOutput:
         """Returns the output for the process of worker `name` in this attempt."""

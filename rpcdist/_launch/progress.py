@@ -17,7 +17,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 
 from rpcdist._launch.reports import Event, Exited, ProcessEnded, Raised, Ready, Returned
 from rpcdist.deadline import backoff
@@ -57,6 +57,7 @@ def restart_pause_s(number: int) -> float:
     return [next(pauses) for _ in range(number)][-1]
 
 
+@dataclass(eq=False, repr=False)
 class Progress:
     """The state of the ranks of a job.
 
@@ -69,34 +70,27 @@ class Progress:
         pause_s: returns the pause before a restart, from its number.
     """
 
-    def __init__(
-        self,
-        ranks: Sequence[int],
-        deadline: float = math.inf,
-        cause_limit_s: float = QUICK_ANSWER_LIMIT_S,
-        exit_limit_s: float = SLOW_WORK_LIMIT_S,
-        *,
-        max_restarts: Mapping[int, int] | None = None,
-        daemons: Collection[int] = (),
-        pause_s: Callable[[int], float] = restart_pause_s,
-    ) -> None:
-        self._ranks = ranks
-        self._deadline = deadline
-        self._cause_limit_s = cause_limit_s
-        self._exit_limit_s = exit_limit_s
-        self._max_restarts = max_restarts or {}
-        self._waits_for = [rank for rank in ranks if rank not in daemons] or ranks
-        self._pause_s = pause_s
-        self._due = dict.fromkeys(ranks, -math.inf)  # when to start each rank
-        self._starts: Counter[int] = Counter()  # by rank; with starts that the engine lost before they ran
-        self._restarts: Counter[int] = Counter()  # without those starts
-        self._deaths: dict[int, ProcessEnded] = {}  # the last one of each restarted rank
-        self._results: dict[int, bytes] = {}
-        self._failures: dict[int, ProcessEnded | Exited | Raised] = {}
-        self._ready: set[int] = set()
-        self._ended: set[int] = set()
-        self._exit_deadlines: dict[int, float] = {}
-        self._cause_deadline = math.inf
+    _ranks: Sequence[int]
+    _deadline: float = math.inf
+    _cause_limit_s: float = QUICK_ANSWER_LIMIT_S
+    exit_limit_s: float = SLOW_WORK_LIMIT_S
+    _: KW_ONLY
+    max_restarts: Mapping[int, int] = field(default_factory=dict)
+    daemons: Collection[int] = ()
+    pause_s: Callable[[int], float] = restart_pause_s
+    _starts: Counter[int] = field(default_factory=Counter)  # by rank; with starts that the engine lost before they ran
+    _restarts: Counter[int] = field(default_factory=Counter)  # without those starts
+    _deaths: dict[int, ProcessEnded] = field(default_factory=dict)  # the last one of each restarted rank
+    _results: dict[int, bytes] = field(default_factory=dict)
+    _failures: dict[int, ProcessEnded | Exited | Raised] = field(default_factory=dict)
+    _ready: set[int] = field(default_factory=set)
+    _ended: set[int] = field(default_factory=set)
+    _exit_deadlines: dict[int, float] = field(default_factory=dict)
+    _cause_deadline: float = math.inf
+
+    def __post_init__(self) -> None:
+        self._waits_for = [rank for rank in self._ranks if rank not in self.daemons] or self._ranks
+        self._due = dict.fromkeys(self._ranks, -math.inf)  # when to start each rank
 
     def to_start(self, now: float) -> list[tuple[int, int]]:
         """Returns the ranks to start now, each with the number of its start, from 0; marks them as started."""
@@ -113,7 +107,7 @@ class Progress:
             self._ready.add(rank)
         elif isinstance(event, Returned):
             self._results[rank] = event.result
-            self._exit_deadlines[rank] = now + self._exit_limit_s
+            self._exit_deadlines[rank] = now + self.exit_limit_s
         else:
             self._fail(rank, event, now)
 
@@ -173,18 +167,18 @@ class Progress:
         has_returned = rank in self._results
         if rank not in self._failures and not (has_returned and end.returncode == 0):
             death = replace(end, has_run=True, has_returned=has_returned)
-            may_restart = not end.has_run or self._restarts[rank] < self._max_restarts.get(rank, 0)
+            may_restart = not end.has_run or self._restarts[rank] < self.max_restarts.get(rank, 0)
             if not has_returned and may_restart:
                 self._restarts[rank] += end.has_run
                 self._deaths[rank] = death
                 self._ready.discard(rank)
-                self._due[rank] = now + self._pause_s(self._starts[rank])
+                self._due[rank] = now + self.pause_s(self._starts[rank])
                 return
             self._fail(rank, death, now)
         self._ended.add(rank)
 
     def _restarts_of(self, rank: int) -> str:
-        return f"restarted {self._restarts[rank]} of {self._max_restarts.get(rank, 0)} times"
+        return f"restarted {self._restarts[rank]} of {self.max_restarts.get(rank, 0)} times"
 
     def _fail(self, rank: int, cause: ProcessEnded | Exited | Raised, now: float) -> None:
         self._failures[rank] = cause

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Final
 
-from rpcdist.errors import GroupAborted, SerializationError
+from rpcdist.errors import GroupAborted, SerializationError, raised_as
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +71,8 @@ def pickle_call(function: object, args: tuple[object, ...], imports: tuple[str, 
 
 def load_result(rank: int, result: bytes) -> Any:
     """Loads the result from `RankCall.dump_result` of a rank. Raises `SerializationError`."""
-    try:
+    with raised_as(SerializationError, f"the result of rank {rank} cannot be rebuilt here", Exception):
         return pickle.loads(result)
-    except Exception as exc:
-        raise SerializationError(f"the result of rank {rank} cannot be rebuilt here: {exc}") from exc
 
 
 def main_has_a_file() -> bool:

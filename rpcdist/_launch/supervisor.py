@@ -176,7 +176,7 @@ class BackgroundRanks:
         max_restarts: Mapping[int, int] | None = None,
     ) -> None:
         self._ranks = ranks
-        self._progress = Progress(ranks, max_restarts=max_restarts)
+        self._progress = Progress(ranks, max_restarts=max_restarts or {})
         self._error: BaseException | None = None  # the thread's error, if a process could not be started or watched
         self._must_end = False  # `end` has been called
         self._changed = threading.Condition()  # guards all attributes above

@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_map_only
 
 from rpcdist.checkpoint._entries import Entries, TensorAt, is_stateful, of_module
 from rpcdist.checkpoint._folders import writing
-from rpcdist.errors import CheckpointError, ConfigError, RpcdistError
+from rpcdist.errors import CheckpointError, ConfigError, RpcdistError, raised_as
 from rpcdist.own_shortage import own_shortage
 
 DIGESTS_NAME: Final = ".digests"
@@ -337,7 +337,5 @@ class _SavePlanner(DefaultSavePlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-        try:
+        with raised_as(ConfigError, f"{write_item.index.fqn!r} cannot be pickled", Exception):
             return super().transform_object(write_item, object)
-        except Exception as exc:
-            raise ConfigError(f"{write_item.index.fqn!r} cannot be pickled: {exc}") from exc

@@ -10,7 +10,7 @@ from functools import cache, partial
 from math import isfinite
 from typing import Any, Final, TypeVar, get_args, get_origin, get_type_hints
 
-from rpcdist.errors import ProtocolViolation
+from rpcdist.errors import ProtocolViolation, raised_as
 from rpcdist.inspection import facts as facts_module
 from rpcdist.inspection.facts import LiveNotes, WorkerFacts
 from rpcdist.inspection.waits import Chain, Explanation, WaitLink
@@ -65,11 +65,9 @@ def notes_from_json(text: str | bytes) -> LiveNotes:
 def _from_json(kind: type[T], text: str | bytes) -> T:
     if len(text) > MAX_FACTS_BYTES:
         raise ProtocolViolation(f"a worker sent {len(text)} bytes of facts, but at most {MAX_FACTS_BYTES} are allowed")
-    try:
+    with raised_as(ProtocolViolation, "a worker sent facts that cannot be read", ValueError, RecursionError):
         read: Callable[[Any, str], Any] = _reader(kind)  # type: ignore[arg-type] # types are hashable
         found = read(json.loads(text), "facts")
-    except (ValueError, RecursionError) as exc:
-        raise ProtocolViolation(f"a worker sent facts that cannot be read: {exc}") from exc
     assert isinstance(found, kind)
     return found
 

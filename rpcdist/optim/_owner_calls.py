@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,12 +12,13 @@ import torch
 import rpcdist.rpc as rpc
 from rpcdist.autograd import BackwardError
 from rpcdist.deadline import Deadline, current_deadline
-from rpcdist.errors import BlockingInLoop, OwnerLost, WorkerLost
+from rpcdist.errors import OwnerLost, WorkerLost
 from rpcdist.optim._local_optimizer import decode_outcome, encode_step
 from rpcdist.rpc import Future, WorkerInfo
 from rpcdist.rpc._agent import Agent
 from rpcdist.rpc._autograd_hooks import outside_contexts
 from rpcdist.rpc._current import current_agent
+from rpcdist.rpc._executors.blocking import check_off_loop
 from rpcdist.rpc._values.exceptions import add_note, text_of
 from rpcdist.time_limits import THREAD_GRACE_S
 
@@ -43,8 +43,7 @@ def ask_owners(what: str, calls: Sequence[OwnerCall], instead: str = "asyncio.to
         Exception: the error of the first owner that failed; its notes name that owner, the other failed owners, and
             those that succeeded.
     """
-    if asyncio._get_running_loop() is not None:
-        raise BlockingInLoop(what, f"await {instead}")
+    check_off_loop(what, f"await {instead}")
     agent = current_agent()
     own = [call.owner.id == agent.worker_id for call in calls]
     with outside_contexts():
@@ -84,8 +83,7 @@ def ask_steps(
     Raises:
         As `ask_owners` and `autograd.backward`.
     """
-    if asyncio._get_running_loop() is not None:
-        raise BlockingInLoop(what, f"await {instead}")
+    check_off_loop(what, f"await {instead}")
     worker: Any = current_agent().autograd
     work: dict[int, bytes] = {}
     own = -1

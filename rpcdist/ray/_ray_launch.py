@@ -26,7 +26,7 @@ from rpcdist._launch.rank_main import check_not_importing_main
 from rpcdist._launch.reports import RankCall, main_has_a_file, pickle_call
 from rpcdist._launch.supervisor import StopSignals, run_job
 from rpcdist.deadline import Deadline
-from rpcdist.errors import ConfigError
+from rpcdist.errors import ConfigError, raised_as
 from rpcdist.ray._ray_ranks import MainModule, RayRanks, Where
 from rpcdist.time_limits import INIT_NOTICE_S, LONGEST_WAIT_S
 
@@ -173,10 +173,8 @@ def reserve(plans: Sequence[RankPlan], strategy: str, deadline: Deadline, stop: 
     bundles = [dict(one.role.resources or {"CPU": 1}) for one in plans]
     if (lack := lacking(bundles, plans)) and not deadline.is_finite:
         raise ConfigError(lack)
-    try:
+    with raised_as(ConfigError, "Ray refuses to place the ranks", ValueError):
         group = placement_group(bundles, strategy=strategy)
-    except ValueError as exc:
-        raise ConfigError(f"Ray refuses to place the ranks: {exc}") from exc
     notice_at = time.monotonic() + INIT_NOTICE_S
     try:
         while not group.wait(min(LONGEST_WAIT_S, 0.2)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import logging
 import sys
@@ -13,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from rpcdist.deadline import checked_timeout
-from rpcdist.errors import AlreadyInitialized, BlockingInLoop, ConfigError, NotInitialized, RRefError
+from rpcdist.errors import AlreadyInitialized, ConfigError, NotInitialized, RRefError
 from rpcdist.inspection import ReferenceFacts, WorkerFacts
 from rpcdist.rpc import backend_registry
 from rpcdist.rpc._agent import Agent
@@ -30,6 +29,7 @@ from rpcdist.rpc._api.call_functions import (
 )
 from rpcdist.rpc._api.many_workers import AllGatherStates, method_factory, new_method
 from rpcdist.rpc._current import agent_or_none, current_agent, end_agent, set_current_agent, start_lock
+from rpcdist.rpc._executors.blocking import check_off_loop
 from rpcdist.rpc._futures.waiting import collecting as _thread_local_var
 from rpcdist.rpc._inspection.inspector import Inspector
 from rpcdist.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
@@ -197,8 +197,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
         WorkerLost: the coordinator is alive, but cannot be reached. The local side is closed anyway.
         BlockingInLoop: called on an event loop; nothing is closed.
     """
-    if asyncio._get_running_loop() is not None:
-        raise BlockingInLoop("rpc.shutdown", "await rpc.shutdown_async()")
+    check_off_loop("rpc.shutdown", "await rpc.shutdown_async()")
     agent = current_agent()
     if not isinstance(agent, Agent):  # the agent of a registered backend
         agent.join(shutdown=True)

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from rpcdist import rpc
 from rpcdist.collectives import HashStore
-from rpcdist.errors import ConfigError
+from rpcdist.errors import ConfigError, on_error
 from rpcdist.rpc._agent import Agent
 from rpcdist.rpc._current import end_agent, use_agent
 from rpcdist.rpc._start import start_agent
@@ -60,11 +60,8 @@ class InProcessCluster:
         self._threads = ThreadPoolExecutor(MAX_CALLS, thread_name_prefix="rpcdist-testing")
         self._calls: set[Future[Any]] = set()
         self._nodes: dict[str, MemoryNode] = {}
-        try:
+        with on_error(self.close):
             self._in_threads(self._start, names)
-        except BaseException:
-            self.close()
-            raise
 
     def __enter__(self) -> InProcessCluster:
         return self

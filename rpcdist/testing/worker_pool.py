@@ -95,6 +95,7 @@ class WorkerPool:
         self._workers: list[Worker] = []
         self._num_files = 0
         self._num_started = 0
+        self._written: dict[Worker, int] = {}  # bytes of output that `outputs` leaves out
 
     def __enter__(self) -> Self:
         return self
@@ -162,7 +163,8 @@ class WorkerPool:
 
     def outputs(self) -> str:
         """The output of the workers, for a test that fails."""
-        return "\n".join(f"--- output of {worker!r}\n{text}" for worker in self if (text := worker.output()))
+        texts = {worker: worker.output(self._written.get(worker, 0)) for worker in self}
+        return "\n".join(f"--- output of {worker!r}\n{text}" for worker, text in texts.items() if text)
 
     def close(self) -> None:
         """Ends all workers and removes their files; idempotent."""
@@ -187,7 +189,6 @@ class RankPool(WorkerPool):
     def __init__(self, environment: Mapping[str, str | None] | None = None) -> None:
         super().__init__(environment)
         self.workers: list[Worker] = []
-        self._written: dict[Worker, int] = {}
 
     def __getitem__(self, rank: int) -> Worker:
         return self.workers[rank]
@@ -200,7 +201,7 @@ class RankPool(WorkerPool):
             if not worker.alive or not worker.is_idle(END_LIMIT_S):  # kills workers that a failed test has left hanging
                 self.discard(worker)
                 self.workers[rank] = self.start(f"rank{rank}")
-        self._written = {worker: worker.num_output_bytes() for worker in self.workers[:size]}
+        self._written = {worker: worker.num_output_bytes() for worker in self}
         return self.workers[:size]
 
     def begin(self, size: int, function: Callable[..., T], *args: Any) -> list[Pending[T]]:
@@ -228,11 +229,6 @@ class RankPool(WorkerPool):
         """The results or errors of all ranks, in their order; waits for all."""
         limit = time.monotonic() + limit_s
         return [_outcome(one, limit) for one in pending]
-
-    def outputs(self) -> str:
-        """The output of the workers since `begin`, for a test that fails."""
-        texts = {worker: worker.output(before) for worker, before in self._written.items()}
-        return "\n".join(f"--- output of {worker!r}\n{text}" for worker, text in texts.items() if text)
 
     def close(self) -> None:
         """Ends all workers; idempotent."""

@@ -720,7 +720,7 @@ def test_a_worker_without_a_gpu(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_a_value_for_more_gpus_than_there_are_anywhere() -> None:
     value = value_pb2.Value(gpus=[7] * 1000)
-    arrived = ArrivedValue(value, (), None, ALICE, gpus=arriving(World().borrowed, value))  # type: ignore[arg-type]
+    arrived = ArrivedValue(value, (), None, ALICE, False, None, arriving(World().borrowed, value))  # type: ignore[arg-type]
     with pytest.raises(SerializationError, match="tensors for 1000 GPUs; the limit is 256"):
         arrived.gpus()
     del value.gpus[2:]

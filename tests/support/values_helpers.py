@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from rpcdist._proto import rpc_pb2, value_pb2
 from rpcdist.rpc._values.buffers import copy_of
-from rpcdist.rpc._values.codec import decode, encode_into, fill_pickled
+from rpcdist.rpc._values.codec import decode, encode_into, fill_parts
 from rpcdist.rpc._values.failures import exception_of, failure_of
 from rpcdist.transport.memory_copies import LargeBuffer
 
@@ -66,4 +66,4 @@ class Failed(NamedTuple):
 
 def fail(exc: BaseException, **options: Any) -> Failed:
     """The message of a worker "w" about an exception."""
-    return Failed(*failure_of(exc, "w", fill_pickled, **options))
+    return Failed(*failure_of(exc, "w", fill_parts, **options))

@@ -130,12 +130,17 @@ def name_of_hook(hook: object) -> str:
     return str(getattr(function, "__name__", None) or type(function).__name__)
 
 
+def module_of_hook(hook: object) -> str:
+    """Returns the name of the module that defines a hook; empty if it has none."""
+    return str(getattr(getattr(hook, "func", hook), "__module__", ""))
+
+
 def refuse_complex(hook: object, dtypes: Iterable[torch.dtype]) -> None:
     """Raises ConfigError if a hook of this package or of torch would lose the imaginary part of gradients.
 
     A wrapper of this package that keeps the imaginary part counts as the hook that it wraps, its `__wrapped__`.
     """
-    module, name = str(getattr(getattr(hook, "func", hook), "__module__", "")), name_of_hook(hook)
+    module, name = module_of_hook(hook), name_of_hook(hook)
     is_ours = module.startswith("rpcdist.parallel.")
     if not (is_ours or module.startswith("torch.distributed.")):
         return

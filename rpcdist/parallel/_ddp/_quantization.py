@@ -18,7 +18,7 @@ from rpcdist import collectives
 from rpcdist.collectives import ProcessGroup
 from rpcdist.errors import ConfigError
 from rpcdist.parallel._ddp import _quantization
-from rpcdist.parallel._ddp._comm_hook import CommHook, GradBucket
+from rpcdist.parallel._ddp._comm_hook import CommHook, GradBucket, module_of_hook
 
 LARGEST: Final = 255
 LEAST_SCALE: Final = torch.finfo(torch.float32).eps
@@ -121,7 +121,7 @@ def adapt_hook(hook: CommHook, state: Any, group: ProcessGroup) -> tuple[CommHoo
     Raises:
         ConfigError: torch's hook steps an optimizer.
     """
-    module = _module(hook)
+    module = module_of_hook(hook)
     if module.startswith("rpcdist.parallel."):
         inside = getattr(hook, "__wrapped__", None)  # the hook inside a wrapper, to which the state belongs
         if inside is not None:
@@ -137,11 +137,6 @@ def adapt_hook(hook: CommHook, state: Any, group: ProcessGroup) -> tuple[CommHoo
     if module.endswith(".quantization_hooks"):  # torch's rely on the results of NCCL's futures
         return getattr(_quantization, getattr(hook, "__name__", "")), group if state is None else state
     return hook, _torch_state(state, group)
-
-
-def _module(hook: object) -> str:
-    function = getattr(hook, "func", hook)  # of a functools.partial
-    return str(getattr(function, "__module__", ""))
 
 
 def _torch_state(state: Any, group: ProcessGroup) -> Any:

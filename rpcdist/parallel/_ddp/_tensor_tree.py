@@ -40,24 +40,16 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
     if isinstance(value, list | tuple):
         return type(value)(map_tensors(item, change) for item in value)
     if isinstance(value, dict):
-        return _map_dict(value, change)
+        mapped: Any = copy.copy(value)  # keeps subclasses and their attributes, such as the outputs of model libraries
+        for key, item in value.items():
+            mapped[key] = map_tensors(item, change)
+        return mapped
     if is_dataclass(value) and not isinstance(value, type):
-        return _map_dataclass(value, change)
+        mapped = copy.copy(value)
+        for field in fields(value):
+            object.__setattr__(mapped, field.name, map_tensors(getattr(value, field.name), change))
+        return mapped
     return value
-
-
-def _map_dict(value: dict[Any, Any], change: Callable[[torch.Tensor], torch.Tensor]) -> dict[Any, Any]:
-    mapped = copy.copy(value)  # keeps subclasses and their attributes, such as the outputs of model libraries
-    for key, item in value.items():
-        mapped[key] = map_tensors(item, change)
-    return mapped
-
-
-def _map_dataclass(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    mapped = copy.copy(value)
-    for field in fields(value):
-        object.__setattr__(mapped, field.name, map_tensors(getattr(value, field.name), change))
-    return mapped
 
 
 def choose_device(

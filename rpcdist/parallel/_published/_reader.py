@@ -14,6 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any, Final
 
@@ -38,6 +39,7 @@ from rpcdist.parallel._published._parts import (
 )
 from rpcdist.time_limits import CHECK_INTERVAL_S, SLOW_ANSWER_LIMIT_S
 from rpcdist.transport._tls.tls_socket import NO_SIGPIPE
+from rpcdist.transport.memory_copies import memory_view
 from rpcdist.transport.shared_memory import MappedSegment, Segment
 
 HELLO: Final = struct.Struct("<8sQQ")
@@ -47,18 +49,14 @@ HELLO_MAGIC: Final = b"rpcdpub1"
 
 def memory_of_segment(mapped: MappedSegment) -> Tensor:
     """Returns the bytes of a mapped segment, which stays mapped while they are referenced."""
-    memory = (ctypes.c_char * mapped.size_bytes).from_address(mapped.address)
-    memory.mapped = mapped  # type: ignore[attr-defined]
     with torch.inference_mode(False):  # otherwise only threads in inference mode could write to it
-        return torch.frombuffer(memory, dtype=torch.uint8)
+        return torch.frombuffer(memory_view(mapped.address, mapped.size_bytes, mapped), dtype=torch.uint8)
 
 
 def words_of(page: Segment, is_writable: bool) -> memoryview:
     """Returns the words of a page."""
     mapped = MappedSegment(0, page, is_writable=is_writable, is_filled=False)
-    memory = (ctypes.c_char * mapped.size_bytes).from_address(mapped.address)
-    memory.mapped = mapped  # type: ignore[attr-defined]
-    return memoryview(memory).cast("B").cast("q")
+    return memory_view(mapped.address, mapped.size_bytes, mapped).cast("q")
 
 
 def address_of(words: memoryview) -> int:
@@ -69,6 +67,7 @@ def address_of(words: memoryview) -> int:
 _MAX_LOOKS: Final = 1000  # attempts that each find another version
 
 
+@dataclass(eq=False, repr=False)
 class VersionReader:
     """Reads the versions of one source. Used by one thread at a time.
 
@@ -86,28 +85,21 @@ class VersionReader:
         large: the indices of the others.
     """
 
-    def __init__(
-        self,
-        layout: VersionLayout,
-        source_page: memoryview,
-        own_page: memoryview,
-        segments: Sequence[Tensor],
-        connection: socket.socket,
-        changed: threading.Condition | None = None,
-    ) -> None:
-        self.layout = layout
-        self._source = source_page
-        self._own = own_page
-        self._segments = segments
-        self._connection = connection
-        self._changed = changed
-        self._views: dict[int, list[Tensor]] = {}
-        self.small = small_ones(layout)
-        self.large = sorted(set(range(len(layout.names))) - set(self.small))
-        self._small_in: dict[int, SmallTensors] = {}
-        self._fence = threading.Lock()
-        self._has_ended = False
-        self.beginning = 0
+    layout: VersionLayout
+    _source: memoryview
+    _own: memoryview
+    _segments: Sequence[Tensor]
+    _connection: socket.socket
+    _changed: threading.Condition | None = None
+    beginning: int = 0
+    _views: dict[int, list[Tensor]] = field(default_factory=dict)
+    _small_in: dict[int, SmallTensors] = field(default_factory=dict)
+    _fence: threading.Lock = field(default_factory=threading.Lock)
+    _has_ended: bool = False
+
+    def __post_init__(self) -> None:
+        self.small = small_ones(self.layout)
+        self.large = sorted(set(range(len(self.layout.names))) - set(self.small))
 
     def __del__(self) -> None:
         self._connection.close()

@@ -203,18 +203,15 @@ class Mailbox:
 
     def __init__(self, on_gpu: bool = False) -> None:
         self._on_gpu = on_gpu
-        self._streams: dict[Action, ArrivedTensors] = {}
         self._condition = threading.Condition()
-        self._arrived: dict[Action, Sequence[object]] = {}
+        self._arrived: dict[Action, tuple[Sequence[object], ArrivedTensors | None]] = {}
         self._failure: BaseException | None = None
 
     def put(self, action: Action, values: Sequence[object]) -> None:
         """Stores the tensors that `action` needs; those on GPUs are in the current streams of this thread."""
         streams = ArrivedTensors.of(values) if self._on_gpu else None
         with self._condition:
-            if streams is not None:
-                self._streams[action] = streams
-            self._arrived[action] = values
+            self._arrived[action] = values, streams
             self._condition.notify()
 
     def fail(self, failure: BaseException) -> None:
@@ -243,7 +240,7 @@ class Mailbox:
         with self._condition:
             if action not in self._arrived:
                 raise DeadlineExceeded("its inputs did not arrive in time")
-            values, streams = self._arrived.pop(action), self._streams.pop(action, None)
+            values, streams = self._arrived.pop(action)
         if streams is not None:
             streams.join_gpus()
         return values

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from rpcdist.deadline import Deadline, current_deadline
-from rpcdist.errors import DeadlineExceeded, Overloaded
+from rpcdist.errors import DeadlineExceeded, Overloaded, on_error
 from rpcdist.ids import ProcessId
 from rpcdist.inspection import ActorFacts
 from rpcdist.rpc._actors.turn_queue import CallNumber, TurnQueue
@@ -265,11 +265,8 @@ class SerialActor:
         async def run() -> object:
             return await coroutine
 
-        try:
+        with on_error(coroutine.close):
             call = self._user_loop.submit(run, done, deadline=turn.deadline, context=copy_context(), name=turn.method)
-        except BaseException:
-            coroutine.close()
-            raise
         turn.coroutine = call.cancel
         if turn.done():  # cancelled between the check and here
             call.cancel()

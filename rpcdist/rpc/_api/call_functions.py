@@ -17,7 +17,7 @@ from typing import Any, Literal, ParamSpec, TypeVar, overload
 import torch
 from torch.autograd import profiler
 
-from rpcdist.errors import BlockingInLoop, ConfigError, RpcdistError
+from rpcdist.errors import ConfigError, RpcdistError
 from rpcdist.profile_ranges import profile, profiles_itself, profiling_key
 from rpcdist.rpc._actors.actor_names import MAX_NAME_CHARS
 from rpcdist.rpc._api.restarting_actor import RestartingActor
@@ -25,7 +25,7 @@ from rpcdist.rpc._calling.caller import Destination
 from rpcdist.rpc._calling.new_calls import by_keyword, positional
 from rpcdist.rpc._calling.result_streams import StartingStream, Stream, check_is_stream
 from rpcdist.rpc._current import current_agent
-from rpcdist.rpc._executors.blocking import async_form, off_loop
+from rpcdist.rpc._executors.blocking import async_form, check_off_loop, off_loop
 from rpcdist.rpc._futures.waiting import note_started
 from rpcdist.rpc._peers.device_maps import check_own_devices
 from rpcdist.rpc._serving.producers import is_generator
@@ -166,8 +166,7 @@ def rpc_sync(
         with _profiled("sync", to, func) as start:
             return start(args, kwargs, timeout, own_map).wait()
     if getattr(func, IDEMPOTENT_MARK, None) is True:
-        if asyncio._get_running_loop() is not None:
-            raise BlockingInLoop("rpc_sync", "await rpc.rpc_async(...)")
+        check_off_loop("rpc_sync", "await rpc.rpc_async(...)")
         return current_agent().retries.start_call(to, func, args, kwargs, timeout, own_map).wait()
     return current_agent().caller.sync(to, func, args, kwargs, timeout, device_map=own_map)
 

@@ -14,7 +14,7 @@ from typing import Self
 from rpcdist._launch.placement import ROLE_VARIABLE
 from rpcdist.collectives import HashStore, PrefixStore, Store
 from rpcdist.collectives.rendezvous import job_attempt, open_rendezvous
-from rpcdist.errors import AlreadyInitialized, BlockingInLoop, ConfigError, NotInitialized, RpcdistError
+from rpcdist.errors import AlreadyInitialized, BlockingInLoop, ConfigError, NotInitialized, RpcdistError, on_error
 from rpcdist.ids import check_worker_name
 from rpcdist.own_shortage import names_shortage
 from rpcdist.rpc import backend_registry, constants
@@ -110,13 +110,10 @@ def _start(backend: object, name: str, rank: int, world_size: int | None, option
         store, rank, found_size = _find_store(url, rank, world_size, options.startup_limit_s)
         # The URL does not suffice: `env://` means another address after a program has changed MASTER_PORT.
         prefix = f"attempt_{job_attempt()}/rpc_prefix_{count_start(f'{url} {store.address}')}"
-        try:
+        with on_error(store.close):
             # With env://, a WORLD_SIZE set by the launcher makes the world static.
             size = found_size if found_size > 0 else None
             _init_rpc_backend(backend, PrefixStore(prefix, store), name, rank, size, options)
-        except BaseException:
-            store.close()
-            raise
 
 
 def _find_store(url: str, rank: int, world_size: int | None, limit_s: float | None) -> tuple[Store, int, int]:

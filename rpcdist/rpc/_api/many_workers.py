@@ -8,10 +8,11 @@ from collections.abc import Callable, Coroutine, Iterable
 from functools import partial
 from typing import Any, Final, TypeVar, overload
 
-from rpcdist.errors import BlockingInLoop, ConfigError, listed
+from rpcdist.errors import ConfigError, listed
 from rpcdist.rpc._calling.caller import Destination
 from rpcdist.rpc._calling.new_calls import NewCall
 from rpcdist.rpc._current import current_agent
+from rpcdist.rpc._executors.blocking import check_off_loop
 from rpcdist.rpc._futures.waiting import wait_all, wait_all_from
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.rpc.functions import IDEMPOTENT_MARK
@@ -91,8 +92,7 @@ def call_each(
         DeadlineExceeded, WorkerLost: the named worker did not answer in time, or died.
         Exception: the function's own exception, with the remote traceback as `__cause__`.
     """
-    if asyncio._get_running_loop() is not None:
-        raise BlockingInLoop("call_each", "await rpc.call_each_async(...)")
+    check_off_loop("call_each", "await rpc.call_each_async(...)")
     unsent: list[NewCall] | None = None if return_exceptions else []
     futures = _start(workers, func, args, kwargs, timeout, unsent)
     if unsent:

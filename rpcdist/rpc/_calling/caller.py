@@ -22,7 +22,7 @@ from rpcdist.rpc._calling.creations import NOT_INCLUDED, Creation
 from rpcdist.rpc._calling.in_flight import COUNTED_FROM_BYTES, InFlightBytes
 from rpcdist.rpc._calling.new_calls import CallFuture, NewCall, NewCalls, SyncReplySink
 from rpcdist.rpc._calling.result_streams import StreamTable
-from rpcdist.rpc._executors.blocking import hooks
+from rpcdist.rpc._executors.blocking import check_off_loop, hooks
 from rpcdist.rpc._inspection.call_records import CallRecorder
 from rpcdist.rpc._marshal.arrived_value import Arrived
 from rpcdist.rpc._marshal.marshal import Marshal
@@ -246,8 +246,7 @@ class Caller:
         return NOT_INCLUDED if call is None else value_sink.wait(call, session=call.session, forget=forget)
 
     def fetch(self, owner: int, share: ReferenceShare, timeout_s: float) -> Any:
-        if asyncio._get_running_loop() is not None:
-            raise BlockingInLoop("to_here()", "await rref")
+        check_off_loop("to_here()", "await rref")
         reply_sink = SyncReplySink()
         return self._send_and_wait(*self.new_calls.of_fetch(owner, share, timeout_s, reply_sink), reply_sink)
 

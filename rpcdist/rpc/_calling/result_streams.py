@@ -22,11 +22,12 @@ from rpcdist._counters import OK
 from rpcdist._proto import rpc_pb2
 from rpcdist.at_exit import AtEnd
 from rpcdist.deadline import Deadline, longest_sleep_s
-from rpcdist.errors import BlockingInLoop, Cancelled, DeadlineExceeded, ProtocolViolation, RpcdistError, WorkerLost
+from rpcdist.errors import Cancelled, DeadlineExceeded, ProtocolViolation, RpcdistError, WorkerLost
 from rpcdist.inspection import StreamFacts
 from rpcdist.profile_ranges import span_taps
 from rpcdist.rpc._autograd_hooks import CallContext
 from rpcdist.rpc._calling.call_table import PendingCall
+from rpcdist.rpc._executors.blocking import check_off_loop
 from rpcdist.rpc._inspection import call_records
 from rpcdist.rpc._marshal.arrived_value import ArrivedFailure, ArrivedValue
 from rpcdist.rpc._marshal.marshal import Marshal
@@ -241,8 +242,7 @@ class Stream(Generic[T]):
             WorkerLost: the producer died.
             Exception: the generator raised it.
         """
-        if asyncio._get_running_loop() is not None:
-            raise BlockingInLoop("iterating a stream with `for`", "async for item in stream")
+        check_off_loop("iterating a stream with `for`", "async for item in stream")
         return self._result(self._state.take(self._timeout_s), StopIteration)
 
     def __aiter__(self) -> AsyncIterator[T]:
@@ -421,8 +421,7 @@ class StartingStream(Stream[T]):
         return self
 
     def __next__(self) -> T:
-        if asyncio._get_running_loop() is not None:
-            raise BlockingInLoop("iterating a stream with `for`", "async for item in rpc.rpc_stream(...)")
+        check_off_loop("iterating a stream with `for`", "async for item in rpc.rpc_stream(...)")
         return next(self._started(self._start.wait()))  # in another thread
 
     def __aiter__(self) -> AsyncIterator[T]:

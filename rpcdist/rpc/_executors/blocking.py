@@ -111,6 +111,12 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+def check_off_loop(what: str, instead: str) -> None:
+    """Raises `BlockingInLoop` on the thread of a running event loop; `instead` is what to write there."""
+    if asyncio._get_running_loop() is not None:
+        raise BlockingInLoop(what, instead)
+
+
 def off_loop(instead: str, what: str = "") -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Makes a blocking function raise `BlockingInLoop`, before it does anything, if an event loop runs on this thread.
 

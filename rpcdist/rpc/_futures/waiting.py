@@ -108,15 +108,12 @@ def wait_all_from(
             member.is_quiet = True  # the first error is raised here
     completions = Completions(list(dict.fromkeys(members)), timeout, "wait_all()")
     error: BaseException | None = None
-    try:
-        with completions._taking():
-            completions._send, completions._reading = send, session
-            if (failed := completions._wait_for_all()) is not None:
-                error = _error_of(failed)
-            if completions._send is not None:  # one had failed already, so there was no wait
-                completions._send()
-    finally:
-        completions.close()
+    with contextlib.closing(completions), completions._taking():
+        completions._send, completions._reading = send, session
+        if (failed := completions._wait_for_all()) is not None:
+            error = _error_of(failed)
+        if completions._send is not None:  # one had failed already, so there was no wait
+            completions._send()
     if error is None:
         return [member.wait() for member in members]
     try:
@@ -135,11 +132,8 @@ def wait_any(futures: Iterable[torch.futures.Future[T]], timeout: float | None =
     members = list(futures)
     if members and not any(member.done() for member in members):
         completions = Completions(members, timeout, "wait_any()")
-        try:
-            with completions._taking():
-                completions._wait_for(1)
-        finally:
-            completions.close()
+        with contextlib.closing(completions), completions._taking():
+            completions._wait_for(1)
     return AnyDone([member for member in members if member.done()], [member for member in members if not member.done()])
 
 

@@ -54,9 +54,12 @@ class CallSpans:
 
     def begin_served(self, traceparent: str) -> Any:
         """Begins the span of a call that has arrived. A malformed `traceparent` from the caller is ignored."""
-        carrier = {"traceparent": traceparent} if len(traceparent) <= MAX_TRACEPARENT_CHARS else {}
-        parent = self._header.extract(carrier, self._context.Context())
+        parent = self._parent(traceparent)
         return self._tracer.start_span("rpc", parent, kind=self._trace.SpanKind.SERVER, attributes=_SYSTEM)
+
+    def _parent(self, traceparent: str) -> Any:
+        carrier = {"traceparent": traceparent} if len(traceparent) <= MAX_TRACEPARENT_CHARS else {}
+        return self._header.extract(carrier, self._context.Context())
 
     def end(self, span: Any, called: str, peer: str, outcome: str) -> None:
         if not span.is_recording():
@@ -91,33 +94,32 @@ class CallSpans:
         self, traceparent: str, parts: Iterable[tuple[str, int, float, float]], name_of: Callable[[int], str]
     ) -> None:
         """Records the parts of a pass that ran here: kind, peer or -1, begin and end in seconds since the epoch."""
-        parent = self._context.Context()
-        if len(traceparent) <= MAX_TRACEPARENT_CHARS:
-            parent = self._header.extract({"traceparent": traceparent}, parent)
+        parent = self._parent(traceparent)
         for kind, peer, began_s, ended_s in parts:
             attributes = {**_SYSTEM, "rpcdist.peer": name_of(peer)} if peer >= 0 else _SYSTEM
-            self._whole(f"backward {kind}", attributes, parent, began_s)(ended_s, None)
+            self._whole(f"backward {kind}", attributes, parent, began_s, ended_s)
 
     def on_span(self, lane: str, name: str, began_s: float, ended_s: float) -> None:
         """Records an action of DDP, a pipeline or the reader of a stream; see `span_taps`."""
         shift_s = time.time() - time.monotonic()
-        self._whole(lane, {**_SYSTEM, "rpcdist.detail": name}, None, began_s + shift_s)(ended_s + shift_s, None)
+        self._whole(lane, {**_SYSTEM, "rpcdist.detail": name}, None, began_s + shift_s, ended_s + shift_s)
 
     def on_operation(self, group: str, operation: str) -> Callable[[float, float, BaseException | None], None]:
         """Begins the span of an operation of a process group; see `operation_taps`."""
-        parent = self._context.get_current()
         attributes = {**_SYSTEM, "rpcdist.group": group, "rpcdist.operation": operation}
-
-        def ended(began_s: float, ended_s: float, error: BaseException | None) -> None:
-            self._whole(operation, attributes, parent, began_s)(ended_s, error)
-
-        return ended
+        return partial(self._whole, operation, attributes, self._context.get_current())
 
     def _whole(
-        self, name: str, attributes: dict[str, str], parent: Any, began_s: float
-    ) -> Callable[[float, BaseException | None], None]:
+        self,
+        name: str,
+        attributes: dict[str, str],
+        parent: Any,
+        began_s: float,
+        ended_s: float,
+        error: BaseException | None = None,
+    ) -> None:
         span = self._tracer.start_span(name, parent, attributes=attributes, start_time=int(began_s * 1e9))
-        return lambda ended_s, error: self._end(span, error, int(ended_s * 1e9))
+        self._end(span, error, int(ended_s * 1e9))
 
     def _end(self, span: Any, error: BaseException | None, at_ns: int | None) -> None:
         if error is not None:

@@ -252,15 +252,15 @@ def _waited_in(frame: FrameType) -> list[int]:
     """The numbers of the calls that a frame waits for; empty unless it is a frame of one of our waiting functions."""
     code = frame.f_code
     if code is _WAITS_FOR_REPLY:
-        call = _local(frame, "call")
+        call = _value(frame, ("call",))
         return [call.id] if isinstance(call, PendingCall) else []
     if code is _WAITS_FOR_FUTURE or code is _AWAITS_FUTURE:
-        return call_of_future(_local(frame, "self"))
+        return call_of_future(_value(frame, ("self",)))
     if code is _WAITS_FOR_ITEM or code is _AWAITS_ITEM:
-        stream = _local(frame, "self")
+        stream = _value(frame, ("self",))
         return [stream.id] if isinstance(stream, StreamState) else []
     if code is _WAITS_FOR_SEVERAL:
-        several = _local(frame, "self")
+        several = _value(frame, ("self",))
         pending = [one for one in list(several._observed) if not one.done()] if isinstance(several, Completions) else []
         return [call for future in pending[:MAX_WAITS] for call in call_of_future(future)]
     return []
@@ -270,15 +270,6 @@ def call_of_future(future: object) -> list[int]:
     """The number of the call that will complete a future, as the only entry; empty for other futures."""
     expected = future._expected if isinstance(future, Future) else None
     return [expected.id] if isinstance(expected, PendingCall) else []
-
-
-def _local(frame: FrameType, name: str) -> object:
-    """The value of a local variable of a frame."""
-    variables = frame.f_locals
-    value = variables.get(name)
-    if type(variables) is dict:  # before Python 3.13 this copy would stay alive with the frame
-        variables.clear()
-    return value
 
 
 def _holds(innermost: FrameType, lock: object) -> bool:

@@ -85,6 +85,7 @@ class Arrived:
         """Returns the remote references that were not claimed; idempotent."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class ArrivedValue(Arrived):
     """A value from a protobuf message.
 
@@ -96,38 +97,27 @@ class ArrivedValue(Arrived):
         plain_only: whether to refuse pickles.
     """
 
-    __slots__ = (
-        "_buffers", "_gpus", "_on_gpus", "_references", "_rrefs", "_sender", "_value", "keeps_tensors", "plain_only",
-    )  # fmt: skip
+    _value: value_pb2.Value
+    _buffers: Sequence[ReceiveBuffer]
+    _rrefs: RRefShell
+    _sender: Identity
+    plain_only: bool = False
+    autograd: CallContext | None = None
+    _gpus: ValueOnGpus | None = None
+    keeps_tensors: bool = False
+    _on_gpus: ArrivedTensors | None = None
+    _references: list[Handle] | None = None
 
-    def __init__(
-        self,
-        value: value_pb2.Value,
-        buffers: Sequence[ReceiveBuffer],
-        rrefs: RRefShell,
-        sender: Identity,
-        plain_only: bool = False,
-        autograd: CallContext | None = None,
-        gpus: ValueOnGpus | None = None,
-    ) -> None:
-        self._gpus = gpus
-        self._on_gpus: ArrivedTensors | None = None
-        self.keeps_tensors = False
-        self._value = value
-        self._buffers = buffers
-        self._rrefs = rrefs
-        self._sender = sender.id
-        self.plain_only = plain_only
-        self.autograd = autograd
-        self._references: list[Handle] | None = None
+    def __post_init__(self) -> None:
+        value, sender = self._value, self._sender
         if value.rrefs:
-            weight_bytes = value.ByteSize() + sum([buffer.size for buffer in buffers])
-            if plain_only and REFERENCE_BYTES * len(value.rrefs) > allowed_bytes(weight_bytes):
+            weight_bytes = value.ByteSize() + sum([buffer.size for buffer in self._buffers])
+            if self.plain_only and REFERENCE_BYTES * len(value.rrefs) > allowed_bytes(weight_bytes):
                 raise ProtocolViolation(
                     f"{len(value.rrefs)} remote references arrived from worker {sender.name!r} in {weight_bytes} "
                     f"bytes, but each takes {REFERENCE_BYTES} bytes of memory: send fewer at once"
                 )
-            self._references = [rrefs.receive(fork, sender.id, sender.incarnation) for fork in value.rrefs]
+            self._references = [self._rrefs.receive(fork, sender.id, sender.incarnation) for fork in value.rrefs]
 
     @property
     def is_simple(self) -> bool:
@@ -184,12 +174,9 @@ class ArrivedValue(Arrived):
         if self.keeps_tensors:
             self._on_gpus = ArrivedTensors([tensor for tensor in tensors if tensor.is_cuda])
         if self.autograd is not None:
-            self._attach(self.autograd, tensors)
-
-    def _attach(self, context: CallContext, tensors: list[torch.Tensor]) -> None:
-        leg = self._value.autograd
-        history = History(leg.message, leg.stamp) if self._value.HasField("autograd") else None
-        context.received(history, tensors, self._sender)
+            leg = self._value.autograd
+            history = History(leg.message, leg.stamp) if self._value.HasField("autograd") else None
+            self.autograd.received(history, tensors, self._sender.id)
 
     def discard(self) -> None:
         if self._gpus is not None:

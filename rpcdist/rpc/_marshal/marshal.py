@@ -24,7 +24,7 @@ from rpcdist.rpc._peers.device_maps import DeviceMap
 from rpcdist.rpc._peers.network import AnySession
 from rpcdist.rpc._rref.shell import RRefShell
 from rpcdist.rpc._values.buffers import ReceiveBuffer
-from rpcdist.rpc._values.codec import add_weight, fill_pickled, fill_value, unpicklable_part, write_plain
+from rpcdist.rpc._values.codec import add_weight, fill_parts, fill_value, unpicklable_part, write_plain
 from rpcdist.rpc._values.compact import compact_value
 from rpcdist.rpc._values.exceptions import add_note
 from rpcdist.rpc._values.failures import failure_of
@@ -252,7 +252,7 @@ class Marshal:
         shared: list[Share] = []
 
         def fill(value: value_pb2.Value, parts: PickledParts) -> list[LargeBuffer]:
-            fill_it = partial(fill_pickled, value, parts)
+            fill_it = partial(fill_parts, value, parts)
             large, shares = self._with_shares(fill_it, value, session.peer.id, session, device_map)
             shared.extend(shares)
             return large

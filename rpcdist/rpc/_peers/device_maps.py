@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 
 from rpcdist._proto import rpc_pb2
-from rpcdist.errors import CallRefused, ProtocolViolation, RpcdistError
+from rpcdist.errors import CallRefused, ProtocolViolation, RpcdistError, raised_as
 from rpcdist.ids import Identity
 from rpcdist.rpc._peers.network import AnySession
 from rpcdist.rpc._values.buffers import ReceiveBuffer
@@ -110,10 +110,8 @@ def inverse_of(message: rpc_pb2.DeviceMap) -> DeviceMap:
         raise CallRefused(
             f"a device map of {len(message.here)} devices for {len(message.there)} arrived; the limit is {MAX_ENTRIES}"
         )
-    try:
+    with raised_as(CallRefused, "a device map arrived that cannot be read", RuntimeError):
         return {torch.device(at): torch.device(here) for here, at in zip(message.here, message.there, strict=True)}
-    except RuntimeError as exc:
-        raise CallRefused(f"a device map arrived that cannot be read: {exc}") from exc
 
 
 def _explanation(whose: str, to: str) -> tuple[str, str]:

@@ -13,7 +13,7 @@ from struct import Struct
 from typing import Any, Final, NamedTuple, TypeVar
 
 from rpcdist._proto import rref_pb2, value_pb2
-from rpcdist.errors import ProtocolViolation
+from rpcdist.errors import ProtocolViolation, raised_as
 from rpcdist.ids import ProcessId, UniqueId
 
 RRefId = UniqueId  # the referenced value
@@ -166,8 +166,6 @@ def _decode(encoded: rref_pb2.RRefMessage) -> Message:
     kind, body = MessageKind(name), getattr(encoded, name)
     if kind in (MessageKind.CREATION_PROBE, MessageKind.CREATION_OVER):
         return Message(kind, id_from_pb(body.rref))
-    try:
+    with raised_as(ProtocolViolation, "a refusal of a reference has an unknown reason", ValueError):
         reason = Reason(body.reason) if kind is MessageKind.FORK_REFUSED else Reason.UNKNOWN
-    except ValueError as exc:
-        raise ProtocolViolation(f"a refusal of a reference has an unknown reason: {exc}") from exc
     return Message(kind, id_from_pb(body.rref), id_from_pb(body.fork), reason)

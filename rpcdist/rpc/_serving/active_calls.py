@@ -36,7 +36,7 @@ CALL_BYTES: Final = 5 << 10
 """The memory of a call until it has ended, without its arguments. Measured: 1.7 KiB while it waits for a thread, 4.7
 KiB as a coroutine."""
 
-_CALLS_OF_METHODS: Final = frozenset(function_name(function) for function in CALLS_OF_METHODS)
+NAMES_OF_METHOD_CALLS: Final = frozenset(function_name(function) for function in CALLS_OF_METHODS)
 MAX_KNOWN: Final = 4096  # names of callables; a peer may send any number of names
 
 
@@ -156,7 +156,7 @@ class ActiveCall:
         if self.method:
             return self.method
         if self.function:
-            is_method = self.function in _CALLS_OF_METHODS  # its name is among the arguments, which are not decoded yet
+            is_method = self.function in NAMES_OF_METHOD_CALLS
             return "a method (name not read yet)" if is_method else self.function
         return "a function by value" if self.is_by_value else "fetch" if self.value is not None else "?"
 

@@ -17,14 +17,12 @@ from rpcdist.rpc._executors.deferred_replies import DeferredReply
 from rpcdist.rpc._marshal.marshal import Marshal, Share
 from rpcdist.rpc._peers.network import AnySession, Lifetime
 from rpcdist.rpc._rref.messages import RRefId
-from rpcdist.rpc._rref.proxied import CALLS_OF_METHODS
 from rpcdist.rpc._rref.shell import RRefShell
-from rpcdist.rpc._serving.active_calls import ActiveCall, ActiveCalls
+from rpcdist.rpc._serving.active_calls import NAMES_OF_METHOD_CALLS, ActiveCall, ActiveCalls
 from rpcdist.rpc._serving.producers import is_generator
 from rpcdist.rpc._values.buffers import takes_long
 from rpcdist.rpc._values.exceptions import described
 from rpcdist.rpc._values.failures import exception_of
-from rpcdist.rpc._values.function_names import function_name
 from rpcdist.time_limits import LOG_PERIOD_S
 from rpcdist.transport.announced_bytes import AnnouncedBytes
 from rpcdist.transport.memory_copies import LargeBuffer
@@ -32,7 +30,6 @@ from rpcdist.transport.wire_messages import ReplyMessage
 
 logger = logging.getLogger(__name__)
 
-_CALLS_OF_METHODS: Final = frozenset(function_name(function) for function in CALLS_OF_METHODS)
 MAX_LOGGED_CHARS: Final = 200  # of a handler's error (its caller gets all), and of the function's name
 MAX_LOGGED_CALLS: Final = 1000
 """Failures of one peer's calls that are logged as warnings within `LOG_PERIOD_S`: a peer must not fill a disk."""
@@ -225,7 +222,7 @@ def _called(active: ActiveCall) -> str:
     """The user code that a call runs, for the log; empty for a call of rpcdist's own functions."""
     if not active.function.startswith("rpcdist."):
         return active.function
-    if active.function not in _CALLS_OF_METHODS:
+    if active.function not in NAMES_OF_METHOD_CALLS:
         return ""
     target, kind = active.target, active.method.partition(".")[0]
     if not kind and target is not None and target.done() and target.exception() is None:

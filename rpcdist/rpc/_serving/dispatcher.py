@@ -27,7 +27,15 @@ from torch.autograd import profiler as torch_profiler
 from rpcdist._counters import Histogram
 from rpcdist._proto import rpc_pb2
 from rpcdist.deadline import current_deadline
-from rpcdist.errors import CallRefused, Cancelled, DeadlineExceeded, Overloaded, PoolExhausted, RpcdistError
+from rpcdist.errors import (
+    CallRefused,
+    Cancelled,
+    DeadlineExceeded,
+    Overloaded,
+    PoolExhausted,
+    ProtocolViolation,
+    RpcdistError,
+)
 from rpcdist.freed_memory import LARGE_BYTES, stock_small_blocks
 from rpcdist.ids import Identity
 from rpcdist.profile_ranges import profile, record_function
@@ -114,43 +122,35 @@ class Dispatcher:
         """
         arguments = self.marshal.arrived_with(call, buffers, session.peer)
         active = ActiveCall.of(session, call, arguments)
-        if len(call.function) > MAX_FUNCTION_CHARS:  # names are kept for the inspection of ended calls
-            active.function = f"{call.function[:MAX_METHOD_CHARS]}..."
-            error = f"a function's name has at most {MAX_FUNCTION_CHARS} characters, not {len(call.function)}"
-            self._answers.fail(active, CallRefused(error))
-            return
-        if call.device_map is not None:
-            try:
+        try:
+            if len(call.function) > MAX_FUNCTION_CHARS:  # names are kept for the inspection of ended calls
+                active.function = f"{call.function[:MAX_METHOD_CHARS]}..."
+                raise CallRefused(
+                    f"a function's name has at most {MAX_FUNCTION_CHARS} characters, not {len(call.function)}"
+                )
+            if call.device_map is not None:
                 active.back = inverse_of(call.device_map)
-            except CallRefused as exc:
-                self._answers.fail(active, exc)
-                return
-        if call.large:
-            sizes = zip(call.large, buffers, strict=False)
-            active.weight += sum(size for size, buffer in sizes if not isinstance(buffer, MissingBuffer))
-        if (refusal := self.calls.add(active)) is not None:
-            self._answers.fail(active, Overloaded(refusal))
-            return
-        if (spans := call_records.exporter) is not None and not active.counts_as_idle:
-            active.span = spans.begin_served(call.traceparent)
-        if call.context:
-            try:
+            if call.large:
+                sizes = zip(call.large, buffers, strict=False)
+                active.weight += sum(size for size, buffer in sizes if not isinstance(buffer, MissingBuffer))
+            if (refusal := self.calls.add(active)) is not None:
+                raise Overloaded(refusal)
+            if (spans := call_records.exporter) is not None and not active.counts_as_idle:
+                active.span = spans.begin_served(call.traceparent)
+            if call.context:
                 active.autograd = self.admit_context(call.context, session.peer)
-            except CallRefused as exc:
-                self._answers.fail(active, exc)
-                return
-            if arguments is not None:
-                arguments.autograd = active.autograd
-        if not self.accepting:
-            self._answers.fail(active, RpcdistError(f"worker {self.me.name!r} has shut down"))
-            return
-        if active.result is not None:
-            try:
+                if arguments is not None:
+                    arguments.autograd = active.autograd
+            if not self.accepting:
+                raise RpcdistError(f"worker {self.me.name!r} has shut down")
+            if active.result is not None:
                 self.rrefs.accept_creation(active.result, session.peer.id, session.peer.incarnation)
                 active.entry = active.result.rref
-            except RpcdistError as exc:
-                self._answers.fail(active, exc)
-                return
+        except ProtocolViolation:  # ends the connection
+            raise
+        except RpcdistError as exc:
+            self._answers.fail(active, exc)
+            return
         if active.value is not None and not self._find_target(active, active.value):
             return
         # The lane in which it must run: for the creation of an actor, or a call that finds its actor free.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -174,6 +175,7 @@ def takes_long(buffers: Sequence[LargeBuffer]) -> bool:
     return sum(buffer.size for buffer in buffers) >= TAKES_LONG_FROM_BYTES
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class ReceiveBuffer:
     """Memory for one large buffer that is about to arrive. The tensors that are decoded from it use this memory.
 
@@ -181,15 +183,10 @@ class ReceiveBuffer:
         size: size in bytes.
     """
 
-    __slots__ = ("_lent", "_memory", "_view", "size")
-
-    def __init__(
-        self, size: int, memory: torch.Tensor | None, view: memoryview | None, lent: memoryview | None = None
-    ) -> None:
-        self.size = size
-        self._memory = memory  # each of the two is made on demand: most buffers need only one
-        self._view = view
-        self._lent = lent  # not copied yet
+    size: int
+    _memory: torch.Tensor | None  # each of the two is made on demand: most buffers need only one
+    _view: memoryview | None
+    _lent: memoryview | None = None  # not copied yet
 
     @property
     def view(self) -> memoryview:

@@ -215,78 +215,48 @@ def fill_value(
     on_tensors: OnTensors | None,
 ) -> list[LargeBuffer]:
     """Like `encode_into`, for an object that `write_plain` has written, or could not write."""
-    large: list[LargeBuffer] = []
-    try:
-        if writer is None or not _fill_plainly(value, writer, large, route):
-            if plain_only:
-                raise SerializationError(why_not_plain(obj, rref_type))
-            value.Clear()
-            return fill_pickled(value, write_pickle(obj, rref_type, by_value), share, route, on_tensors)
-        _complete(writer, share, on_tensors)
-    except BaseException:
-        value.Clear()
-        raise
-    return large
+    if writer is not None:
+        with suppress(NotPlain):  # it has a tensor that only pickle can send
+            return fill_parts(value, writer, share, route, on_tensors)
+    if plain_only:
+        raise SerializationError(why_not_plain(obj, rref_type))
+    return fill_parts(value, write_pickle(obj, rref_type, by_value), share, route, on_tensors)
 
 
-def fill_pickled(
+def fill_parts(
     value: value_pb2.Value,
-    parts: PickledParts,
+    parts: PlainWriter | PickledParts,
     share: ShareRRef | None = None,
     route: DeviceRoute | None = None,
     on_tensors: OnTensors | None = None,
 ) -> list[LargeBuffer]:
-    """Like `encode_into`, for the result of `write_pickle`."""
+    """Like `encode_into`, for the result of `write_plain` or `write_pickle`."""
     large: list[LargeBuffer] = []
     try:
-        value.encoding = value_pb2.Value.PICKLE
-        _fill(value, parts.body, parts, large, route)
-        _complete(parts, share, on_tensors)
+        # The order matters: the buffers of the body have the first numbers.
+        for view in parts.buffers:
+            add_buffer(value, view, large)
+        body = bytes(parts.body)
+        if len(body) <= INLINE_LIMIT:
+            value.body = body
+        else:
+            value.body_buffer = add_buffer(value, memoryview(body), large) + 1
+        if parts.tensors:
+            pack_tensors(value, parts.tensors, large, route, all_differ=parts.lists_tensors)
+        if isinstance(parts, PlainWriter):
+            _make_it_weigh_enough(value, parts, large)
+        else:
+            value.encoding = value_pb2.Value.PICKLE
+        add_weight(value)
+        for rref in parts.rrefs:  # from here on, nothing fails
+            assert share is not None  # given with the type that has found it
+            share(rref)
+        if on_tensors is not None and parts.tensors:
+            on_tensors(parts.tensors)
     except BaseException:
         value.Clear()
         raise
     return large
-
-
-def _complete(parts: PlainWriter | PickledParts, share: ShareRRef | None, on_tensors: OnTensors | None) -> None:
-    """The last steps, which cannot fail, when the rest of a value has been encoded."""
-    for rref in parts.rrefs:
-        assert share is not None  # given with the type that has found it
-        share(rref)
-    if on_tensors is not None and parts.tensors:
-        on_tensors(parts.tensors)
-
-
-def _fill_plainly(
-    value: value_pb2.Value, writer: PlainWriter, large: list[LargeBuffer], route: DeviceRoute | None
-) -> bool:
-    """Fills `value`; False if it has a tensor that only pickle can send."""
-    try:
-        _fill(value, bytes(writer.body), writer, large, route)
-    except NotPlain:
-        return False
-    return True
-
-
-def _fill(
-    value: value_pb2.Value,
-    body: bytes,
-    parts: PlainWriter | PickledParts,
-    large: list[LargeBuffer],
-    route: DeviceRoute | None,
-) -> None:
-    # The order matters: the buffers of the body have the first numbers.
-    for view in parts.buffers:
-        add_buffer(value, view, large)
-    if len(body) <= INLINE_LIMIT:
-        value.body = body
-    else:
-        value.body_buffer = add_buffer(value, memoryview(body), large) + 1
-    if parts.tensors:
-        pack_tensors(value, parts.tensors, large, route, all_differ=parts.lists_tensors)
-    if isinstance(parts, PlainWriter):
-        _make_it_weigh_enough(value, parts, large)
-    add_weight(value)
 
 
 def _make_it_weigh_enough(value: value_pb2.Value, parts: PlainWriter, large: list[LargeBuffer]) -> None:

@@ -104,9 +104,9 @@ class PickledParts:
 
     def _tensor(self, tensor: torch.Tensor) -> Any:
         reduced = self._reduced(tensor)
-        attributes = _attributes_of(tensor)
-        if attributes and reduced is not NotImplemented:  # torch's own way also sends them
-            return (*reduced, attributes, None, None, _set_attributes)
+        # As in torch, the attributes of parameters and buffers are sent; torch's own way also sends them.
+        if reduced is not NotImplemented and (type(tensor) is Parameter or hasattr(tensor, "_is_buffer")):
+            return (*reduced, vars(tensor) or None, None, None, _set_attributes)
         return reduced
 
     def _reduced(self, tensor: torch.Tensor) -> Any:
@@ -291,11 +291,6 @@ def _reduce_script_module(module: torch.jit.ScriptModule) -> Any:
 
 def _script_module(saved: bytes | bytearray | memoryview) -> Any:
     return torch.jit.load(io.BytesIO(saved))
-
-
-def _attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
-    """The attributes of a parameter or buffer, as in torch; those of other tensors are not sent."""
-    return vars(tensor) if type(tensor) is Parameter or hasattr(tensor, "_is_buffer") else {}
 
 
 def _set_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ legitimate value takes more, `codec.py` adds an unused buffer, which makes the v
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass, field
 from operator import index
 from struct import Struct
 from struct import error as StructError
@@ -117,6 +118,7 @@ def _text_bytes(data: bytes) -> int:
     return _TEXT_BYTES + length * (6 if any([lead in data for lead in _ASTRAL]) else 3)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class PlainWriter:
     """Writes one value.
 
@@ -135,25 +137,20 @@ class PlainWriter:
         buffers: large strings and bytes that stay out of the body, which refers to them by index.
     """
 
-    __slots__ = (
-        "_known", "_known_rrefs", "_left", "_num_listed", "_rref_type", "_seen", "body", "buffers", "cost_bytes",
-        "lists_tensors", "may_list_tensors", "rrefs", "tensors",
-    )  # fmt: skip
-
-    def __init__(self, rref_type: RRefType, max_items: int, *, may_list_tensors: bool = False) -> None:
-        self._rref_type = rref_type
-        self._left = max_items
-        self.may_list_tensors = may_list_tensors
-        self._num_listed = 0
-        self.cost_bytes = 0
-        self.lists_tensors = False
-        self._seen: dict[int, int] = {}  # by id(): lists, dicts and bytearrays; tensors; references
-        self._known: dict[int, int] = {}
-        self._known_rrefs: dict[int, int] = {}
-        self.body = bytearray()
-        self.tensors: list[torch.Tensor] = []
-        self.rrefs: list[object] = []
-        self.buffers: list[memoryview] = []
+    _rref_type: RRefType
+    _left: int
+    _: KW_ONLY
+    may_list_tensors: bool = False
+    lists_tensors: bool = False
+    _num_listed: int = 0
+    cost_bytes: int = 0
+    _seen: dict[int, int] = field(default_factory=dict)  # by id(): lists, dicts and bytearrays; tensors; references
+    _known: dict[int, int] = field(default_factory=dict)
+    _known_rrefs: dict[int, int] = field(default_factory=dict)
+    body: bytearray = field(default_factory=bytearray)
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    rrefs: list[object] = field(default_factory=list)
+    buffers: list[memoryview] = field(default_factory=list)
 
     def write(self, obj: object) -> None:
         """Writes `obj`.
@@ -362,8 +359,8 @@ def read_plain(
         SerializationError: the bytes are not a plain value, or it would take too much for its weight; or the error of
             `Internalize`.
     """
-    reader = _Reader(body, tensors, buffers, internalize, len(body) if weight_bytes is None else weight_bytes)
-    reader.left -= taken_bytes
+    weight = len(body) if weight_bytes is None else weight_bytes
+    reader = _Reader(body, tensors, buffers, internalize, weight, allowed_bytes(weight) - taken_bytes)
     try:
         items, end = reader.items(0, 1, 0)
     except (IndexError, KeyError, StructError, ValueError, TypeError, OverflowError) as exc:
@@ -375,26 +372,17 @@ def read_plain(
     return items[0]
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class _Reader:
-    __slots__ = ("body", "buffers", "fill", "internalize", "left", "made", "tensors", "used", "weight_bytes")
-
-    def __init__(
-        self,
-        body: bytes | memoryview,
-        tensors: list[torch.Tensor],
-        buffers: list[bytes | ReceiveBuffer],
-        internalize: Internalize | None,
-        weight_bytes: int,
-    ) -> None:
-        self.body = body
-        self.tensors = tensors
-        self.buffers = buffers
-        self.internalize = internalize
-        self.weight_bytes = weight_bytes
-        self.left = allowed_bytes(weight_bytes)
-        self.fill: Fill | None = None
-        self.made: list[object] = []
-        self.used: set[int] = set()
+    body: bytes | memoryview
+    tensors: list[torch.Tensor]
+    buffers: list[bytes | ReceiveBuffer]
+    internalize: Internalize | None
+    weight_bytes: int
+    left: int
+    fill: Fill | None = None
+    made: list[object] = field(default_factory=list)
+    used: set[int] = field(default_factory=set)
 
     def take(self, num_bytes: int) -> None:
         """Counts memory that is about to be used. Raises `SerializationError` if the value may not take it."""

@@ -162,8 +162,6 @@ def _rebuild_run(message: value_pb2.Tensor, buffers: Sequence[Received], owners:
     size = len(buffer) if isinstance(buffer, bytes) else buffer.size
     if not count or size != count * dtype.itemsize:
         raise SerializationError(f"a run of tensors of {count * dtype.itemsize} bytes arrived with a buffer of {size}")
-    if message.requires_grad and not (dtype.is_floating_point or dtype.is_complex):
-        raise SerializationError(f"a tensor of {dtype} arrived that requires grad")
     owners[index] = owner = _on_host(buffer)
     joined = over_storage(owner.untyped_storage(), 0, dtype, shape, stride)
     if message.run < PAUSED_FROM:
@@ -171,11 +169,19 @@ def _rebuild_run(message: value_pb2.Tensor, buffers: Sequence[Received], owners:
     else:
         with paused_collections():
             tensors = split_run(joined)
-    if message.parameter:
-        return [Parameter(tensor, message.requires_grad) for tensor in tensors]
-    if message.requires_grad:
-        return [tensor.requires_grad_() for tensor in tensors]
+    if message.requires_grad or message.parameter:
+        return [_with_grad(message, tensor) for tensor in tensors]
     return tensors
+
+
+def _with_grad(message: value_pb2.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, as a parameter if its header says so, and requiring grad as there."""
+    requires_grad = message.requires_grad
+    if requires_grad and not (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
+        raise SerializationError(f"a tensor of {tensor.dtype} arrived that requires grad")
+    if message.parameter:
+        return Parameter(tensor, requires_grad)
+    return tensor.requires_grad_() if requires_grad else tensor
 
 
 def _sparse(message: value_pb2.Tensor, table: Sequence[torch.Tensor | None]) -> torch.Tensor:
@@ -194,9 +200,7 @@ def _sparse(message: value_pb2.Tensor, table: Sequence[torch.Tensor | None]) -> 
         check_invariants=False,
         is_coalesced=parts.coalesced,
     )
-    return (
-        Parameter(tensor, message.requires_grad) if message.parameter else tensor.requires_grad_(message.requires_grad)
-    )
+    return _with_grad(message, tensor)
 
 
 def _rebuild(
@@ -229,13 +233,7 @@ def _rebuild(
             if owner is None:
                 owners[index] = owner = _on_host(buffer)
             tensor = over_storage(owner.untyped_storage(), message.offset, dtype, shape, stride)
-    if message.requires_grad:
-        if not (dtype.is_floating_point or dtype.is_complex):
-            raise SerializationError(f"a tensor of {dtype} arrived that requires grad")
-        tensor.requires_grad_()
-    if message.parameter:
-        return Parameter(tensor.detach(), message.requires_grad)
-    return tensor
+    return _with_grad(message, tensor)
 
 
 def _on_gpu(

@@ -18,7 +18,7 @@ from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
 
-from rpcdist.errors import AuthenticationFailed, ConfigError
+from rpcdist.errors import AuthenticationFailed, ConfigError, raised_as
 from rpcdist.ids import Identity
 from rpcdist.transport._tls.certificate import Certificate, fingerprint
 from rpcdist.transport._tls.certificate_proof import MALFORMED, CertificateProver, PrivateKey, chain_refusal, dns_names
@@ -123,22 +123,18 @@ class CertificateFiles:
 
 
 def _content(path: str | os.PathLike[str]) -> bytes:
-    try:
+    with raised_as(ConfigError, f"the TLS file {path} cannot be read", OSError):
         with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
             is_file = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
             content = file.read(_MAX_BYTES + 1) if is_file else b""
-    except OSError as exc:
-        raise ConfigError(f"the TLS file {path} cannot be read: {exc.strerror or exc}") from exc
     if not is_file or len(content) > _MAX_BYTES:  # a pipe would be waited for, and a device has no end
         raise ConfigError(f"the TLS file {path} is not a regular file of at most {_MAX_BYTES} bytes")
     return content
 
 
 def _certificates(path: str | os.PathLike[str], pem: bytes) -> list[x509.Certificate]:
-    try:
+    with raised_as(ConfigError, f"{path} contains no certificate in PEM", ValueError):
         return x509.load_pem_x509_certificates(pem)
-    except ValueError as exc:
-        raise ConfigError(f"{path} contains no certificate in PEM: {exc}") from exc
 
 
 def _pem(certificates: Sequence[x509.Certificate]) -> bytes:
