@@ -5,7 +5,6 @@ from __future__ import annotations
 import numbers
 import os
 import socket
-import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
@@ -16,6 +15,7 @@ from rpcdist.collectives.constants import default_pg_timeout
 from rpcdist.deadline import Deadline, backoff
 from rpcdist.errors import ConfigError, ConnectFailed, RendezvousError, RpcdistError
 from rpcdist.time_limits import ATTEMPT_LIMIT_S, FIRST_PAUSE_S, LONGEST_PAUSE_S, MIN_ATTEMPT_S
+from rpcdist.waiters import pause
 
 if TYPE_CHECKING:
     from rpcdist.collectives._stores.store_base import Store, Timeout
@@ -209,7 +209,7 @@ def _wait_for_listener(host: str, port: int, timeout_s: float) -> None:
             if deadline.expired():
                 reason = f"the store of torchrun's agent did not answer ({exc.strerror or exc}); is the agent running?"
                 raise ConnectFailed(f"{host}:{port}", reason, timeout_s) from exc
-        time.sleep(next(pauses))  # no event tells that a process on another machine listens
+        pause(next(pauses))  # no event tells that a process on another machine listens
 
 
 # ---------------------------------------------------------------- env://, tcp://, file://

@@ -135,7 +135,7 @@ class ClusterBlock(ABC):
 
     async def start_async(self) -> Self:
         """`start` for coroutines and notebooks. If the task is cancelled, no process is left behind."""
-        await run_in_thread(self.start, self._cancel, name="rpcdist-cluster-start")
+        await run_in_thread(self.start, self._cancel, name="rpcdist-cluster-start", ends_waits=True)
         return self
 
     async def close_async(self) -> None:

@@ -1,20 +1,31 @@
 """Waits of tasks and threads: tasks that wait for a blocking function, wake-ups from other threads, notices of long
 waits, and threads that wait for a state that changes often.
+
+[Note: given up] A thread cannot be cancelled, but the waits of its function can. If a task that awaits the function is
+cancelled, each wait of the function for other processes ends: with `CancelledError`, which passes all handlers of
+errors, so that the function undoes what it has done. Only the first wait raises it, as the waits of the clean-up must
+take place.
 """
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextvars
 import threading
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
+
+from rpcdist.time_limits import CLOSE_STEP_LIMIT_S
 
 T = TypeVar("T")
 
 
-async def run_in_thread(function: Callable[[], T], on_cancel: Callable[[], object], name: str) -> T:
+async def run_in_thread(
+    function: Callable[[], T], on_cancel: Callable[[], object], name: str, ends_waits: bool = False
+) -> T:
     """Calls `function` on a new thread, in a copy of this task's context, and returns its result.
 
     Args:
@@ -23,12 +34,65 @@ async def run_in_thread(function: Callable[[], T], on_cancel: Callable[[], objec
             continues when it returns; `function` is not awaited, and its result is dropped.
         name: the name of the thread. It is a daemon, so it does not delay the end of the loop or the program, unlike
             threads of `asyncio.to_thread`.
+        ends_waits: whether a cancellation also ends the waits of `function` for other processes, and then waits until
+            it has undone its work, at most `CLOSE_STEP_LIMIT_S`. [Note: given up]
     """
+    if not ends_waits:
+        try:
+            return await _start(function, name)
+        except asyncio.CancelledError:
+            await asyncio.shield(_start(on_cancel, name))
+            raise
+    given_up: concurrent.futures.Future[None] = concurrent.futures.Future()
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def run() -> T:
+        _given_up.set(given_up)
+        try:
+            return function()
+        finally:
+            with suppress(RuntimeError):  # the loop was closed
+                loop.call_soon_threadsafe(ended.set)
+
     try:
-        return await _start(function, name)
+        return await _start(run, name)
     except asyncio.CancelledError:
+        given_up.set_result(None)
         await asyncio.shield(_start(on_cancel, name))
+        await ends_within(ended.wait(), CLOSE_STEP_LIMIT_S)
         raise
+
+
+_given_up: Final[contextvars.ContextVar[concurrent.futures.Future[None] | None]] = contextvars.ContextVar(
+    "rpcdist_given_up", default=None
+)
+"""Done when the waits of this thread shall end; None if they do not end early. [Note: given up]"""
+
+
+def wake_if_given_up(wake: Callable[[], object]) -> None:
+    """Has `wake` called when the task for which this thread works is cancelled, or at once if it was."""
+    given_up = _given_up.get()
+    if given_up is not None:
+        given_up.add_done_callback(lambda _: wake())
+
+
+def check_not_given_up() -> None:
+    """Raises `CancelledError`, once, if the task for which this thread works was cancelled. [Note: given up]"""
+    given_up = _given_up.get()
+    if given_up is not None and given_up.done():
+        _given_up.set(None)
+        raise asyncio.CancelledError
+
+
+def pause(pause_s: float) -> None:
+    """Sleeps between two attempts; ends with `CancelledError` if the task for which this thread works is cancelled."""
+    given_up = _given_up.get()
+    if given_up is None:
+        time.sleep(pause_s)
+    else:
+        concurrent.futures.wait((given_up,), pause_s)
+        check_not_given_up()
 
 
 def _start(function: Callable[[], T], name: str) -> asyncio.Future[T]:

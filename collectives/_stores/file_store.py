@@ -22,7 +22,6 @@ import os
 import stat
 import struct
 import threading
-import time
 import weakref
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -37,6 +36,7 @@ from rpcdist.errors import DistStoreError, on_error
 from rpcdist.own_shortage import own_shortage
 from rpcdist.private_files import why_not_private
 from rpcdist.time_limits import LOCK_FIRST_PAUSE_S, LOCK_LONGEST_PAUSE_S, POLL_S, SLOW_ANSWER_LIMIT_S, TICK_S
+from rpcdist.waiters import pause
 
 MAGIC: Final = b"RPCDSTR1"
 HEADER_BYTES: Final = 16
@@ -169,7 +169,7 @@ class FileTable:
                 text = f"the lock of {self.path} was not free in time; is a process stopped that uses the file?"
                 raise DistStoreError(text)
             pauses = pauses or backoff(LOCK_FIRST_PAUSE_S, LOCK_LONGEST_PAUSE_S, deadline)
-            time.sleep(next(pauses))
+            pause(next(pauses))
 
     # ------------------------------------------------------------ within `locked`
 
@@ -309,7 +309,7 @@ class FileStore(Store):
         while isinstance(result := self._table.execute(operation), Missing) and not deadline.expired():
             pauses = pauses or backoff(POLL_S, TICK_S, deadline)
             while not deadline.expired():
-                time.sleep(next(pauses))
+                pause(next(pauses))
                 if self._table.maybe_grown():
                     break
         return result

@@ -22,9 +22,10 @@ from typing import Final
 
 from rpcdist.collectives._stores.store_base import DEFAULT_TIMEOUT, Store, Timeout
 from rpcdist.collectives._stores.store_operations import Code, Contents, Missing, QueuePop, StoreOperation
-from rpcdist.deadline import Deadline
+from rpcdist.deadline import Deadline, longest_sleep_s
 from rpcdist.errors import DistStoreError, refuse_pickling
 from rpcdist.time_limits import PARKED_LIMIT_S
+from rpcdist.waiters import check_not_given_up, wake_if_given_up
 
 __all__ = ["HashStore"]
 
@@ -144,7 +145,11 @@ class SharedTable:
         woken = threading.Event()
         with self._begun(operation, woken.set) as call:
             if call.was_parked:
-                woken.wait(min(deadline.remaining_s(), PARKED_LIMIT_S))
+                wake_if_given_up(woken.set)
+                limit = deadline.earlier(Deadline.after(PARKED_LIMIT_S))
+                while not woken.wait(min(limit.remaining_s(), longest_sleep_s())) and not limit.expired():
+                    pass  # [Note: lost Ctrl-C]
+                check_not_given_up()
         return self._result(call)
 
     async def execute_on_loop(self, operation: StoreOperation[object], timeout_s: float) -> object:

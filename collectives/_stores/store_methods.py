@@ -6,7 +6,6 @@ key may raise a `LookupError` or a `TimeoutError`, or return an empty value.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from rpcdist.collectives._stores import store_operations as operations
 from rpcdist.deadline import Deadline, backoff
 from rpcdist.errors import DistStoreError
 from rpcdist.time_limits import LONGEST_PAUSE_S, POLL_S, STORE_GRACE_S
+from rpcdist.waiters import pause
 
 Offers = Callable[[str], bool]
 """Whether the store has a method of this name."""
@@ -25,7 +25,7 @@ def carry_out(store: Any, operation: operations.StoreOperation[object], deadline
     """Like `Store.execute`; a wait polls, with random pauses that grow."""
     pauses = backoff(POLL_S, LONGEST_PAUSE_S, deadline)
     while isinstance(result := _at_once(store, operation, offers), operations.Missing) and not deadline.expired():
-        time.sleep(next(pauses))
+        pause(next(pauses))
     return result
 
 
@@ -114,7 +114,7 @@ def _set_once(store: Any, key: str, desired: bytes, offers: Offers) -> bytes:
                 f"the process that first claimed {key!r} did not set it within {STORE_GRACE_S:g} s; has it ended? With "
                 f"a method compare_set(), {type(store).__name__} would not depend on that process."
             )
-        time.sleep(next(pauses))
+        pause(next(pauses))
     return value
 
 

@@ -72,9 +72,9 @@ class _RemoteTable:
         self._idle_timer: asyncio.TimerHandle | None = None
         self._num_users = 1
         self._lock = threading.Lock()
-        with on_error(self._node.release):
+        with on_error(self.close):
             finding = noticed(self._find(), INIT_NOTICE_S, self._log_waiting)
-            self._node.run(finding, timeout_s + STORE_GRACE_S)
+            self._node.run(finding, timeout_s + STORE_GRACE_S, may_give_up=True)
 
     async def _find(self) -> None:
         """Connects, and checks that the process serves a store, as it may listen before it does."""
@@ -146,7 +146,8 @@ class _RemoteTable:
                 self._num_calls -= 1
                 self._close_link_when_idle()
 
-        return result_of(self._node.run(ask(), wait_s + self._timeout_s + 2 * STORE_GRACE_S + SLOW_WORK_LIMIT_S))
+        limit_s = wait_s + self._timeout_s + 2 * STORE_GRACE_S + SLOW_WORK_LIMIT_S
+        return result_of(self._node.run(ask(), limit_s, may_give_up=True))
 
     def _close_link_when_idle(self) -> None:
         """Ends an unused link, because each link costs rank 0 a descriptor. On the I/O loop."""

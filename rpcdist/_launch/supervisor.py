@@ -17,7 +17,7 @@ from typing import Any, NoReturn, Protocol, Self
 
 from rpcdist._launch.progress import Failed, Outcome, Progress, error_of
 from rpcdist._launch.reports import Event, Exited, Raised
-from rpcdist.deadline import Deadline
+from rpcdist.deadline import Deadline, longest_sleep_s
 from rpcdist.errors import DeadlineExceeded, RpcdistError
 from rpcdist.time_limits import FLIGHT_NOTICE_S, LONGEST_WAIT_S, SLOW_WORK_LIMIT_S
 
@@ -296,7 +296,8 @@ class BackgroundRanks:
                 if deadline.expired():
                     return False
                 next_change_s = self._progress.next_deadline() - time.monotonic()
-                self._changed.wait(max(0.0, min(deadline.remaining_s(), next_change_s, LONGEST_WAIT_S)))
+                limits = deadline.remaining_s(), next_change_s, LONGEST_WAIT_S, longest_sleep_s()
+                self._changed.wait(max(0.0, min(limits)))
         return True
 
     def _check_watched(self) -> None:

@@ -8,30 +8,25 @@ sees that agent; every other thread and task sees that of `init_rpc`, except ins
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import Context, ContextVar
-from typing import TypeVar
+from typing import Final, TypeVar
 from weakref import WeakKeyDictionary
 
 from rpcdist.errors import ForkedProcess, NotInitialized
 from rpcdist.rpc._agent import Agent
 from rpcdist.transport import fork
 
-start_lock = threading.Lock()  # held while an agent starts: one at a time
-_counting = threading.Lock()
-_num_starts: dict[str, int] = {}
+start_lock = threading.RLock()
+"""Held while an agent starts, and while a start is undone: one at a time."""
+num_starts: Final[Counter[str]] = Counter()
+"""How often this process has started RPC at each place; used with `start_lock`.
 
-
-def count_start(place: str) -> int:
-    """The number of this start at a place, from 0.
-
-    If a job starts RPC several times, all its workers count alike, so the number distinguishes the starts.
-    """
-    with _counting:
-        number = _num_starts.get(place, 0)
-        _num_starts[place] = number + 1
-    return number
+If a job starts RPC several times, all its workers count alike, so the number distinguishes the starts. Starts in which
+the workers did not find each other do not count, since the others may make their first attempt later.
+"""
 
 
 class _AgentPlace:

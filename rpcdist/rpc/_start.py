@@ -44,6 +44,7 @@ from rpcdist.time_limits import (
 )
 from rpcdist.transport import NodeOptions, acquire_node
 from rpcdist.transport.addresses import host_from_environment, pick_bind_host, split_address
+from rpcdist.waiters import pause
 
 logger = logging.getLogger(__name__)
 
@@ -241,7 +242,7 @@ def _ask_coordinator(
                     f"the coordinator has left the job, and the next one (rank {rank}) did not start within "
                     f"{timeout_s:.1f} s; start it again"
                 )
-            time.sleep(next(pauses))
+            pause(next(pauses))
             continue
         coordinator = Coordinator(network, address, me.identity, None, rank)
         remaining_s = deadline.remaining_s()
@@ -250,7 +251,7 @@ def _ask_coordinator(
             reply = coordinator.join(me, world_size, remaining_s, connect_s)
             if world_size is not None or reply.outcome != JoinReply.Outcome.TIMED_OUT or deadline.expired():
                 return coordinator, reply
-            time.sleep(next(pauses))  # the coordinator leaves, or waits for the members of the one before
+            pause(next(pauses))  # the coordinator leaves, or waits for the members of the one before
         except RpcdistError as exc:
             is_outside = not _is_at(store, address)  # the store does not end with the coordinator
             if world_size is None and is_outside:

@@ -14,10 +14,11 @@ from functools import partial
 from types import FrameType
 from typing import Any, Final, TypeVar
 
-from rpcdist.deadline import Deadline
+from rpcdist.deadline import Deadline, longest_sleep_s
 from rpcdist.errors import BlockingInLoop, DeadlineExceeded, RpcdistError, TransportError, on_error
 from rpcdist.own_shortage import NO_THREAD, check_can_start
 from rpcdist.time_limits import CLOSE_LIMIT_S, CLOSE_STEP_LIMIT_S
+from rpcdist.waiters import check_not_given_up, wake_if_given_up
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -133,11 +134,13 @@ class IoLoop:
         if not task.cancelled() and (exc := task.exception()) is not None:
             logger.error("task %s failed", task.get_name(), exc_info=exc)
 
-    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
+    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None, may_give_up: bool = False) -> T:
         """Runs a coroutine on the loop and waits for its result, from any other thread.
 
         Args:
             coroutine: what to run; it is cancelled when the wait ends early.
+            may_give_up: whether the wait ends with `CancelledError` if the task for which this thread works is
+                cancelled; for a coroutine that waits for other processes, and loses nothing then. [Note: given up]
 
         Raises:
             DeadlineExceeded: the time limit expired.
@@ -149,9 +152,9 @@ class IoLoop:
         except BlockingInLoop:
             coroutine.close()
             raise
-        return self.finish(coroutine, timeout_s)
+        return self.finish(coroutine, timeout_s, may_give_up)
 
-    def finish(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
+    def finish(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None, may_give_up: bool = False) -> T:
         """`run`, also on the thread of an event loop: for what ends a part of this process, and takes little time."""
         if self.on_thread():
             coroutine.close()
@@ -161,13 +164,20 @@ class IoLoop:
         except RuntimeError as exc:
             coroutine.close()
             raise RpcdistError(f"the loop {self.name!r} is closed") from exc
+        if may_give_up:
+            wake_if_given_up(future.cancel)
+        deadline = Deadline.after(timeout_s)
         try:
-            return future.result(timeout_s)
-        except concurrent.futures.TimeoutError as exc:
-            if future.done() and not future.cancelled():
-                raise
-            raise DeadlineExceeded(f"an operation took longer than {timeout_s} s") from exc
+            while not future.done():
+                try:
+                    return future.result(min(longest_sleep_s(), deadline.remaining_s()))
+                except concurrent.futures.TimeoutError as exc:
+                    if not future.done() and deadline.expired():
+                        raise DeadlineExceeded(f"an operation took longer than {timeout_s} s") from exc
+            return future.result()
         except concurrent.futures.CancelledError as exc:
+            if may_give_up:
+                check_not_given_up()
             raise RpcdistError(f"the loop {self.name!r} was closed while an operation ran on it") from exc
         finally:
             if not future.done():

@@ -18,7 +18,7 @@ from rpcdist.errors import AlreadyInitialized, BlockingInLoop, ConfigError, NotI
 from rpcdist.ids import check_worker_name
 from rpcdist.own_shortage import names_shortage
 from rpcdist.rpc import backend_registry, constants
-from rpcdist.rpc._current import agent_or_none, count_start
+from rpcdist.rpc._current import agent_or_none, num_starts, start_lock
 from rpcdist.rpc._start import node_options
 from rpcdist.rpc.api import _init_rpc_backend, shutdown
 from rpcdist.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT
@@ -102,18 +102,27 @@ def init_rpc(
 
 
 def _start(backend: object, name: str, rank: int, world_size: int | None, options: RpcBackendOptions) -> None:
-    with ExitStack() as held:
+    with start_lock, ExitStack() as held:
         if isinstance(options, RpcOptions):
             # First, with the token in the options: the rendezvous store uses this process's only node.
             held.callback(acquire_node(node_options(options)).release)
         url = options.init_method
         store, rank, found_size = _find_store(url, rank, world_size, options.startup_limit_s)
+        # With env://, a WORLD_SIZE set by the launcher makes the world static.
+        size = found_size if found_size > 0 else None
         # The URL does not suffice: `env://` means another address after a program has changed MASTER_PORT.
-        prefix = f"attempt_{job_attempt()}/rpc_prefix_{count_start(f'{url} {store.address}')}"
-        with on_error(store.close):
-            # With env://, a WORLD_SIZE set by the launcher makes the world static.
-            size = found_size if found_size > 0 else None
-            _init_rpc_backend(backend, PrefixStore(prefix, store), name, rank, size, options)
+        place = f"{url} {store.address}"
+        # In a world that changes, a worker may come back while others have stayed.
+        number = 0 if size is None else num_starts[place]
+        prefix = f"attempt_{job_attempt()}/rpc_prefix_{number}"
+        try:
+            with on_error(store.close):
+                _init_rpc_backend(backend, PrefixStore(prefix, store), name, rank, size, options)
+        except Exception as exc:
+            if not isinstance(exc, RpcdistError):
+                num_starts[place] += 1  # the others have started: only this worker's device maps are wrong
+            raise
+        num_starts[place] += 1
 
 
 def _find_store(url: str, rank: int, world_size: int | None, limit_s: float | None) -> tuple[Store, int, int]:
@@ -137,7 +146,8 @@ async def init_rpc_async(
 ) -> None:
     """`init_rpc` for coroutines: does not block the event loop while the workers find each other.
 
-    If the task is cancelled, the start continues in its thread until it ends, and is undone if it succeeds.
+    If the task is cancelled, the start ends at once and is undone. (If this process is busy for more than a second, its
+    thread does that a little later, and the next `init_rpc` waits for it.)
     """
     await _start_in_thread(partial(init_rpc, name, backend, rank, world_size, rpc_backend_options, role=role))
 
@@ -204,10 +214,11 @@ async def _start_in_thread(start: partial[None]) -> None:
             _leave_at_once()
 
     def run() -> None:
-        start()
-        leave_if_second()
+        with start_lock:  # the next start waits until this one is undone
+            start()
+            leave_if_second()
 
-    await run_in_thread(run, leave_if_second, name="rpcdist-init")
+    await run_in_thread(run, leave_if_second, name="rpcdist-init", ends_waits=True)
 
 
 def _leave_at_once() -> None:

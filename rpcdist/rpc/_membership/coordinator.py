@@ -131,7 +131,8 @@ class Coordinator:
         else:
             joining = self._ask("Join", request, membership_pb2.JoinReply, connect_s, limit_s)
             limit_s = None if limit_s is None else limit_s + ANSWER_GRACE_S
-        return self._network.run(noticed(joining, INIT_NOTICE_S, partial(self._log_missing, world_size)), limit_s)
+        waiting = noticed(joining, INIT_NOTICE_S, partial(self._log_missing, world_size))
+        return self._network.run(waiting, limit_s, may_give_up=True)
 
     async def _log_missing(self, world_size: int | None) -> None:
         waits = f"init_rpc of {self._me.name!r} (rank {self._me.id}) still waits after {INIT_NOTICE_S:g} s"

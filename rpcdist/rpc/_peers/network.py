@@ -160,8 +160,8 @@ class Network(Protocol):
     def credentials(self) -> Credentials:
         """Sign and verify the records that processes of the job exchange through a store."""
 
-    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
-        """Runs a coroutine on the I/O loop and waits for it; on any other thread."""
+    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None, may_give_up: bool = False) -> T:
+        """Runs a coroutine on the I/O loop and waits for it; on any other thread. See `IoLoop.run`."""
 
     def serve(self, host: str, port: int) -> str:
         """Starts to serve, unless it does already; returns the address; blocks. Port 0 chooses a free one."""
