@@ -53,8 +53,9 @@ def _add_store(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     store = commands.add_parser(
         "store",
         help="serves a store outside of the ranks, for RPCDIST_STORE",
-        description="Serves a store until SIGTERM or Ctrl-C, to the processes that have the same job token. Ranks with "
-        "RPCDIST_STORE=HOST:PORT meet there, so that rank 0, too, may be lost and come back at another address.",
+        description="Serves a store until SIGTERM, SIGHUP or Ctrl-C, to the processes that have the same job token. "
+        "Ranks with RPCDIST_STORE=HOST:PORT meet there, so that rank 0, too, may be lost and come back at another "
+        "address.",
     )
     store.add_argument("address", metavar="HOST:PORT", help="where it listens; port 0 takes any that is free")
     store.set_defaults(run=_serve_store)
@@ -66,8 +67,9 @@ def _serve_store(arguments: argparse.Namespace) -> int:
 
     host, port = split_address(arguments.address)
     ended = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: ended.set())
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under `nohup`
+            signal.signal(number, lambda *_: ended.set())
     store = TCPStore(host, port, None, is_master=True, wait_for_workers=False)
     try:
         print(f"RPCDIST_STORE={join_address(host, store.port)}", flush=True)

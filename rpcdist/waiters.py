@@ -35,32 +35,26 @@ async def run_in_thread(
         name: the name of the thread. It is a daemon, so it does not delay the end of the loop or the program, unlike
             threads of `asyncio.to_thread`.
         ends_waits: whether a cancellation also ends the waits of `function` for other processes, and then waits until
-            it has undone its work, at most `CLOSE_STEP_LIMIT_S`. [Note: given up]
+            its thread has ended, at most `CLOSE_STEP_LIMIT_S`. [Note: given up]
     """
-    if not ends_waits:
-        try:
-            return await _start(function, name)
-        except asyncio.CancelledError:
-            await asyncio.shield(_start(on_cancel, name))
-            raise
     given_up: concurrent.futures.Future[None] = concurrent.futures.Future()
-    ended = asyncio.Event()
-    loop = asyncio.get_running_loop()
 
     def run() -> T:
-        _given_up.set(given_up)
-        try:
-            return function()
-        finally:
-            with suppress(RuntimeError):  # the loop was closed
-                loop.call_soon_threadsafe(ended.set)
+        if ends_waits:
+            _given_up.set(given_up)
+        return function()
 
-    try:
-        return await _start(run, name)
-    except asyncio.CancelledError:
+    def cancel() -> None:
         given_up.set_result(None)
-        await asyncio.shield(_start(on_cancel, name))
-        await ends_within(ended.wait(), CLOSE_STEP_LIMIT_S)
+        on_cancel()
+        if ends_waits:
+            thread.join(CLOSE_STEP_LIMIT_S)
+
+    thread, done = _start(run, name)
+    try:
+        return await done
+    except asyncio.CancelledError:
+        await asyncio.shield(_start(cancel, f"{name}-cancel")[1])
         raise
 
 
@@ -95,8 +89,8 @@ def pause(pause_s: float) -> None:
         check_not_given_up()
 
 
-def _start(function: Callable[[], T], name: str) -> asyncio.Future[T]:
-    """Calls a function on a new thread; returns a future of the running loop."""
+def _start(function: Callable[[], T], name: str) -> tuple[threading.Thread, asyncio.Future[T]]:
+    """Calls a function on a new thread; returns the thread, and a future of the running loop."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
     context = contextvars.copy_context()
@@ -118,8 +112,9 @@ def _start(function: Callable[[], T], name: str) -> asyncio.Future[T]:
         with suppress(RuntimeError):  # the loop was closed, and the wait with it
             loop.call_soon_threadsafe(settle, result, error)
 
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return done
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    return thread, done
 
 
 def wake(waiter: asyncio.Future[None]) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar, TypeVarTuple, overload
 
@@ -89,8 +90,8 @@ def launch(
     in this process with its rank, and returns a list of this one result. The launcher then decides what the other
     arguments would.
 
-    When a rank fails, all others are ended, and the error names the rank that failed first. Ctrl-C and SIGTERM, which
-    the ranks get as SIGTERM, end all ranks. No rank outlives this process, even if it is killed (on Linux).
+    When a rank fails, all others are ended, and the error names the rank that failed first. Ctrl-C, SIGTERM and SIGHUP,
+    which the ranks get as SIGTERM, end all ranks. No rank outlives this process, even if it is killed (on Linux).
 
     Args:
         function: called with the rank and `args`. It is passed by reference, so define it at the top of a module; in a
@@ -122,8 +123,8 @@ def launch(
         TransportError: this process has too few descriptors, or too little memory, to start the others.
         OSError: a process cannot be started for another reason.
         SystemExit: a rank called `sys.exit` with this code (not 0); or the main guard is missing, and the text has the
-            line where it belongs; or 130 after Ctrl-C, and 143 after SIGTERM. The exception after Ctrl-C is also a
-            `KeyboardInterrupt`, and only that at a prompt or in a notebook.
+            line where it belongs; or 130 after Ctrl-C, 143 after SIGTERM, and 129 after SIGHUP. The exception after
+            Ctrl-C is also a `KeyboardInterrupt`, and only that at a prompt or in a notebook.
     """
     check_not_importing_main("launch")
     check_join_timeout(join_timeout_s)
@@ -223,7 +224,8 @@ def results_of(
     if outcome == signal.SIGINT:
         raise interrupted()
     if isinstance(outcome, signal.Signals):
-        print("terminated", file=sys.stderr)
+        with suppress(OSError):  # after SIGHUP the terminal is gone
+            print("terminated", file=sys.stderr)
         raise SystemExit(128 + outcome)
     if isinstance(outcome, Late):
         ranks = ", ".join(map(str, outcome.ranks))

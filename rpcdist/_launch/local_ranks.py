@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from multiprocessing import spawn
@@ -95,11 +95,12 @@ class RankProcess:
 
     def close(self) -> None:
         """Copies the rest of the output, and closes the pipes; children that still live cannot write any more."""
-        for name, stream in self.streams.items():
-            self.copy_output(name)
-            stream.close()
-        self._output.close()
-        os.close(self._reports)
+        with ExitStack() as closed:
+            closed.callback(os.close, self._reports)
+            closed.callback(self._output.close)
+            for name, stream in self.streams.items():
+                closed.callback(stream.close)
+                self.copy_output(name)
 
 
 def start_rank(rank: int, call: RankCall, environment: Mapping[str, str], output: WorkerOutput) -> RankProcess:
@@ -238,7 +239,7 @@ class LocalRanks:
             for process in self._processes:
                 process.signal(number)
         self._selector.unregister(self._wake)
-        self._is_ending = True
+        self._is_ending = self._output.is_ending = True
         deadline = Deadline.after(CLOSE_LIMIT_S)
         while self._processes and not deadline.expired():
             self.reports(deadline.remaining_s())

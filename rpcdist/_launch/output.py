@@ -8,6 +8,7 @@ import re
 import stat
 import sys
 from collections import deque
+from collections.abc import Callable
 from typing import IO, Final
 
 from rpcdist.errors import ConfigError, raised_as
@@ -31,11 +32,16 @@ class JobOutput:
         prefix: whether each line on the terminal begins with the worker's name.
         log_dir: a folder for the files `NAME.ATTEMPT.log`; made if necessary.
 
+    Attributes:
+        is_ending: set when the job ends, which it must do even if the terminal was closed, or `head` has seen enough:
+            output that cannot be shown is then dropped.
+
     Raises:
         ConfigError: the folder cannot be made.
     """
 
     def __init__(self, prefix: bool = False, log_dir: str | os.PathLike[str] | None = None) -> None:
+        self.is_ending = False
         self._prefix = prefix
         self.log_dir = None if log_dir is None else os.path.abspath(log_dir)
         self._workers: dict[str, WorkerOutput] = {}
@@ -48,13 +54,29 @@ class JobOutput:
         path = None if self.log_dir is None else os.path.join(self.log_dir, f"{name}.{attempt}.log")
         colour = _COLOURS[len(self._workers) % len(_COLOURS)]
         before = self._workers.get(name)
-        output = WorkerOutput(name if self._prefix else None, path, colour if before is None else before.colour)
-        self._workers[name] = output
+        colour = colour if before is None else before.colour
+        output = self._workers[name] = WorkerOutput(name if self._prefix else None, path, colour, self.show)
         return output
 
     def tail(self, name: str, num_lines: int) -> str:
         """Returns the last lines of a worker's last process."""
         return self._workers[name].tail(num_lines) if name in self._workers else ""
+
+    def show(self, stream: str, data: bytes) -> None:
+        """Writes to the terminal, or to whatever takes its place."""
+        target = getattr(sys, stream)
+        if not data or target is None:  # the latter in pythonw and daemons
+            return
+        try:
+            if hasattr(target, "buffer"):
+                target.flush()
+                target.buffer.write(data)
+            else:  # in a notebook
+                target.write(data.decode(errors="replace"))
+            target.flush()
+        except OSError:
+            if not self.is_ending:
+                raise
 
 
 def _opened(path: str) -> IO[bytes]:
@@ -74,8 +96,9 @@ def _opened(path: str) -> IO[bytes]:
 class WorkerOutput:
     """The two output streams of one process. Used on one thread; `tail` on any thread."""
 
-    def __init__(self, prefix: str | None, path: str | None, colour: int) -> None:
+    def __init__(self, prefix: str | None, path: str | None, colour: int, show: Callable[[str, bytes], object]) -> None:
         self.colour = colour
+        self._show = show
         self._prefix = prefix
         self._path = path
         self._file: IO[bytes] | None = None if path is None else _opened(path)
@@ -123,14 +146,3 @@ class WorkerOutput:
         if target is not None and target.isatty():
             name = b"\x1b[%dm%s\x1b[0m" % (self.colour, name)
         return b"".join(name + line for line in lines)
-
-    def _show(self, stream: str, data: bytes) -> None:
-        target = getattr(sys, stream)
-        if not data or target is None:  # the latter in pythonw and daemons
-            return
-        if hasattr(target, "buffer"):
-            target.flush()
-            target.buffer.write(data)
-        else:  # in a notebook
-            target.write(data.decode(errors="replace"))
-        target.flush()

@@ -23,10 +23,11 @@ from rpcdist.time_limits import FLIGHT_NOTICE_S, LONGEST_WAIT_S, SLOW_WORK_LIMIT
 
 
 class StopSignals:
-    """Within this context, SIGINT and SIGTERM do not interrupt: they are recorded, and make `fileno()` readable.
+    """Within this context, SIGINT, SIGTERM and SIGHUP (the terminal was closed) do not interrupt or end the process:
+    they are recorded, and make `fileno()` readable.
 
-    It does not replace handlers of the program, and has no effect outside the main thread, where Python delivers
-    signals.
+    It does not replace handlers of the program, or the choice of `nohup` or a shell to ignore a signal, and has no
+    effect outside the main thread, where Python delivers signals.
     """
 
     def __init__(self) -> None:
@@ -36,7 +37,7 @@ class StopSignals:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            for signum in (signal.SIGINT, signal.SIGTERM):
+            for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 if signal.getsignal(signum) in (signal.SIG_DFL, signal.default_int_handler):
                     self._replaced[signum] = signal.signal(signum, self._record)
         return self

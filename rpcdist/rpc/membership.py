@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 from rpcdist.deadline import Deadline, backoff
@@ -16,6 +15,7 @@ from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.rpc.future import Future
 from rpcdist.rpc.worker_info import WorkerInfo
 from rpcdist.time_limits import FIRST_PAUSE_S, LONGEST_PAUSE_S
+from rpcdist.waiters import pause
 
 __all__ = [
     "MembershipChange", "on_membership_change", "serve", "serve_async", "stop_serving", "stop_serving_async",
@@ -53,12 +53,12 @@ def wait_for_worker(name: str, timeout: float = UNSET_RPC_TIMEOUT) -> WorkerInfo
             # A worker counts as alive until its death is certain, half a second after its connection broke.
             agent.caller.gather(info.id, PING, (), deadline.timeout_s())
         except WorkerLost:
-            time.sleep(next(pauses))
+            pause(next(pauses))
         else:
             return info
 
 
-wait_for_worker_async = async_form(wait_for_worker)
+wait_for_worker_async = async_form(wait_for_worker, ends_waits=True)
 """`wait_for_worker` as a coroutine function."""
 
 
@@ -96,10 +96,10 @@ def wait_for_workers(role: str, count: int, timeout: float = UNSET_RPC_TIMEOUT) 
                 f"{listed(info.name for info in found) or 'none'}. Check that the others were started with "
                 f"init_rpc(..., role={role!r}), and look at their logs"
             )
-        time.sleep(next(pauses))  # a listed worker that does not answer has died or is about to exit
+        pause(next(pauses))  # a listed worker that does not answer has died or is about to exit
 
 
-wait_for_workers_async = async_form(wait_for_workers)
+wait_for_workers_async = async_form(wait_for_workers, ends_waits=True)
 """`wait_for_workers` as a coroutine function."""
 
 
@@ -127,8 +127,8 @@ def on_membership_change(callback: Callable[[MembershipChange], object]) -> Call
 def serve(timeout: float | None = None) -> str | None:
     """Serves the calls of other workers until this one is stopped, and returns the reason; call `shutdown` afterwards.
 
-    On the main thread, SIGTERM or Ctrl-C stops it (a second signal has its usual effect). `stop_serving` on another
-    worker and `shutdown` on another thread stop it, too.
+    On the main thread, SIGTERM, SIGHUP or Ctrl-C stops it (a second signal has its usual effect). `stop_serving` on
+    another worker and `shutdown` on another thread stop it, too.
 
     Args:
         timeout: limit in seconds, after which `serve` returns None; None means no limit.
@@ -140,7 +140,7 @@ def serve(timeout: float | None = None) -> str | None:
     return current_agent().serving.wait(timeout)
 
 
-serve_async = async_form(serve)
+serve_async = async_form(serve, ends_waits=True)
 """`serve` as a coroutine function."""
 
 

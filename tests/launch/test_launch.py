@@ -173,9 +173,10 @@ def test_a_job_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch, no_
         ("wait_for_ever", signal.SIGINT, True, 130, "\ninterrupted\n"),
         ("wait_for_ever", signal.SIGINT, False, 130, "\ninterrupted\n"),
         ("wait_for_ever", signal.SIGTERM, False, 143, "terminated\n"),
+        ("wait_for_ever", signal.SIGHUP, True, 129, "terminated\n"),
         ("linger", signal.SIGINT, True, 130, "\ninterrupted\n"),
     ],
-    ids=["ctrl-c in a terminal", "SIGINT", "SIGTERM", "ctrl-c when the functions have returned"],
+    ids=["ctrl-c in a terminal", "SIGINT", "SIGTERM", "SIGHUP", "ctrl-c when the functions have returned"],
 )
 def test_a_signal_ends_everything(
     function: str, signum: int, whole_group: bool, code: int, said: str, tmp_path: Path

@@ -14,7 +14,7 @@ import role_functions as functions
 from program_sessions import LIMIT_S, environment, read_until, session_members, start
 
 from rpcdist import LocalCluster, Role, launch, rpc
-from rpcdist._launch.output import WorkerOutput
+from rpcdist._launch.output import JobOutput
 from rpcdist.errors import ConfigError, ProcessFailed
 from rpcdist.private_files import runtime_folder
 
@@ -93,7 +93,7 @@ def test_the_output_of_a_cluster(no_agent: None, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("chunks", [[b"one\ntw", b"o\nbar\rthree"], [b"one\ntwo\nbar\rthree"]])
 def test_lines_have_names_however_they_arrive(chunks: list[bytes], capfd: pytest.CaptureFixture[str]) -> None:
-    output = WorkerOutput("w", None, 36)
+    output = JobOutput(prefix=True).open("w", 0)
     for chunk in chunks:
         output.write("stdout", chunk)
     output.write("stderr", b"x" * 10_000)

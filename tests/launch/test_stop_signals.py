@@ -6,10 +6,13 @@ import os
 import signal
 import threading
 from contextlib import suppress
+from errno import EIO
+from io import StringIO
 
 import pytest
 
-from rpcdist._launch.supervisor import kept_interrupt
+from rpcdist._launch.output import JobOutput
+from rpcdist._launch.supervisor import StopSignals, kept_interrupt
 
 
 def press_ctrl_c() -> None:
@@ -61,3 +64,30 @@ def test_handlers_of_the_program_and_other_threads_are_left_alone() -> None:
     thread.start()
     thread.join()
     assert pressed[1:] == [signal.default_int_handler]
+
+
+def test_a_closed_terminal_stops_a_job_unless_the_program_ignores_that() -> None:
+    with StopSignals() as stop:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert stop.received == signal.SIGHUP
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignals() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.received is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_output_that_cannot_be_shown_does_not_keep_a_job_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
+    class ClosedTerminal(StringIO):
+        def flush(self) -> None:
+            raise OSError(EIO, "it was closed")
+
+    output = JobOutput()
+    worker = output.open("w", 0)
+    monkeypatch.setattr("sys.stdout", ClosedTerminal())
+    with pytest.raises(OSError, match="it was closed"):
+        worker.write("stdout", b"seen by nobody")
+    output.is_ending = True
+    worker.write("stdout", b"seen by nobody")

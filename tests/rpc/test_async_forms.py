@@ -6,7 +6,8 @@ import asyncio
 import contextvars
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
+from functools import partial
 from typing import Any
 
 import actor_functions as there
@@ -17,7 +18,7 @@ from blocking_refused import refuses
 
 from rpcdist import rpc
 from rpcdist.rpc._executors.blocking import async_form, off_loop
-from rpcdist.testing import InProcessCluster
+from rpcdist.testing import InProcessCluster, eventually_async
 
 variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="unset")
 
@@ -174,3 +175,29 @@ async def test_membership(cluster: InProcessCluster) -> None:
         await rpc.stop_serving_async("b")
     with cluster.use("b"):
         assert "a" in (await rpc.serve_async(there.LIMIT_S) or "")
+
+
+async def test_a_cancelled_wait_for_other_workers_ends(cluster: InProcessCluster) -> None:
+    """Its thread does not take what a later wait waits for, such as a request to stop."""
+    with cluster.use("a"):
+        waits: list[partial[Coroutine[Any, Any, Any]]] = [
+            partial(rpc.wait_for_worker_async, "nobody", timeout=0),
+            partial(rpc.wait_for_workers_async, "no role", 1, timeout=0),
+            partial(rpc.serve_async),
+        ]
+        for wait in waits:
+            waiting = asyncio.create_task(wait())
+            name = f"rpcdist-{wait.func.__name__.removesuffix('_async')}"
+            await eventually_async(partial(has_thread, name), "its thread runs")
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            await eventually_async(lambda: not has_thread(name), f"{wait} has ended")  # noqa: B023  # awaited here
+        serving = asyncio.create_task(rpc.serve_async())
+    with cluster.use("b"):
+        await rpc.stop_serving_async("a")
+    assert "b" in (await serving or "")
+
+
+def has_thread(name: str) -> bool:
+    return name in {thread.name for thread in threading.enumerate()}

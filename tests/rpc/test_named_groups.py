@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from datetime import timedelta
 
 import pytest
 import torch
 
-from rpcdist import collectives, rpc
-from rpcdist.errors import CollectiveError, ConfigError, RankLost, RpcdistError, UnknownWorker
+from rpcdist import collectives, rpc, testing
+from rpcdist.errors import CollectiveError, ConfigError, RankLost, RpcdistError, StoreTimeout, UnknownWorker
 from rpcdist.testing import LIMIT_S, InProcessCluster, RpcWorld, WorkerPool
 
 made: list[collectives.ProcessGroup] = []
@@ -104,6 +105,32 @@ def test_a_member_that_dies_before_it_comes_is_named(worker_pool: WorkerPool) ->
     waiting = world["a"].begin(join, ["a", "b"])
     world["b"].kill()
     assert "worker 'b' is lost" in str(waiting.error(RankLost))
+
+
+def give_up(workers: list[str], by_timeout: bool) -> None:
+    """Begins to make the group, and gives up before another member has begun."""
+    limit_s = 2 * testing.UNIT_S
+    if by_timeout:
+        with pytest.raises(StoreTimeout):
+            rpc.new_group(workers, timeout=timedelta(seconds=limit_s))
+    else:
+        with pytest.raises(TimeoutError):
+            asyncio.run(asyncio.wait_for(rpc.new_group_async(workers), limit_s))
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("by_timeout", [False, True], ids=["by a cancellation", "by a timeout"])
+def test_members_that_gave_up_make_the_group_later(worker_pool: WorkerPool, by_timeout: bool) -> None:
+    """Neither the number of attempts nor a thread that goes on keeps them apart."""
+    world = worker_pool.world("a", "b", world_size=None)
+    names = ["a", "b"]
+    for name, num_attempts in (("a", 2), ("b", 1)):
+        for _ in range(num_attempts):
+            world[name].run(give_up, names, by_timeout)
+    joining = [world[name].begin(join, names) for name in names]
+    assert [pending.result() for pending in joining] == [(0, 2), (1, 2)]
+    for leaving in [world[name].begin(leave) for name in names]:
+        leaving.result()
 
 
 def test_all_that_wait_for_a_member_learn_who_it_is() -> None:

@@ -133,7 +133,7 @@ async def test_a_start_that_is_cancelled_ends_at_once(place: Place, tmp_path: Pa
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await starting
-    assert "rpcdist-init" not in names_of_threads()
+    await eventually_async(lambda: "rpcdist-init" not in names_of_threads(), "its thread has ended")
     assert not rpc.api._is_current_rpc_agent_set()
     async with rpc.session("me", None, 0, 1, rpc.RpcOptions(init_method=f"file://{tmp_path}/next")):
         assert await rpc.rpc_async("me", pow, (2, 10)) == 1024

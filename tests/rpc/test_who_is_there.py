@@ -125,12 +125,18 @@ def test_a_server_serves_until_a_peer_says_stop() -> None:
 def test_a_server_ends_by_a_signal_and_the_second_one_has_its_usual_effect(worker_pool: WorkerPool) -> None:
     world = worker_pool.world("server", "client", peer_timeout=CALM_S)
     server = world["server"]
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         serving = server.begin(rpc.serve)
         wait_until_asleep(server.pid)
         assert world["client"].run(rpc.rpc_sync, "server", functions.pid) == server.pid
         server.signal(number)
         assert serving.result() == number.name
+    server.run(signal.signal, signal.SIGHUP, signal.SIG_IGN)  # as under `nohup`
+    serving = server.begin(rpc.serve)
+    wait_until_asleep(server.pid)
+    server.signal(signal.SIGHUP)
+    world["client"].run(rpc.stop_serving, "server")
+    assert serving.result() == "worker 'client' asked for it"
     leaving = server.begin(rpc.shutdown)
     wait_until_asleep(server.pid)
     server.signal(signal.SIGINT)

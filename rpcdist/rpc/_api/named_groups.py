@@ -19,13 +19,16 @@ from rpcdist.collectives.backends import Backend, BackendConfig
 from rpcdist.deadline import Deadline
 from rpcdist.errors import (
     CallRefused,
+    Cancelled,
     ConfigError,
+    DeadlineExceeded,
     RankLost,
     StoreTimeout,
     TransportError,
     WorkerLost,
     abridged,
     listed,
+    on_error,
 )
 from rpcdist.ids import Identity
 from rpcdist.rpc._api.many_workers import chosen_workers
@@ -37,7 +40,7 @@ from rpcdist.rpc._peers.network import calling_worker
 from rpcdist.time_limits import QUICK_ANSWER_LIMIT_S
 from rpcdist.transport import Node
 from rpcdist.transport.addresses import split_address
-from rpcdist.waiters import wake_threadsafe
+from rpcdist.waiters import check_not_given_up, wake_if_given_up, wake_threadsafe
 
 if TYPE_CHECKING:
     from rpcdist.rpc._agent import Agent
@@ -61,6 +64,12 @@ class _OwnGroups:
             number = self._num_made.get(members, 0)
             self._num_made[members] = number + 1
         return number
+
+    def not_made(self, members: Members, number: int) -> None:
+        """Gives the number back, as the other members may not have begun to make this group."""
+        with self._lock:
+            if self._num_made[members] == number + 1:
+                self._num_made[members] = number
 
     def lead(self, members: Members, number: int, host: str, port: int) -> None:
         """Publishes the address of a group's store to the other members."""
@@ -162,7 +171,8 @@ def new_group(
             if other != rank and not directory.lives(identity):
                 raise RankLost(f"making {title}", f"worker {identity.name!r} is lost", (other,))
 
-    store = _lead(agent, limit) if rank == 0 else _follow(agent, identities[0], members, number, limit, title)
+    with on_error(partial(own.not_made, members, number)):
+        store = _lead(agent, limit) if rank == 0 else _follow(agent, identities[0], members, number, limit, title)
     try:
         if rank == 0:
             own.lead(members, number, _host_of(agent), store.port)
@@ -177,6 +187,7 @@ def new_group(
         settings = GroupSettings(backend, limit, description, outlives_ranks=True)
         group = open_group(name, rank, numbers, part, settings, check=check)
     except BaseException as exc:
+        own.not_made(members, number)
         if rank == 0:
             store.note_failure(str(exc))  # the other members get this when the store closes
         store.close()
@@ -189,7 +200,7 @@ def new_group(
     return group
 
 
-new_group_async = async_form(new_group)
+new_group_async = async_form(new_group, ends_waits=True)
 """`new_group` as a coroutine function."""
 
 
@@ -207,8 +218,15 @@ def _follow(agent: Agent, leader: Identity, members: Members, number: int, limit
             raise StoreTimeout(
                 f"worker {leader.name!r}, the first member of {title}, did not call new_group within {limit}"
             )
+        asking = agent.caller.start_call(leader.id, _where_is, (asked, number), None, deadline.timeout_s())
+        wake_if_given_up(asking.cancel)
         try:
-            found = agent.caller.sync(leader.id, _where_is, (asked, number), None, deadline.timeout_s())
+            found = asking.wait()
+        except DeadlineExceeded:
+            continue
+        except Cancelled:
+            check_not_given_up()
+            raise
         except WorkerLost as exc:
             raise RankLost(f"making {title}", str(exc), (0,)) from exc
     host, port = found

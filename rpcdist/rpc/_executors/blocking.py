@@ -137,11 +137,14 @@ def off_loop(instead: str, what: str = "") -> Callable[[Callable[P, R]], Callabl
     return mark
 
 
-def async_form(function: Callable[P, R]) -> Callable[P, Coroutine[Any, Any, R]]:
+def async_form(function: Callable[P, R], ends_waits: bool = False) -> Callable[P, Coroutine[Any, Any, R]]:
     """Returns a coroutine function that runs `function` on a new thread.
 
     The function sees the task's context variables, autograd context included, and its torch state (`no_grad`). If the
     task is cancelled, the function keeps running until its own time limit, and its result is dropped.
+
+    Args:
+        ends_waits: whether a cancellation ends the waits of the function instead, as in `run_in_thread`.
     """
     is_method = "." in function.__qualname__
 
@@ -152,9 +155,10 @@ def async_form(function: Callable[P, R]) -> Callable[P, Coroutine[Any, Any, R]]:
         state = StateSlot()
         state.copy_current()
         return await run_in_thread(
-            partial(state.call, partial(found, **kwargs)), lambda: None, f"rpcdist-{function.__name__}"
+            partial(state.call, partial(found, **kwargs)), lambda: None, f"rpcdist-{function.__name__}", ends_waits
         )
 
     form.__name__, form.__qualname__ = f"{function.__name__}_async", f"{function.__qualname__}_async"
-    form.__doc__ = f"`{function.__name__}` for coroutines, on a thread; keeps running there if the task is cancelled."
+    cancelled = "ends" if ends_waits else "keeps running there"
+    form.__doc__ = f"`{function.__name__}` for coroutines, on a thread; {cancelled} if the task is cancelled."
     return form

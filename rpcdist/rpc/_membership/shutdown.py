@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Any
@@ -29,7 +30,7 @@ from rpcdist.inspection import GatheringFacts
 from rpcdist.rpc._peers.directory import Directory, MemberEvent
 from rpcdist.rpc._peers.network import check_speaks_for
 from rpcdist.time_limits import DEPARTURE_REVIEW_S
-from rpcdist.waiters import ends_within
+from rpcdist.waiters import check_not_given_up, ends_within, wake_if_given_up
 
 DEPART = "rpcdist.rpc._membership.shutdown:depart"
 NOT_ARRIVED = "rpcdist.rpc._membership.shutdown:not_arrived"
@@ -172,7 +173,7 @@ class ShutdownRounds:
 # Users name these functions in allow-lists, and peers call them; no module defines them.
 STOP = "rpcdist.rpc._membership.serving:stop"
 PING = "rpcdist.rpc._membership.serving:ping"
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class StopRequests:
@@ -200,11 +201,14 @@ class StopRequests:
         Raises:
             CoordinatorLost: see `orphaned`.
 
-        On the main thread SIGTERM and SIGINT are such requests while it waits; a second one has its usual effect.
+        On the main thread SIGTERM, SIGINT and SIGHUP are such requests while it waits; a second one has its usual
+        effect.
         """
         deadline = Deadline.after(timeout_s)
+        wake_if_given_up(partial(self._requests.put, None))
         with self._signals():
             while True:
+                check_not_given_up()
                 if self._lost is not None:
                     raise self._lost
                 try:
@@ -220,7 +224,9 @@ class StopRequests:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.getsignal(number) for number in SIGNALS}
+        found = {number: signal.getsignal(number) for number in SIGNALS}
+        # Ignored under `nohup`, or in the background of a shell script.
+        before = {number: handler for number, handler in found.items() if handler is not signal.SIG_IGN}
 
         def restore() -> None:
             for number, handler in before.items():
@@ -232,7 +238,7 @@ class StopRequests:
             self.stop(signal.Signals(number).name)
 
         try:
-            for number in SIGNALS:
+            for number in before:
                 signal.signal(number, on_signal)
             yield
         finally:

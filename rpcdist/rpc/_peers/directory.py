@@ -19,6 +19,7 @@ from rpcdist.rpc._peers.network import AnySession
 from rpcdist.rpc.worker_info import WorkerInfo
 from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.session import Session
+from rpcdist.waiters import check_not_given_up, wake_if_given_up
 
 logger = logging.getLogger(__name__)
 
@@ -369,9 +370,15 @@ class Directory:
 
     def wait_while(self, condition: Callable[[], bool], deadline: Deadline) -> None:
         """Waits while a condition holds, which is checked again at each change of the workers; blocks."""
+        wake_if_given_up(self._wake)
         with self._changed:
             while condition() and not deadline.expired():
+                check_not_given_up()
                 self._changed.wait(min(longest_sleep_s(), deadline.remaining_s()))
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     def info(self, worker_id: int) -> WorkerInfo:
         return WorkerInfo(self.name_of(worker_id), worker_id)
