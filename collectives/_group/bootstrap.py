@@ -12,7 +12,16 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NoReturn, cast
 
-from rpcdist.collectives._group.agreement import Disagreement, Displaced, Incomplete, JoinRequest, Made, agreement
+from rpcdist.collectives._group.agreement import (
+    Disagreement,
+    Displaced,
+    Incomplete,
+    JoinRequest,
+    Made,
+    Result,
+    Steps,
+    agreement,
+)
 from rpcdist.collectives._group.backend_contract import GroupContext
 from rpcdist.collectives._stores.derived_stores import PrefixStore
 from rpcdist.collectives._stores.store_base import SignedRecords, Store, timed_out
@@ -25,6 +34,7 @@ from rpcdist.transport.hub_connector import HubAddress
 logger = logging.getLogger(__name__)
 
 _RANK_0_KEY: Final = "rank 0"
+_NOW: Final = Deadline(0.0)
 
 
 def exchange_values(context: GroupContext, key: str, value: str, deadline: Deadline) -> list[str]:
@@ -106,7 +116,7 @@ def agree(
     notice: Deadline | None = Deadline.after(INIT_NOTICE_S)
     try:
         while True:
-            operation = steps.send(result)
+            operation = _next_wait(store, steps, result)
             if notice is not None:
                 result = _carry_out(store, operation, min(notice, deadline, key=lambda limit: limit.at), check)
                 if not isinstance(result, Missing) or deadline.expired():
@@ -129,6 +139,19 @@ def agree(
             case Incomplete(missing, twice):
                 raise _missing(missing, twice, len(ranks), what, timeout_s) from None
         raise AssertionError(done.value) from None
+
+
+def _next_wait(store: Store, steps: Steps[Result], result: object) -> StoreOperation[object]:
+    """Returns the next step that has to wait, or just the next one if the store cannot do several at once."""
+    held = store._held()
+    if held is None:
+        return steps.send(result)
+    with held:
+        while True:
+            operation = steps.send(result)
+            result = store.execute(operation, _NOW)
+            if isinstance(result, Missing):
+                return operation
 
 
 def _carry_out(

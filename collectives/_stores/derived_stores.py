@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, Final, cast
 
@@ -66,6 +66,9 @@ class PrefixStore(Store):
 
     def note_failure(self, reason: str) -> None:
         self.underlying_store.note_failure(reason)
+
+    def _held(self) -> AbstractContextManager[None] | None:
+        return self.underlying_store._held()
 
     @property
     def _timeout_s(self) -> float:  # type: ignore[override]  # the base keeps a number here

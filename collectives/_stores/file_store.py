@@ -25,7 +25,7 @@ import threading
 import weakref
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Final
 
@@ -41,11 +41,13 @@ from rpcdist.waiters import pause
 MAGIC: Final = b"RPCDSTR1"
 HEADER_BYTES: Final = 16
 MAX_RECORD_BYTES: Final = 1 << 30
+_READ_BYTES: Final = 1 << 20
 
 _RECORD = struct.Struct("<II")
 _CHANGE = struct.Struct("<BII")
-_CODES: Final = {int(code): code for code in Code}
-_OPENED, _CLOSED = Code.OPENED, Code.CLOSED
+_RECORD_BYTES, _CHANGE_BYTES = _RECORD.size, _CHANGE.size
+_read_record, _read_change = _RECORD.unpack_from, _CHANGE.unpack_from
+_SET, _OPENED, _CLOSED = int(Code.SET), int(Code.OPENED), int(Code.CLOSED)
 
 
 class FileTable:
@@ -58,14 +60,14 @@ class FileTable:
         self.path = path
         self.contents = Contents()
         self._world_size = world_size
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._num_opened = 0
         self._num_closed = 0
         self._closed = False
         self._pid = os.getpid()
         self._offset = HEADER_BYTES
         self._header = b""
-        self._descriptor = -1  # of the file, while it is locked
+        self._descriptor = -1  # of the file, while this process has locked it
         self._create(Deadline.after(SLOW_ANSWER_LIMIT_S))
 
     def execute(self, operation: StoreOperation[object]) -> object:
@@ -95,18 +97,22 @@ class FileTable:
         Raises:
             DistStoreError: other users can write to it.
         """
-        with _system_errors(self.path), self._opened(os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX, deadline) as descriptor:
-            self._check_ours(descriptor)
-            header = os.pread(descriptor, HEADER_BYTES, 0)
-            if not MAGIC.startswith(header[: len(MAGIC)]):
-                raise DistStoreError(f"{self.path} exists, but is not the file of a store; use another path")
-            if len(header) < HEADER_BYTES:  # new, or the process that made it was killed
-                header = MAGIC + os.urandom(HEADER_BYTES - len(MAGIC))
-                _write_all(descriptor, header, 0)
-            self._header, self._descriptor = header, descriptor
-            if self._world_size > 0:
-                self._apply(self._read())
-                self.change([Change(Code.OPENED)])
+        with _system_errors(self.path):
+            self._descriptor = descriptor = self._open(os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX, deadline)
+            try:
+                self._check_ours(descriptor)
+                header = os.pread(descriptor, HEADER_BYTES, 0)
+                if not MAGIC.startswith(header[: len(MAGIC)]):
+                    raise DistStoreError(f"{self.path} exists, but is not the file of a store; use another path")
+                if len(header) < HEADER_BYTES:  # new, or the process that made it was killed
+                    header = MAGIC + os.urandom(HEADER_BYTES - len(MAGIC))
+                    _write_all(descriptor, header, 0)
+                self._header = header
+                if self._world_size > 0:
+                    self._apply(self._read())
+                    self.change([Change(Code.OPENED)])
+            finally:
+                self._close_file()
 
     def _check_ours(self, descriptor: int) -> None:
         """Raises if other users could have written to the file, since this process trusts its content."""
@@ -123,21 +129,29 @@ class FileTable:
 
     @contextmanager
     def locked(self, writing: bool, limit_s: float | None = None) -> Iterator[None]:
-        """Opens the file, locks it for the `with` block, and updates the contents."""
+        """Opens the file, locks it for the `with` block, and updates the contents; within another such block it does
+        nothing, which must be one for writing if this one is."""
         limit_s = SLOW_ANSWER_LIMIT_S if limit_s is None else limit_s
         deadline = Deadline.after(limit_s)
         if not self._lock.acquire(timeout=deadline.remaining_s()):
             raise DistStoreError(f"another thread has used {self.path} for {limit_s} s")
         try:
+            if self._descriptor >= 0:
+                yield
+                return
             if self._closed:
                 raise DistStoreError(f"the store in {self.path} was closed by this process")
-            mode = fcntl.LOCK_EX if writing else fcntl.LOCK_SH
-            with _system_errors(self.path), self._opened(os.O_RDWR, mode, deadline) as self._descriptor:
-                header, size = os.pread(self._descriptor, HEADER_BYTES, 0), os.fstat(self._descriptor).st_size
-                if header != self._header or size < self._offset:
-                    raise DistStoreError(f"{self.path} was replaced or cut short while a store used it")
-                self._apply(self._read())
-                yield
+            with _system_errors(self.path):
+                self._descriptor = self._open(os.O_RDWR, fcntl.LOCK_EX if writing else fcntl.LOCK_SH, deadline)
+                try:
+                    header, size = os.pread(self._descriptor, HEADER_BYTES, 0), os.fstat(self._descriptor).st_size
+                    if header != self._header or size < self._offset:
+                        raise DistStoreError(f"{self.path} was replaced or cut short while a store used it")
+                    if size > self._offset:
+                        self._apply(self._read())
+                    yield
+                finally:
+                    self._close_file()
         finally:
             self._lock.release()
 
@@ -146,14 +160,16 @@ class FileTable:
         with _system_errors(self.path):
             return os.stat(self.path).st_size != self._offset
 
-    @contextmanager
-    def _opened(self, flags: int, mode: int, deadline: Deadline) -> Iterator[int]:
+    def _open(self, flags: int, mode: int, deadline: Deadline) -> int:
+        """Returns a descriptor of the file with a lock; closing it frees the lock."""
         descriptor = os.open(self.path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
-        try:
+        with on_error(partial(os.close, descriptor)):
             self._wait_for_lock(descriptor, mode, deadline)
-            yield descriptor
-        finally:
-            os.close(descriptor)  # this frees the lock
+        return descriptor
+
+    def _close_file(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        os.close(descriptor)
 
     def _wait_for_lock(self, descriptor: int, mode: int, deadline: Deadline) -> None:
         # flock() has no time limit, so this tries repeatedly; a lock is held for some microseconds.
@@ -178,31 +194,38 @@ class FileTable:
         self._write(changes)
         self._apply(changes)
 
-    def _apply(self, changes: Iterable[Change]) -> None:
-        for change in changes:
-            code = change.code
-            if code is _OPENED:
+    def _apply(self, changes: Iterable[tuple[int, str, bytes]]) -> None:
+        values = self.contents.values
+        for code, key, value in changes:
+            if code == _SET:  # most of them
+                values[key] = value
+            elif code == _OPENED:
                 self._num_opened += 1
-            elif code is _CLOSED:
+            elif code == _CLOSED:
                 self._num_closed += 1
             else:
-                self.contents.apply(change)
+                self.contents.apply(Change(Code(code), key, value))
 
-    def _read(self) -> list[Change]:
-        """Returns the changes that were not read before, in order."""
+    def _read(self) -> list[tuple[int, str, bytes]]:
+        """Returns the changes that were not read before, in order, as code, key and value."""
         data = self._read_rest()
-        changes: list[Change] = []
+        changes: list[tuple[int, str, bytes]] = []
         position, end = 0, len(data)
-        while end - position >= _RECORD.size:
-            length, checksum = _RECORD.unpack_from(data, position)
-            start = position + _RECORD.size
-            body = data[start : start + length]
-            if length > MAX_RECORD_BYTES or (len(body) == length and zlib.crc32(body) != checksum):
+        while end - position >= _RECORD_BYTES:
+            length, checksum = _read_record(data, position)
+            start = position + _RECORD_BYTES
+            stop = start + length
+            if length > MAX_RECORD_BYTES or (stop <= end and zlib.crc32(data[start:stop]) != checksum):
                 raise DistStoreError(f"{self.path} is damaged at byte {self._offset + position}")
-            if len(body) < length:
+            if stop > end:
                 break
-            _unpack(body, changes)
-            position = start + length
+            while start < stop:
+                code, key_length, value_length = _read_change(data, start)
+                key_start = start + _CHANGE_BYTES
+                middle = key_start + key_length
+                start = middle + value_length
+                changes.append((code, data[key_start:middle].decode("utf-8", "surrogatepass"), data[middle:start]))
+            position = stop
         self._offset += position
         return changes
 
@@ -224,22 +247,12 @@ class FileTable:
 
     def _read_rest(self) -> bytes:
         offset, parts = self._offset, []
-        while part := os.pread(self._descriptor, 1 << 20, offset):
+        while True:
+            part = os.pread(self._descriptor, _READ_BYTES, offset)
             parts.append(part)
             offset += len(part)
-        return b"".join(parts)
-
-
-def _unpack(body: bytes, changes: list[Change]) -> None:
-    """Appends the changes of a record."""
-    position, end = 0, len(body)
-    while position < end:
-        code, key_length, value_length = _CHANGE.unpack_from(body, position)
-        key_start = position + _CHANGE.size
-        middle = key_start + key_length
-        position = middle + value_length
-        key = body[key_start:middle].decode("utf-8", "surrogatepass")
-        changes.append(Change(_CODES[code], key, body[middle:position]))
+            if len(part) < _READ_BYTES:
+                return b"".join(parts)
 
 
 def _write_all(descriptor: int, data: bytes, offset: int) -> None:
@@ -303,6 +316,9 @@ class FileStore(Store):
         """Ends the use of the store; the last of `world_size` users removes the file. Idempotent, bounded."""
         if self._closer.detach() is not None:
             self._table.close()
+
+    def _held(self) -> AbstractContextManager[None]:
+        return self._table.locked(writing=True)
 
     def execute(self, operation: StoreOperation[object], deadline: Deadline) -> object:
         pauses: Iterator[float] | None = None

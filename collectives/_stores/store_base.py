@@ -7,6 +7,7 @@ import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from operator import index
 from typing import Final, Self, TypeVar, cast
@@ -207,6 +208,11 @@ class Store:
     def set_timeout(self, timeout: Timeout) -> None:
         """Sets the limit of waits without a timeout of their own, in seconds or as a `timedelta`."""
         self._timeout_s = seconds(timeout)
+
+    def _held(self) -> AbstractContextManager[None] | None:
+        """A block in which several operations of this thread, none of which may wait, cost about as much as one; None
+        if the kind of store has no such block."""
+        return None
 
     def note_failure(self, reason: str) -> None:  # most stores do not serve other processes
         """Records why this process gives up, for errors of processes that lose the store it serves. Never blocks."""
