@@ -93,6 +93,8 @@ def share_memory(
     except (RpcdistError, OSError) as exc:
         reason = f"{type(exc).__name__}: {exc}"
     outcomes = watch.exchange(reason, deadline)
+    if not any(outcomes):
+        return segment, hosts
     if any(outcomes[rank] for rank in members):
         failed = "; ".join(f"rank {context.ranks[rank]}: {outcomes[rank]}" for rank in members if outcomes[rank])
         logger.warning("group %r uses sockets on this host, because shared memory failed: %s", context.name, failed)
@@ -120,6 +122,8 @@ def _share_on_host(
         with watch.hub.connect(address, f"{purpose}{rank}", deadline.remaining_s(), unix=True) as connection:
             _await_offer(watch, connection, deadline)
             return accept(connection, deadline.remaining_s())
+    if watch.memory is not None:
+        return watch.memory
     segment: Segment | None = None
     try:
         segment = Segment.create(size_bytes)
@@ -173,8 +177,10 @@ class TcpBackend(EngineBackend):
     def __init__(self, context: GroupContext) -> None:
         options = context.options if isinstance(context.options, TcpOptions) else TcpOptions()
         deadline = Deadline.after(context.timeout_s)
+        watch: GroupWatch | None = None
         shares = context.size > 1 and _shares_memory(options)
-        watch = GroupWatch(context, deadline, options.unix_sockets, shares) if context.size > 1 else None
+        if context.size > 1:
+            watch = GroupWatch(context, deadline, options.unix_sockets, segment_size(context.size) if shares else 0)
         with ExitStack() as undo:
             transport: Transport = SingleRankTransport()
             if watch is not None:

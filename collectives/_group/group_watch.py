@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from rpcdist.collectives._group.backend_contract import GroupContext
 from rpcdist.collectives._group.bootstrap import address_of_rank_0, not_made
 from rpcdist.collectives._group.local_process import bind_host
 from rpcdist.collectives._group.state import GroupActions, GroupFailure, GroupState
-from rpcdist.collectives._group.watch import StateKeeper, Watch, encoded
-from rpcdist.deadline import Deadline
+from rpcdist.collectives._group.watch import Interrupted, StateKeeper, Watch, encoded
+from rpcdist.deadline import Deadline, longest_sleep_s
 from rpcdist.errors import (
     AuthenticationFailed,
     CollectiveTimeout,
@@ -30,6 +32,8 @@ from rpcdist.transport.hub_connector import HubAddress
 from rpcdist.transport.shared_memory import Segment, SegmentError
 from rpcdist.transport.sockets import SocketHub
 
+logger = logging.getLogger(__name__)
+
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -43,13 +47,14 @@ class GroupWatch(StateKeeper):
         context: describes the group, which has more than one rank.
         deadline: the time by which the other ranks must join.
         unix_sockets: whether other ranks may reach this one through Unix sockets.
-        shares_memory: whether this rank may share memory.
+        memory_bytes: the size of the memory that all ranks share if they are on one host; 0 if this rank may share none.
 
     Attributes:
         uid: random name of this group, equal on all its ranks.
         addresses: addresses of the ranks' socket hubs, by rank in the group.
         boots: the boot id of each rank's kernel, by rank; empty if it is unknown.
         beside_rank_0: by rank, whether it shares memory, the kernel, and a Unix socket as its connection with rank 0.
+        memory: at rank 0, the memory that the others got with the addresses, if all are beside it.
         reporter: tells the other ranks of failures that this rank found.
 
     Raises (constructor):
@@ -58,12 +63,13 @@ class GroupWatch(StateKeeper):
     """
 
     def __init__(
-        self, context: GroupContext, deadline: Deadline, unix_sockets: bool = True, shares_memory: bool = False
+        self, context: GroupContext, deadline: Deadline, unix_sockets: bool = True, memory_bytes: int = 0
     ) -> None:
         super().__init__(GroupState(context.name, context.rank, context.ranks))
         self._context = context
         self._lock = threading.Lock()
         self._group: StateKeeper | None = None
+        self.memory: Segment | None = None
         context.process.acquire_sockets(bind_host(context.store))
         self.hub = context.process.hub
         with on_error(self.release):
@@ -76,11 +82,23 @@ class GroupWatch(StateKeeper):
             self.reporter = Watch(context.process.node, context.rank, context.ranks, context.name, self)
             self.reporter.take_connections(sockets)
         with on_error(self.give_up):
-            is_beside = is_near and shares_memory
-            entries = [text.split(" ") for text in self.exchange(f"{own} {_boot_id()} {is_beside:d}", deadline)]
-            self.addresses = tuple(address for address, _, _ in entries)
-            self.boots = tuple(boot for _, boot, _ in entries)
-            self.beside_rank_0 = tuple(boot == self.boots[0] and mark == "1" for _, boot, mark in entries)
+            own_text = f"{own} {_boot_id()} {is_near and memory_bytes > 0:d}"
+            entries = self.exchange(own_text, deadline, partial(self._memory_for_all, memory_bytes))
+            self.addresses, self.boots, marks = zip(*(text.split(" ") for text in entries), strict=True)
+            first = self.boots[0]
+            self.beside_rank_0 = tuple(
+                boot == first and mark == "1" for boot, mark in zip(self.boots, marks, strict=True)
+            )
+
+    def _memory_for_all(self, size_bytes: int, entries: list[str]) -> Segment | None:
+        """At rank 0: memory for all ranks, which end their entries alike if all are beside it."""
+        if len({text.partition(" ")[2] for text in entries}) > 1 or not size_bytes:
+            return None
+        try:
+            self.memory = Segment.create(size_bytes)
+        except SegmentError as exc:  # the ranks learn it when they wait for the memory
+            logger.debug("group %r gets no shared memory: %s", self._context.name, exc)
+        return self.memory
 
     def check(self) -> None:
         """Raises if the group cannot be made any more."""
@@ -93,23 +111,32 @@ class GroupWatch(StateKeeper):
             raise RendezvousError(failure.reason)
         raise failure.error(f"making group {self.state.group!r}")
 
-    def exchange(self, value: str, deadline: Deadline) -> list[str]:
-        """Returns the texts of all ranks, by rank. Blocks; all ranks call it, in the same order."""
+    def exchange(
+        self, value: str, deadline: Deadline, gift: Callable[[list[str]], Segment | None] | None = None
+    ) -> list[str]:
+        """Returns the texts of all ranks, by rank. Blocks; all ranks call it, in the same order.
+
+        Args:
+            gift: see `Watch.exchange`.
+        """
         context = self._context
-        answer = self.reporter.exchange(value)
+        answer = self.reporter.exchange(value, gift)
         # Rank 0 knows which ranks are missing and tells the others, so they wait longer than rank 0.
         limit = deadline if context.rank == 0 else Deadline.after(deadline.remaining_s() + ANSWER_LIMIT_S)
+        wait_s = longest_sleep_s() if context.check is None else CHECK_INTERVAL_S
         while True:
-            try:
-                return answer.result(min(CHECK_INTERVAL_S, limit.remaining_s()))
-            except TimeoutError:
-                pass
             try:
                 self.check()
             except Exception:
-                if answer.done():  # rank 0 may leave as soon as it has sent the answer
-                    continue
+                if not answer.done():  # rank 0 may leave as soon as it has sent the answer
+                    raise
+            try:
+                return answer.result(min(wait_s, limit.remaining_s()))
+            except Interrupted:
+                self.check()
                 raise
+            except TimeoutError:
+                pass
             if limit.expired() and not answer.done():
                 missing = self.reporter.missing() if context.rank == 0 else [0]
                 error = not_made(context, missing)
@@ -167,18 +194,7 @@ def connect_watch(
             reason, waited_s = (exc.reason, exc.waited_s) if isinstance(exc, ConnectFailed) else (str(exc), None)
             reason = f"{reason} (rank 0 of group {context.name!r}). Did it end?"
             raise ConnectFailed(rank_0, reason, waited_s) from exc
-    sockets: dict[int, StreamSocket] = {}
-    error: BaseException | None = None
-    hub.announce(purpose)  # before the loop, as ranks connect in any order
-    try:
-        for rank in range(1, context.size):
-            try:
-                waits_s, check = (deadline.remaining_s(), context.check) if error is None else (0.0, None)
-                sockets[rank] = hub.expect(f"{purpose}{rank}", waits_s, check)
-            except BaseException as exc:
-                error = error or exc  # ranks after this one may have connected
-    finally:
-        hub.withdraw(purpose)
+    sockets, error = _accept_watch(context, hub, purpose, deadline)
     if error is not None:
         missing = [rank for rank in range(1, context.size) if rank not in sockets]
         late = [context.ranks[rank] for rank in missing]
@@ -196,6 +212,42 @@ def connect_watch(
             raise DistNetworkError(text) from error
         raise error
     return sockets
+
+
+def _accept_watch(
+    context: GroupContext, hub: SocketHub, purpose: str, deadline: Deadline
+) -> tuple[dict[int, StreamSocket], BaseException | None]:
+    """Returns the connections of all other ranks; or those that came, and why it did not wait for the rest."""
+    sockets: dict[int, StreamSocket] = {}
+    expected = {f"{purpose}{rank}": rank for rank in range(1, context.size)}
+    lock, is_complete = threading.Lock(), threading.Event()
+
+    def take(text: str, sock: StreamSocket) -> None:
+        with lock:
+            rank = expected.pop(text, None)  # None: not a rank, or its second connection
+            if rank is not None:
+                sockets[rank] = sock
+        if rank is None:
+            sock.close()
+        elif not expected:
+            is_complete.set()
+
+    error: BaseException | None = None
+    hub.announce(purpose, take)
+    try:
+        wait_s = longest_sleep_s() if context.check is None else CHECK_INTERVAL_S
+        while not is_complete.wait(min(wait_s, deadline.remaining_s())):
+            if context.check is not None:
+                context.check()
+            if deadline.expired():
+                raise TimeoutError
+    except BaseException as exc:
+        error = exc
+    finally:
+        hub.withdraw(purpose)
+    with lock:
+        expected.clear()  # a connection that comes now is closed
+        return sockets, error
 
 
 def _boot_id() -> str:

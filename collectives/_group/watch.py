@@ -56,13 +56,15 @@ MAX_MESSAGE_BYTES: Final = 64 * 1024
 MAX_VALUE_CHARS: Final = 1024
 """The limit of a rank's text in an exchange. Rank 0 sends the texts of all ranks in one message."""
 _VALUE_BYTES: Final = 12 * MAX_VALUE_CHARS  # as JSON, at most
+_HEAD_BYTES: Final = 4
+_READ_BYTES: Final = 8 << 10
 
 Message = dict[str, object]
 
 
 def encoded(message: Message) -> bytes:
     data = json.dumps(message).encode()
-    return len(data).to_bytes(4, "big") + data
+    return len(data).to_bytes(_HEAD_BYTES, "big") + data
 
 
 class StateKeeper(ABC):
@@ -110,6 +112,7 @@ class WatchConnection:
         self.descriptors = ReceivedDescriptors(f"rank {rank}")
         self._unix = sock if isinstance(sock, socket.socket) and sock.family == socket.AF_UNIX else None
         self._max_message_bytes = max_message_bytes
+        self._received = bytearray()  # and not returned yet
         self._unsent: deque[tuple[bytes, Segment | None]] = deque()
         self._sending = asyncio.Lock()
         sock.setblocking(False)
@@ -146,35 +149,38 @@ class WatchConnection:
 
     async def receive(self) -> Message | None:
         """Returns the next message; None at the end of the stream. Waits as long as the peer lives."""
-        header = await self._exactly(4)
-        if header is None:
-            return None
-        size = int.from_bytes(header, "big")
-        if size > self._max_message_bytes:
-            raise ProtocolViolation(f"rank {self.rank} announced a watch message of {size} bytes")
-        data = await self._exactly(size)
+        while (data := self._first_received()) is None:
+            more = await self._some(_READ_BYTES)
+            if not more:
+                return None
+            self._received += more
         try:
-            message = None if data is None else json.loads(data)
+            message = json.loads(data)
         except (ValueError, RecursionError) as exc:  # the latter for nested brackets
             raise ProtocolViolation(f"rank {self.rank} sent a watch message that is not JSON") from exc
-        if message is not None and not isinstance(message, dict):
+        if not isinstance(message, dict):
             raise ProtocolViolation(f"rank {self.rank} sent a watch message that is no object")
         return message
+
+    def _first_received(self) -> bytes | None:
+        """Takes the first message out of the received bytes; None if they do not contain all of it."""
+        received = self._received
+        if len(received) < _HEAD_BYTES:
+            return None
+        end = _HEAD_BYTES + int.from_bytes(received[:_HEAD_BYTES], "big")
+        if end - _HEAD_BYTES > self._max_message_bytes:
+            raise ProtocolViolation(f"rank {self.rank} announced a watch message of {end - _HEAD_BYTES} bytes")
+        if len(received) < end:
+            return None
+        data = bytes(received[_HEAD_BYTES:end])
+        del received[:end]
+        return data
 
     def has_ended(self) -> bool:
         """Whether the peer has closed the connection, so that `receive` does not wait."""
         poller = select.poll()
         poller.register(self.sock, select.POLLRDHUP)
         return bool(poller.poll(0))
-
-    async def _exactly(self, size: int) -> bytes | None:
-        data = bytearray()
-        while len(data) < size:
-            part = await self._some(size - len(data))
-            if not part:
-                return None
-            data += part
-        return bytes(data)
 
     async def _some(self, size: int) -> bytes:
         """Like `receive_some`, and keeps the descriptors that come along."""
@@ -214,6 +220,14 @@ def _notice_silence(sock: StreamSocket) -> None:
 logger = logging.getLogger(__name__)
 
 
+class Interrupted(Exception):
+    """An exchange may never be complete, as the group failed or a rank left."""
+
+
+def _memory_message(segment: Segment | None) -> Message:
+    return {"say": "memory", "size": 0 if segment is None else segment.size_bytes}
+
+
 class Watch(Reporter):
     """One rank's end of the watch; see the module's docstring.
 
@@ -240,6 +254,7 @@ class Watch(Reporter):
         self._exchanges = 0  # the number of finished ones
         self._values: dict[int, str] = {}  # rank 0: the values for the current exchange, by rank
         self._exchange: Future[list[str]] = Future()  # the current exchange, once this rank takes part in it
+        self._gift: Callable[[list[str]], Segment | None] | None = None
         self.memory: Future[Segment] = Future()
 
     def take_connections(self, sockets: dict[int, StreamSocket]) -> None:
@@ -260,13 +275,18 @@ class Watch(Reporter):
 
     # ------------------------------------------------------------ exchanges
 
-    def exchange(self, value: str) -> Future[list[str]]:
+    def exchange(self, value: str, gift: Callable[[list[str]], Segment | None] | None = None) -> Future[list[str]]:
         """Returns a future of the texts of all ranks, by rank; all ranks call it, in the same order.
 
-        Any thread may call it, one at a time. A text that is too long is cut. If the group fails, the future is never
-        completed; the state keeper has got the failure.
+        Any thread may call it, one at a time. A text that is too long is cut. If the group fails or a rank leaves, the
+        future gets an `Interrupted`; the state keeper has got the reason. It gets none for an earlier event.
+
+        Args:
+            gift: at rank 0, called with the texts on the I/O loop; returns memory that goes to the other ranks, all
+                over Unix sockets, together with the texts, or None.
         """
         self._exchange = Future()
+        self._gift = gift
         self._post({"say": "value", "number": self._exchanges, "value": value[:MAX_VALUE_CHARS]})
         return self._exchange
 
@@ -283,7 +303,9 @@ class Watch(Reporter):
         if len(self._values) == len(self._world_ranks):
             values = [self._values[rank] for rank in range(len(self._world_ranks))]
             self._values.clear()
-            self._send({"say": "values", "number": self._exchanges, "values": values})
+            segment = None if self._gift is None else self._gift(values)
+            news = [] if segment is None else [_memory_message(segment)]
+            self._send_to(self._connections, *news, self._values_message(values), segment=segment)
             self._complete_exchange(values)
 
     def _values_received(self, message: Message) -> None:
@@ -291,20 +313,27 @@ class Watch(Reporter):
         is_under_way = integer(message, "number") == self._exchanges and not self._exchange.done()
         if not is_under_way or not isinstance(values, list) or len(values) != len(self._world_ranks):
             raise ProtocolViolation("rank 0 sent values of an exchange that is not in progress")
-        if not all(isinstance(value, str) for value in values):
+        if not set(map(type, values)) <= {str}:
             raise ProtocolViolation("rank 0 sent values that are not texts")
         self._complete_exchange(values)
 
+    def _values_message(self, values: list[str]) -> Message:
+        return {"say": "values", "number": self._exchanges, "values": values}
+
     def _complete_exchange(self, values: list[str]) -> None:
         self._exchanges += 1
-        self._exchange.set_result(values)
+        if not self._exchange.done():
+            self._exchange.set_result(values)
+
+    def _interrupt_exchange(self) -> None:
+        if not self._exchange.done():
+            self._exchange.set_exception(Interrupted())
 
     # ------------------------------------------------------------ memory
 
     def pass_memory(self, segment: Segment | None, ranks: Iterable[int]) -> None:
         """At rank 0: passes memory, or the news that there is none, to ranks with Unix sockets. Any thread."""
-        message: Message = {"say": "memory", "size": 0 if segment is None else segment.size_bytes}
-        self._node.io.call_soon(self._send_to, ranks, message, segment)
+        self._node.io.call_soon(partial(self._send_to, ranks, _memory_message(segment), segment=segment))
 
     def _memory_received(self, sender: int, size_bytes: int) -> None:
         try:
@@ -347,8 +376,8 @@ class Watch(Reporter):
         """Sends to every peer except `skip`; does not wait."""
         self._send_to([rank for rank in self._connections if rank != skip], message)
 
-    def _send_to(self, ranks: Iterable[int], message: Message, segment: Segment | None = None) -> None:
-        data, late = encoded(message), []
+    def _send_to(self, ranks: Iterable[int], *messages: Message, segment: Segment | None = None) -> None:
+        data, late = b"".join(map(encoded, messages)), []
         for rank in ranks:
             connection = self._connections.get(rank)
             with suppress(OSError):  # the listener reports it
@@ -410,6 +439,7 @@ class Watch(Reporter):
 
     def _failed(self, failure: GroupFailure, sender: int) -> None:
         self._listener.fail(failure)
+        self._interrupt_exchange()
         if self._rank == 0 and not self._has_reported:
             self._has_reported = True
             self._send({"say": "failure", **failure.to_json()}, skip=sender)
@@ -420,6 +450,7 @@ class Watch(Reporter):
             raise ProtocolViolation(f"rank {sender} said that rank {rank} left")
         self._departed.add(rank)
         self._listener.rank_left(rank, sequence)
+        self._interrupt_exchange()
         if self._rank == 0 and rank != 0:
             self._send({"say": "left", "rank": rank, "sequence": sequence}, skip=sender)
 

@@ -270,8 +270,10 @@ class SpinPolicy:
 
 def ranks_here(rank: int, addresses: Sequence[str]) -> int:
     """Returns the number of ranks on a rank's host, from the hub addresses of all ranks; 0 without addresses."""
-    hosts = [address.partition("/")[0].rpartition(":")[0] for address in addresses]
-    return hosts.count(hosts[rank]) if hosts else 0
+    if not addresses:
+        return 0
+    host = addresses[rank].partition("/")[0].rpartition(":")[0] + ":"
+    return sum(address.startswith(host) for address in addresses)
 
 
 def num_cores() -> int:

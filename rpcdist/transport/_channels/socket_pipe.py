@@ -17,7 +17,7 @@ from rpcdist.transport._tls.tls_socket import StreamSocket, TlsSocket
 from rpcdist.transport.credentials import Credentials
 from rpcdist.transport.handshake import UNTRUSTED_CERTIFICATE
 from rpcdist.transport.handshake_side import MAX_HANDSHAKE_BYTES
-from rpcdist.transport.unix_sockets import peer_process, receive_from
+from rpcdist.transport.unix_sockets import PeerProcess, peer_process, receive_from
 
 _LENGTH: Final = struct.Struct("<I")
 _TLS_HANDSHAKE: Final = 0x16  # the first byte of a TLS handshake record; the version follows
@@ -44,6 +44,7 @@ class SocketPipe:
     _tls_source: str | None = None
     accepting: Credentials | None = None
     may_be_plain: bool = True
+    _opener: PeerProcess | None = None  # of a Unix socket, once it was read
 
     async def shake_hands(self) -> None:
         """Performs the TLS handshake; the caller limits the time.
@@ -97,15 +98,18 @@ class SocketPipe:
     async def _read_some(self, size: int) -> bytes:
         while True:
             try:
-                if isinstance(self.connection, TlsSocket) or self.connection.family != socket.AF_UNIX:
-                    return self.connection.recv(size)
+                if self._opener is None:
+                    if isinstance(self.connection, TlsSocket) or self.connection.family != socket.AF_UNIX:
+                        return self.connection.recv(size)
+                    self._opener = peer_process(self.connection)
+                assert isinstance(self.connection, socket.socket)
                 data, sender = receive_from(self.connection, size)
             except BlockingIOError:
                 await until_ready(self.connection, for_writing=False)
                 continue
-            if data and sender != (peer := peer_process(self.connection)):  # [Note: senders] in unix_sockets
+            if data and sender != self._opener:  # [Note: senders] in unix_sockets
                 raise AuthenticationFailed(
-                    f"{peer} opened the connection with {self._address}, but {sender} sends on it: a process between "
+                    f"{self._opener} opened the connection with {self._address}, but {sender} sends on it: a process between "
                     "them relays it"
                 )
             return data
