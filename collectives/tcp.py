@@ -3,8 +3,9 @@
 Ranks find out by trying, never by comparing names, whether they share a host and memory. Every rank publishes the
 address of its socket hub. Ranks r and j < r share a host if r can open j's Unix socket, whose name is abstract and
 random, so that it exists in only one network namespace of one kernel; and if j can pass its memory to r. The lowest
-rank of a host leads it, and makes the memory; rank 0 passes it over the connections of the watch. Every rank reports
-whether it worked; if it failed for one rank of a host, that host uses sockets.
+rank of a host leads it, and makes the memory; rank 0 passes it over the connections of the watch. If all ranks share
+the host of rank 0, the memory comes with their addresses. Otherwise, every rank reports whether it worked; if it failed
+for one rank of a host, that host uses sockets.
 """
 
 from __future__ import annotations
@@ -38,16 +39,15 @@ from rpcdist.collectives._transports.sockets.socket_transport import SocketTrans
 from rpcdist.collectives._transports.transport_base import SingleRankTransport, Transport
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ProtocolViolation, RpcdistError, TransportError, on_error
+from rpcdist.own_shortage import own_shortage, try_for_descriptor
 from rpcdist.time_limits import ATTEMPT_LIMIT_S, CHECK_INTERVAL_S, SLOW_ANSWER_LIMIT_S
-from rpcdist.transport.shared_memory import Segment, accept, offer
+from rpcdist.transport.shared_memory import Segment, SegmentError, accept, offer
 
 logger = logging.getLogger(__name__)
 
 
 def find_hosts(rank: int, watch: GroupWatch, allowed: bool, deadline: Deadline) -> Hosts:
-    """Groups the ranks by host. A rank that passes `allowed` as False stays alone."""
-    if all(watch.beside_rank_0):
-        return (tuple(range(len(watch.addresses))),)
+    """Groups the ranks by host, if not all are beside rank 0. A rank that passes `allowed` as False stays alone."""
     prefix = f"{watch.uid}/probe/"
     watch.hub.announce(prefix, lambda _, sock: sock.close())
     try:
@@ -93,8 +93,6 @@ def share_memory(
     except (RpcdistError, OSError) as exc:
         reason = f"{type(exc).__name__}: {exc}"
     outcomes = watch.exchange(reason, deadline)
-    if not any(outcomes):
-        return segment, hosts
     if any(outcomes[rank] for rank in members):
         failed = "; ".join(f"rank {context.ranks[rank]}: {outcomes[rank]}" for rank in members if outcomes[rank])
         logger.warning("group %r uses sockets on this host, because shared memory failed: %s", context.name, failed)
@@ -116,14 +114,15 @@ def _share_on_host(
     leader = members[0]
     direct = [member for member in members[1:] if leader == 0 and watch.beside_rank_0[member]]
     if rank in direct:
-        return watch.memory_of_rank_0(deadline)
+        given = watch.memory_of_rank_0(deadline)
+        if given is None:
+            raise SegmentError("rank 0 could not make it")
+        return given
     if rank != leader:
         address = watch.addresses[leader]
         with watch.hub.connect(address, f"{purpose}{rank}", deadline.remaining_s(), unix=True) as connection:
             _await_offer(watch, connection, deadline)
             return accept(connection, deadline.remaining_s())
-    if watch.memory is not None:
-        return watch.memory
     segment: Segment | None = None
     try:
         segment = Segment.create(size_bytes)
@@ -208,6 +207,11 @@ class TcpBackend(EngineBackend):
 
 def _shares_memory(options: TcpOptions) -> bool:
     refused = unsupported_here()
+    if refused is None:
+        try:
+            try_for_descriptor()  # which the memory needs; later, the group could not be made
+        except OSError as exc:
+            refused = own_shortage(exc) or str(exc)
     allowed = options.shared_memory and options.unix_sockets  # through which ranks pass the memory
     if refused is not None and allowed:
         logger.warning("collectives use TCP within this host: %s", refused)
@@ -215,6 +219,11 @@ def _shares_memory(options: TcpOptions) -> bool:
 
 
 def _make_transport(context: GroupContext, watch: GroupWatch, shares_memory: bool, deadline: Deadline) -> Transport:
+    if all(watch.beside_rank_0):  # they got the memory with the addresses
+        given = watch.memory_of_rank_0(deadline)
+        if given is None:
+            return _over_sockets(context.rank, range(context.size), watch, "all")
+        return ShmTransport(context.rank, context.size, given)
     hosts = find_hosts(context.rank, watch, shares_memory, deadline)
     largest = max(map(len, hosts))
     size_bytes = segment_size(len(hosts[index_of_host(hosts, context.rank)])) if largest > 1 else 0

@@ -93,7 +93,9 @@ def is_wanted(environment: Mapping[str, str]) -> bool:
     text = environment.get(KEEP_FREED_MEMORY_VARIABLE, "auto")
     if text not in ("auto", "off"):
         raise ConfigError(f"{KEEP_FREED_MEMORY_VARIABLE} is 'auto' or 'off', not {text!r}")
-    chosen = any(name in environment for name in _VARIABLES_OF_GLIBC) or "glibc.malloc." in environment.get("GLIBC_TUNABLES", "")
+    chosen = any(name in environment for name in _VARIABLES_OF_GLIBC) or "glibc.malloc." in environment.get(
+        "GLIBC_TUNABLES", ""
+    )
     return text == "auto" and not chosen
 
 

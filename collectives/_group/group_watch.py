@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 from rpcdist.collectives._group.backend_contract import GroupContext
@@ -32,8 +30,6 @@ from rpcdist.transport.hub_connector import HubAddress
 from rpcdist.transport.shared_memory import Segment, SegmentError
 from rpcdist.transport.sockets import SocketHub
 
-logger = logging.getLogger(__name__)
-
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -47,14 +43,13 @@ class GroupWatch(StateKeeper):
         context: describes the group, which has more than one rank.
         deadline: the time by which the other ranks must join.
         unix_sockets: whether other ranks may reach this one through Unix sockets.
-        memory_bytes: the size of the memory that all ranks share if they are on one host; 0 if this rank may share none.
+        memory_bytes: the size of the memory that rank 0 makes if all are beside it; 0 if this rank may share none.
 
     Attributes:
         uid: random name of this group, equal on all its ranks.
         addresses: addresses of the ranks' socket hubs, by rank in the group.
         boots: the boot id of each rank's kernel, by rank; empty if it is unknown.
         beside_rank_0: by rank, whether it shares memory, the kernel, and a Unix socket as its connection with rank 0.
-        memory: at rank 0, the memory that the others got with the addresses, if all are beside it.
         reporter: tells the other ranks of failures that this rank found.
 
     Raises (constructor):
@@ -69,7 +64,6 @@ class GroupWatch(StateKeeper):
         self._context = context
         self._lock = threading.Lock()
         self._group: StateKeeper | None = None
-        self.memory: Segment | None = None
         context.process.acquire_sockets(bind_host(context.store))
         self.hub = context.process.hub
         with on_error(self.release):
@@ -83,22 +77,12 @@ class GroupWatch(StateKeeper):
             self.reporter.take_connections(sockets)
         with on_error(self.give_up):
             own_text = f"{own} {_boot_id()} {is_near and memory_bytes > 0:d}"
-            entries = self.exchange(own_text, deadline, partial(self._memory_for_all, memory_bytes))
+            entries = self.exchange(own_text, deadline, lambda entries: memory_bytes if _are_alike(entries) else 0)
             self.addresses, self.boots, marks = zip(*(text.split(" ") for text in entries), strict=True)
             first = self.boots[0]
             self.beside_rank_0 = tuple(
                 boot == first and mark == "1" for boot, mark in zip(self.boots, marks, strict=True)
             )
-
-    def _memory_for_all(self, size_bytes: int, entries: list[str]) -> Segment | None:
-        """At rank 0: memory for all ranks, which end their entries alike if all are beside it."""
-        if len({text.partition(" ")[2] for text in entries}) > 1 or not size_bytes:
-            return None
-        try:
-            self.memory = Segment.create(size_bytes)
-        except SegmentError as exc:  # the ranks learn it when they wait for the memory
-            logger.debug("group %r gets no shared memory: %s", self._context.name, exc)
-        return self.memory
 
     def check(self) -> None:
         """Raises if the group cannot be made any more."""
@@ -112,15 +96,15 @@ class GroupWatch(StateKeeper):
         raise failure.error(f"making group {self.state.group!r}")
 
     def exchange(
-        self, value: str, deadline: Deadline, gift: Callable[[list[str]], Segment | None] | None = None
+        self, value: str, deadline: Deadline, memory_for: Callable[[list[str]], int] | None = None
     ) -> list[str]:
         """Returns the texts of all ranks, by rank. Blocks; all ranks call it, in the same order.
 
         Args:
-            gift: see `Watch.exchange`.
+            memory_for: see `Watch.exchange`.
         """
         context = self._context
-        answer = self.reporter.exchange(value, gift)
+        answer = self.reporter.exchange(value, memory_for)
         # Rank 0 knows which ranks are missing and tells the others, so they wait longer than rank 0.
         limit = deadline if context.rank == 0 else Deadline.after(deadline.remaining_s() + ANSWER_LIMIT_S)
         wait_s = longest_sleep_s() if context.check is None else CHECK_INTERVAL_S
@@ -143,8 +127,12 @@ class GroupWatch(StateKeeper):
                 self.reporter.report(GroupFailure(CollectiveTimeout, str(error), tuple(missing)))
                 raise error
 
-    def memory_of_rank_0(self, deadline: Deadline) -> Segment:
-        """Returns the memory that rank 0 passes. Raises `SegmentError` if none comes in time. Blocks."""
+    def memory_of_rank_0(self, deadline: Deadline) -> Segment | None:
+        """Returns the memory that rank 0 passes; None if it cannot make it. Blocks.
+
+        Raises:
+            SegmentError: none comes in time, or this process has no free descriptor for it.
+        """
         while True:
             try:
                 return self.reporter.memory.result(min(CHECK_INTERVAL_S, deadline.remaining_s()))
@@ -248,6 +236,11 @@ def _accept_watch(
     with lock:
         expected.clear()  # a connection that comes now is closed
         return sockets, error
+
+
+def _are_alike(entries: list[str]) -> bool:
+    """Whether the ranks differ only in their addresses."""
+    return len({text.partition(" ")[2] for text in entries}) == 1
 
 
 def _boot_id() -> str:

@@ -232,7 +232,7 @@ class Watch(Reporter):
     """One rank's end of the watch; see the module's docstring.
 
     Attributes:
-        memory: the memory that rank 0 passes to this rank, at most once.
+        memory: the memory that rank 0 makes and passes to this rank, at most once; None if rank 0 cannot make it.
     """
 
     def __init__(self, node: Node, rank: int, world_ranks: tuple[int, ...], group: str, listener: StateKeeper) -> None:
@@ -254,8 +254,8 @@ class Watch(Reporter):
         self._exchanges = 0  # the number of finished ones
         self._values: dict[int, str] = {}  # rank 0: the values for the current exchange, by rank
         self._exchange: Future[list[str]] = Future()  # the current exchange, once this rank takes part in it
-        self._gift: Callable[[list[str]], Segment | None] | None = None
-        self.memory: Future[Segment] = Future()
+        self._memory_for: Callable[[list[str]], int] | None = None
+        self.memory: Future[Segment | None] = Future()
 
     def take_connections(self, sockets: dict[int, StreamSocket]) -> None:
         """Takes over the connections: on rank 0 with every other rank, elsewhere with rank 0. Any thread, once."""
@@ -275,18 +275,18 @@ class Watch(Reporter):
 
     # ------------------------------------------------------------ exchanges
 
-    def exchange(self, value: str, gift: Callable[[list[str]], Segment | None] | None = None) -> Future[list[str]]:
+    def exchange(self, value: str, memory_for: Callable[[list[str]], int] | None = None) -> Future[list[str]]:
         """Returns a future of the texts of all ranks, by rank; all ranks call it, in the same order.
 
         Any thread may call it, one at a time. A text that is too long is cut. If the group fails or a rank leaves, the
         future gets an `Interrupted`; the state keeper has got the reason. It gets none for an earlier event.
 
         Args:
-            gift: at rank 0, called with the texts on the I/O loop; returns memory that goes to the other ranks, all
-                over Unix sockets, together with the texts, or None.
+            memory_for: at rank 0, called with the texts on the I/O loop; returns the size of memory that all ranks get
+                together with the texts, if it is not 0. Then all of them have Unix sockets.
         """
         self._exchange = Future()
-        self._gift = gift
+        self._memory_for = memory_for
         self._post({"say": "value", "number": self._exchanges, "value": value[:MAX_VALUE_CHARS]})
         return self._exchange
 
@@ -303,9 +303,12 @@ class Watch(Reporter):
         if len(self._values) == len(self._world_ranks):
             values = [self._values[rank] for rank in range(len(self._world_ranks))]
             self._values.clear()
-            segment = None if self._gift is None else self._gift(values)
-            news = [] if segment is None else [_memory_message(segment)]
-            self._send_to(self._connections, *news, self._values_message(values), segment=segment)
+            news: Message = {"say": "values", "number": self._exchanges, "values": values}
+            if size_bytes := 0 if self._memory_for is None else self._memory_for(values):
+                segment = self._make_memory(size_bytes)
+                self._send_to(self._connections, _memory_message(segment), news, segment=segment)
+            else:
+                self._send(news)
             self._complete_exchange(values)
 
     def _values_received(self, message: Message) -> None:
@@ -316,9 +319,6 @@ class Watch(Reporter):
         if not set(map(type, values)) <= {str}:
             raise ProtocolViolation("rank 0 sent values that are not texts")
         self._complete_exchange(values)
-
-    def _values_message(self, values: list[str]) -> Message:
-        return {"say": "values", "number": self._exchanges, "values": values}
 
     def _complete_exchange(self, values: list[str]) -> None:
         self._exchanges += 1
@@ -331,6 +331,15 @@ class Watch(Reporter):
 
     # ------------------------------------------------------------ memory
 
+    def _make_memory(self, size_bytes: int) -> Segment | None:
+        segment: Segment | None = None
+        try:
+            segment = Segment.create(size_bytes)
+        except SegmentError as exc:
+            logger.warning("rank 0 of group %s makes no memory for the ranks of its host: %s", self._group, exc)
+        self.memory.set_result(segment)
+        return segment
+
     def pass_memory(self, segment: Segment | None, ranks: Iterable[int]) -> None:
         """At rank 0: passes memory, or the news that there is none, to ranks with Unix sockets. Any thread."""
         self._node.io.call_soon(partial(self._send_to, ranks, _memory_message(segment), segment=segment))
@@ -338,7 +347,8 @@ class Watch(Reporter):
     def _memory_received(self, sender: int, size_bytes: int) -> None:
         try:
             if not size_bytes:
-                raise SegmentError("rank 0 could not make it")
+                self.memory.set_result(None)
+                return
             descriptor = self._connections[sender].descriptors.take()
             if descriptor is None:
                 raise SegmentError("this process had no free descriptor for it")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import socket
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,18 +14,20 @@ import pytest
 from inside_groups import GroupContext
 from socket_hubs import open_hub
 
-from rpcdist.collectives import HashStore, PrefixStore
+from rpcdist.collectives import HashStore, PrefixStore, tcp
 from rpcdist.collectives._api.default_group import _until_all_have_it
 from rpcdist.collectives._group import bootstrap
 from rpcdist.collectives._group.bootstrap import agree
 from rpcdist.collectives._group.group_watch import GroupWatch, connect_watch
 from rpcdist.collectives._group.state import LEFT
+from rpcdist.collectives.tcp import TcpBackend
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ConnectFailed, DistNetworkError, RankLost, RendezvousError, StoreTimeout
 from rpcdist.testing import eventually
 from rpcdist.time_limits import STORE_CHECK_INTERVAL_S
 from rpcdist.transport import sockets
 from rpcdist.transport.hub_connector import HubAddress
+from rpcdist.transport.shared_memory import Segment, SegmentError
 
 SHORT_S, LIMIT_S = 0.2, 20.0
 
@@ -67,7 +72,7 @@ def test_a_rank_without_rank_0_says_so() -> None:
 
 @pytest.mark.parametrize("late", [1, 2])
 def test_rank_0_tells_the_others_which_rank_did_not_connect(late: int) -> None:
-    """They see the end of their own connections only. Rank 0 takes the connections in the order of the ranks."""
+    """They see the end of their own connections only, and rank 0 waits for all in any order."""
     store = HashStore()
     with ThreadPoolExecutor() as ranks:
         first = ranks.submit(watch, context(0, store, 3), 3.0)  # in which the other one comes, also on a busy machine
@@ -113,6 +118,37 @@ def test_the_texts_of_an_exchange_arrive_in_order_and_its_missing_ranks_are_name
         finally:
             for each in reversed(watches):
                 each.give_up()
+
+
+@pytest.mark.parametrize("short", ["no memory at rank 0", "no descriptor at rank 1", "nothing"])
+def test_a_host_without_memory_to_share_uses_sockets(short: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 tells all of them; a rank that could not receive the memory says so before it is made."""
+
+    def refuse(*_: object) -> Segment:
+        raise SegmentError("no memory today")
+
+    def refuse_second() -> None:
+        if threading.current_thread().name.endswith("_1"):
+            raise OSError(errno.EMFILE, "too many")
+
+    if short == "no memory at rank 0":
+        monkeypatch.setattr(Segment, "create", refuse)
+    if short == "no descriptor at rank 1":
+        monkeypatch.setattr(tcp, "try_for_descriptor", refuse_second)
+    store, both = HashStore(), threading.Barrier(2)
+
+    def make(rank: int) -> TcpBackend:
+        both.wait(LIMIT_S)  # so that each has a thread of its own
+        return TcpBackend(replace(context(rank, store), timeout_s=LIMIT_S))
+
+    with ThreadPoolExecutor(2, "rank") as ranks:
+        backends = [task.result(LIMIT_S) for task in [ranks.submit(make, rank) for rank in range(2)]]
+        kind = "Shm" if short == "nothing" else "Socket"
+        try:
+            assert [kind in repr(backend) for backend in backends] == [True, True], backends
+        finally:
+            for task in [ranks.submit(backend.close, LIMIT_S) for backend in backends]:
+                task.result(LIMIT_S)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from rpcdist.collectives._group.state import GroupActions, GroupFailure, GroupState
-from rpcdist.collectives._group.watch import Message, StateKeeper, Watch, WatchConnection, encoded
+from rpcdist.collectives._group.watch import Interrupted, Message, StateKeeper, Watch, WatchConnection, encoded
 from rpcdist.errors import CollectiveMismatch, CollectiveTimeout, RankLost
 from rpcdist.transport import Node, acquire_node
 from rpcdist.transport._tls.tls_socket import StreamSocket
@@ -215,12 +215,58 @@ def test_rank_0_passes_its_memory_to_some_ranks(star: Star) -> None:
         segment.map()[:5] = b"hello"
         star.watches[0].pass_memory(segment, [1, 3])
         for rank in (1, 3):
-            with star.watches[rank].memory.result(LIMIT_S) as received:
+            received = star.watches[rank].memory.result(LIMIT_S)
+            assert received is not None
+            with received:
                 assert received.map()[:5] == b"hello"
     star.watches[0].pass_memory(None, [2])
-    with pytest.raises(SegmentError, match="rank 0 could not make it"):
-        star.watches[2].memory.result(LIMIT_S)
+    assert star.watches[2].memory.result(LIMIT_S) is None
     assert all(listener.failures.empty() for listener in star.listeners)
+
+
+@pytest.mark.parametrize("wanted", ["memory", "memory that cannot be made", "none"])
+def test_memory_comes_with_the_texts_of_an_exchange(star: Star, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> Segment:
+        raise SegmentError("no memory today")
+
+    if wanted == "memory that cannot be made":
+        monkeypatch.setattr(Segment, "create", refuse)
+    texts = [f"text {rank}" for rank in range(SIZE)]
+    seen: list[list[str]] = []
+
+    def memory_for(found: list[str]) -> int:
+        seen.append(found)
+        return 0 if wanted == "none" else 1 << 16
+
+    answers = [star.watches[rank].exchange(texts[rank], memory_for) for rank in range(SIZE)]
+    assert [answer.result(LIMIT_S) for answer in answers] == [texts] * SIZE
+    assert seen == [texts]  # only rank 0 decides
+    done = [watch.memory.done() for watch in star.watches]
+    assert done == [wanted != "none"] * SIZE  # it never comes after the texts
+    if wanted == "none":
+        return
+    found = [watch.memory.result() for watch in star.watches]
+    if wanted == "memory that cannot be made":
+        assert found == [None] * SIZE
+        return
+    maps = [segment.map() for segment in found if segment is not None]
+    maps[0][:5] = b"hello"
+    assert [each[:5] for each in maps] == [b"hello"] * SIZE
+    for segment in found:
+        if segment is not None:
+            segment.close()
+
+
+@pytest.mark.parametrize("event", ["failure", "departure"])
+def test_an_exchange_that_cannot_end_is_interrupted(star: Star, event: str) -> None:
+    waiting = [star.watches[rank].exchange("here") for rank in (0, 2)]
+    if event == "failure":
+        star.watches[1].report(GroupFailure(RankLost, "lost", (3,)))
+    else:
+        star.watches[1].close(0)
+    for answer in waiting:
+        with pytest.raises(Interrupted):
+            answer.result(LIMIT_S)
 
 
 @pytest.mark.parametrize("given", ["nothing", "a pipe", "twice"])

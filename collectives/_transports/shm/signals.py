@@ -43,6 +43,7 @@ import mmap
 import os
 import threading
 import time
+from itertools import chain
 from typing import Final
 
 from rpcdist.collectives._operations.operation import FINGERPRINT_BYTES, Operation, describe_fingerprint
@@ -77,8 +78,7 @@ class Signals:
         self._wakeup = [layout.wakeup(half) // _WORD for half in (0, 1)]
         self._mark = layout.sleepers + rank
         self._sleepers = range(layout.sleepers // _WORD, (layout.sleepers + layout.size + _WORD - 1) // _WORD)
-        width: Final = 2 * layout.size  # of a row: the bytes of the inputs, then those of the outputs, then zeros
-        self._rows = [[self._row(offset, width) for offset in layout.tables(half)] for half in (0, 1)]
+        self._rows: dict[int, list[memoryview]] = {}  # of the tables, by half, once an operation has needed them
         self._fence = threading.Lock()
         self._is_first_step = False
         self._spin_policy = SpinPolicy(layout.size)
@@ -94,11 +94,15 @@ class Signals:
         return [(peer, first + peer * stride) for peer in peers]
 
     def close(self) -> None:
-        for view in (*self._header, *self._rows[0], *self._rows[1], self._words, self._bytes):
+        for view in (*self._header, *chain.from_iterable(self._rows.values()), self._words, self._bytes):
             view.release()
 
-    def _row(self, offset: int, width: int) -> memoryview:
-        return self._words[offset // _WORD : offset // _WORD + width]
+    def _rows_of(self, half: int) -> list[memoryview]:
+        """Returns the ranks' tables: in each, the bytes of the inputs, then those of the outputs, then zeros."""
+        if half not in self._rows:
+            starts = [offset // _WORD for offset in self._layout.tables(half)]
+            self._rows[half] = [self._words[start : start + 2 * self._size] for start in starts]
+        return self._rows[half]
 
     # ------------------------------------------------------------ steps
 
@@ -153,7 +157,7 @@ class Signals:
 
     def publish_sizes(self, half: int, operation: Operation) -> None:
         """Writes this rank's chunk sizes, before the ranks synchronise in the first step of an operation."""
-        row = self._rows[half][self._rank]
+        row = self._rows_of(half)[self._rank]
         sizes = [tensor.nbytes for tensor in (*operation.inputs, *operation.outputs)]
         for index in range(len(row)):
             row[index] = sizes[index] if index < len(sizes) else 0
@@ -164,7 +168,7 @@ class Signals:
         Raises:
             TransportMismatch: sizes differ; all ranks raise it.
         """
-        rows = [row.tolist() for row in self._rows[half]]
+        rows = [row.tolist() for row in self._rows_of(half)]
         if problems := mismatched_sizes(operation.kind, rows):
             views = self._views(list(problems))
             raise TransportMismatch({rank: f"{views[rank]}, which {text}" for rank, text in problems.items()})

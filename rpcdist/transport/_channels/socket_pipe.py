@@ -109,8 +109,8 @@ class SocketPipe:
                 continue
             if data and sender != self._opener:  # [Note: senders] in unix_sockets
                 raise AuthenticationFailed(
-                    f"{self._opener} opened the connection with {self._address}, but {sender} sends on it: a process between "
-                    "them relays it"
+                    f"{self._opener} opened the connection with {self._address}, but {sender} sends on it: a process "
+                    "between them relays it"
                 )
             return data
 
