@@ -143,15 +143,13 @@ def agree(
 
 def _next_wait(store: Store, steps: Steps[Result], result: object) -> StoreOperation[object]:
     """Returns the next step that has to wait, or just the next one if the store cannot do several at once."""
-    held = store._held()
-    if held is None:
-        return steps.send(result)
+    operation, held = steps.send(result), store._held()
+    if held is None or isinstance(operation, Get | Wait):
+        return operation
     with held:
-        while True:
+        while not isinstance(result := store.execute(operation, _NOW), Missing):
             operation = steps.send(result)
-            result = store.execute(operation, _NOW)
-            if isinstance(result, Missing):
-                return operation
+    return operation
 
 
 def _carry_out(

@@ -78,6 +78,14 @@ class FileTable:
                 self.change(changes)
             return result
 
+    def still_lacks(self, operation: StoreOperation[object]) -> Missing | None:
+        """Returns `Missing` if an operation that only reads had to wait and must wait; costs one `stat`."""
+        with self._lock:
+            if not operation.read_only or self._closed:
+                return None
+            result = operation.decide(self.contents)[0]
+            return result if isinstance(result, Missing) and not self.maybe_grown() else None
+
     def close(self, limit_s: float | None = None) -> None:
         # A forked child did not open the file, and does not count.
         if self._world_size <= 0 or self._pid != os.getpid() or not os.path.exists(self.path):
@@ -321,13 +329,13 @@ class FileStore(Store):
         return self._table.locked(writing=True)
 
     def execute(self, operation: StoreOperation[object], deadline: Deadline) -> object:
+        result = self._table.still_lacks(operation) or self._table.execute(operation)
         pauses: Iterator[float] | None = None
-        while isinstance(result := self._table.execute(operation), Missing) and not deadline.expired():
+        while isinstance(result, Missing) and not deadline.expired():
             pauses = pauses or backoff(POLL_S, TICK_S, deadline)
-            while not deadline.expired():
-                pause(next(pauses))
-                if self._table.maybe_grown():
-                    break
+            pause(next(pauses))
+            if deadline.expired() or self._table.maybe_grown():
+                result = self._table.execute(operation)
         return result
 
 
