@@ -33,10 +33,10 @@ class Limit(NamedTuple):
 # A change that removes something lowers `today` in the same commit. The commit of a change that raises it names the
 # feature.
 LIMITS = {
-    "lines": Limit(89_404, 63_000),
-    "code": Limit(53_563, 36_000),
+    "lines": Limit(89_571, 63_000),
+    "code": Limit(53_678, 36_000),
     "files": Limit(400, 400),
-    "classes": Limit(748, 620),
+    "classes": Limit(749, 620),
     "protocols": Limit(30, 30),
     "time limits": Limit(90, 90),
     "environment variables": Limit(20, 20),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import signal
 from collections import deque
@@ -50,6 +51,35 @@ def test_a_reader_that_saw_the_incomplete_tail_goes_on_after_it_was_replaced(tmp
         with FileStore(path) as other:
             other.set("b", "2")
         assert store.get("b") == b"2"
+
+
+def test_several_steps_and_a_look_at_a_file_that_has_not_grown_need_few_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locks: list[int] = []
+    flock = fcntl.flock
+
+    def counted(descriptor: int, mode: int) -> None:
+        locks.append(mode & ~fcntl.LOCK_NB)
+        flock(descriptor, mode)
+
+    with FileStore(tmp_path / "store") as store, FileStore(tmp_path / "store") as other:
+        part = PrefixStore("part", store)
+        monkeypatch.setattr(fcntl, "flock", counted)
+        held = part._held()
+        assert held is not None
+        with held:
+            part.set("a", "1")
+            assert (part.add("n", 2), part.check(["a"]), part.get("a")) == (2, True, b"1")
+            with pytest.raises(StoreTimeout):
+                part.wait(["missing"], 0.0)
+        assert locks == [fcntl.LOCK_EX]
+        with pytest.raises(StoreTimeout):
+            part.wait(["missing"], 0.0)
+        assert locks == [fcntl.LOCK_EX]
+        other.set("part/missing", "2")
+        assert part.get("missing") == b"2"
+        assert locks == [fcntl.LOCK_EX, fcntl.LOCK_EX, fcntl.LOCK_SH]
 
 
 def test_changes_of_every_kind_survive_the_file(tmp_path: Path) -> None:
