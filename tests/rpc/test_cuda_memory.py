@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rpcdist.rpc._devices import cuda_memory
-from rpcdist.rpc._devices.cuda_memory import CudaMemory
+from rpcdist.rpc._devices.cuda_memory import CudaMemory, GpuUnavailable
 
 DEFAULT = 0
 """The handle of the default stream of the current device."""
@@ -116,6 +116,14 @@ def test_a_default_stream_is_that_of_the_device_of_the_memory(cuda: Cuda, device
     memory.write(device, 640, 1, [device])
     assert cuda.calls == [("wait", device, DEFAULT), ("copy", device, DEFAULT), ("write", device, DEFAULT)]
     assert cuda.device == 0
+
+
+@pytest.mark.parametrize("size", [0, 63, 65])
+def test_a_damaged_handle_does_not_reach_the_driver(cuda: Cuda, size: int) -> None:
+    """CuPy would read beyond its end."""
+    with pytest.raises(GpuUnavailable, match=f"has {size} bytes"):
+        CudaMemory().open(0, bytes(size))
+    assert cuda.calls == []
 
 
 def test_what_ends_a_wait_is_behind_no_stream_that_waits(cuda: Cuda) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,7 @@ from rpcdist._proto import rpc_pb2, value_pb2
 from rpcdist.deadline import Deadline
 from rpcdist.errors import SerializationError
 from rpcdist.ids import Identity
+from rpcdist.rpc._devices import lent_gpu_memory
 from rpcdist.rpc._devices.borrowed_gpu_memory import Borrowed, BorrowedGpuMemory
 from rpcdist.rpc._devices.cuda_memory import GpuUnavailable
 from rpcdist.rpc._devices.gpu_sharing import ValueOnGpus
@@ -641,6 +643,32 @@ def test_a_driver_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     world.now += GPU_LOAN_DOUBT_S + 1
     world.lent.clean()
     assert world.lent.num_loans == 0
+
+
+def test_a_gpu_that_has_failed_keeps_no_use_of_a_loan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the memory would count as in use until the process ends."""
+    world = World()
+    begun = world.borrowed.begin(world.lend(tensor_of(1)), ALICE)
+    world.borrowed.copy(begun, ALIGNMENT_BYTES, tensor_of(0), 1000)
+
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(world.bob, "write", fail)
+    world.borrowed.finish(begun, ALICE)
+    assert begun.opened.num_users == 0
+
+
+def test_a_report_of_very_many_loans_takes_little_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The I/O loop handles it."""
+    monkeypatch.setattr(lent_gpu_memory, "SHARED_ALLOCATION_BYTES", ALIGNMENT_BYTES)
+    world = World()
+    for _ in range(200):
+        world.lent.lend(BOB, 0, [])
+    assert world.host.num_made == 200
+    began = time.thread_time()
+    world.lent.release((), (), BOB, range(200_000))
+    assert time.thread_time() - began < 1.0
 
 
 def test_a_worker_that_lends_to_itself_opens_nothing() -> None:

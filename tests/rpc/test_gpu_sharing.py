@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -128,6 +129,33 @@ def test_an_answer_that_comes_after_the_loss_of_its_worker(memory: FakeGpuMemory
     alice.sharing.on_gone(BOB)
     alice.asked[0][1].set_result("")
     assert not alice.sharing._readers
+
+
+def test_the_answer_of_a_worker_is_short_in_the_log(memory: FakeGpuMemory, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    alice = Agent(ALICE)
+    assert not alice.lends()
+    alice.asked[0][1].set_result("x" * 1_000_000)
+    assert not alice.lends() and 500 <= len(caplog.text) < 1000
+
+
+def test_an_agent_ends_although_its_gpu_has_failed(
+    memory: FakeGpuMemory, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel of the program that fails makes every later call of CUDA fail. The log says so once."""
+    alice = Agent(ALICE)
+    assert not alice.lends()
+    alice.asked[0][1].set_result("")
+    assert alice.lends()
+
+    def fail(*arguments: object) -> int:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(memory, "read", fail)
+    monkeypatch.setattr(LentGpuMemory, "clean", fail)
+    for end in (alice.sharing.tick, partial(alice.sharing.on_gone, BOB), partial(alice.sharing.close, 30.0)):
+        end()
+    assert caplog.text.count("a GPU has failed") == 1 and "illegal memory access" in caplog.text
 
 
 def test_the_end_of_an_agent_waits_for_copies_of_its_memory(memory: FakeGpuMemory) -> None:

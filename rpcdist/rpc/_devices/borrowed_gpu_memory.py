@@ -155,7 +155,7 @@ class BorrowedGpuMemory:
             if borrowed.devices:
                 copied_at = borrowed.address + COPIED_AT
                 self.memory().write(borrowed.home, copied_at, borrowed.loan.sequence, borrowed.devices)
-        except GpuUnavailable as exc:  # the sender reuses the memory when this process has ended
+        except (GpuUnavailable, RuntimeError) as exc:  # the sender reuses the memory when this process has ended
             logger.error("the sender of a tensor cannot be notified that it was copied: %s", exc)
         else:
             if borrowed.devices:

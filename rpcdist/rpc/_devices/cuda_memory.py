@@ -22,6 +22,7 @@ import torch
 
 _COPY_BETWEEN_DEVICES: Final = 4  # cudaMemcpyDefault: addresses say which devices they are of
 _NOT_BEHIND_DEFAULT_STREAM: Final = 1  # cudaStreamNonBlocking
+_HANDLE_BYTES: Final = 64  # CUDA_IPC_HANDLE_SIZE
 _GREATER_OR_EQUAL: Final = 0  # CU_STREAM_WAIT_VALUE_GEQ: as if the difference were signed, so numbers may go round
 
 _raw_current_stream: Final[Any] = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -126,6 +127,8 @@ class CudaMemory:
             return bytes(self._runtime.ipcGetMemHandle(address))
 
     def open(self, device: int, handle: bytes) -> tuple[int, int]:
+        if len(handle) != _HANDLE_BYTES:  # CuPy reads so many, whatever the length
+            raise GpuUnavailable(f"the handle of memory of another process has {len(handle)} bytes")
         with torch.cuda.device(device):
             try:
                 address = int(self._runtime.ipcOpenMemHandle(handle))

@@ -141,6 +141,8 @@ def _say_once(me: str, sender: str) -> None:
 PROBE = "rpcdist.rpc._devices.gpu_sharing:probe"
 _ASKED: Final = "it has not answered yet"
 
+MAX_REASON_CHARS: Final = 500
+
 
 @cache
 def _lent_by_process() -> LentGpuMemory:
@@ -185,6 +187,7 @@ class GpuSharing:
         self._submit = submit
         self._announced_gradients = announced_gradients
         self._cleaned = 0.0
+        self._fault = ""  # of a GPU, as logged
         self._takes_loans = takes_loans
         self._lends = lends
         self._lent: LentGpuMemory | None = None  # made for the first GPU tensor that is sent
@@ -301,7 +304,7 @@ class GpuSharing:
         error = answer.exception()
         reason = answer.value() if error is None else str(error)
         if (to, device) in self._readers:  # otherwise it has gone
-            self._note(to, device, reason if isinstance(reason, str) else abridged(reason))
+            self._note(to, device, reason[:MAX_REASON_CHARS] if isinstance(reason, str) else abridged(reason))
 
     def _note(self, to: Identity, device: int, reason: str) -> str:
         self._readers[to, device] = reason
@@ -342,9 +345,18 @@ class GpuSharing:
             self.on_gone(event.member.identity)
 
     def _forget(self, identity: Identity) -> None:
-        self.borrowed.on_gone(identity)
+        self._although_it_fails(self.borrowed.on_gone, identity)
         if self._lent is not None:
-            self._lent.on_gone(identity)
+            self._although_it_fails(self._lent.on_gone, identity)
+
+    def _although_it_fails(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Calls a function that looks after lent or borrowed memory, whose GPU may have failed for this process."""
+        try:
+            function(*arguments)
+        except (GpuUnavailable, RuntimeError) as exc:
+            if (text := str(exc)) != self._fault:  # a GPU that has failed once fails at each call
+                self._fault = text
+                logger.error("a GPU has failed, so memory that workers lend each other is not freed: %s", text)
 
     def tick(self) -> None:
         for lender in list(self.borrowed.news):
@@ -356,15 +368,15 @@ class GpuSharing:
             self._submit(self._clean)
 
     def _clean(self) -> None:
-        self.borrowed.clean()
+        self._although_it_fails(self.borrowed.clean)
         if self._lent is not None:
-            self._lent.clean()
+            self._although_it_fails(self._lent.clean)
 
     def close(self, timeout_s: float) -> None:
         """Waits for copies in progress, at most for `timeout_s`; closes borrowed memory, and lends no more."""
         deadline = Deadline.after(timeout_s)
-        self.borrowed.close(timeout_s)
+        self._although_it_fails(self.borrowed.close, timeout_s)
         if self._lent is not None:
-            self._lent.settle(deadline)
+            self._although_it_fails(self._lent.settle, deadline)
             for reader in {identity for identity, _ in list(self._readers)}:
                 self._lent.on_broken(reader)

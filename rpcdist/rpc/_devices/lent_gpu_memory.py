@@ -183,9 +183,9 @@ class LentGpuMemory:
                     if slot is not None and slot.lent_to == sender:
                         slot.copied_by = None if sender in self._overdue else copied_by
                         self._end(number)
-            for number in closed:
+            if last := set(closed):
                 for allocation in self._allocations.values():
-                    if allocation.readers.get(sender) == number:  # otherwise it will open it again, or has
+                    if allocation.readers.get(sender) in last:  # otherwise it will open it again, or has
                         del allocation.readers[sender]
 
     def doubt(self, numbers: Iterable[int]) -> None:
