@@ -13,7 +13,7 @@ from urllib.parse import SplitResult, urlsplit, urlunsplit
 from rpcdist._launch.placement import how_to_set_address, torch_variables
 from rpcdist.collectives.constants import default_pg_timeout
 from rpcdist.deadline import Deadline, backoff
-from rpcdist.errors import ConfigError, ConnectFailed, RendezvousError, RpcdistError
+from rpcdist.errors import ConfigError, ConnectFailed, RendezvousError, RpcdistError, raised_as
 from rpcdist.time_limits import ATTEMPT_LIMIT_S, FIRST_PAUSE_S, LONGEST_PAUSE_S, MIN_ATTEMPT_S
 from rpcdist.waiters import pause
 
@@ -168,10 +168,8 @@ def outside_store() -> tuple[str, int] | None:
     named = os.environ.get(STORE_VARIABLE)
     if not named or uses_agent_store():
         return None
-    try:
+    with raised_as(ConfigError, f"{STORE_VARIABLE}={named}", ConfigError):
         return split_address(named)
-    except ConfigError as exc:
-        raise ConfigError(f"{STORE_VARIABLE}={named}: {exc}") from exc
 
 
 def uses_agent_store() -> bool:

@@ -33,7 +33,7 @@ from rpcdist._counters import (
 )
 from rpcdist.collectives._group.flight_records import FlightRecorder, Record
 from rpcdist.collectives._group.world import current_world
-from rpcdist.errors import ConfigError, TransportError
+from rpcdist.errors import ConfigError, TransportError, raised_as
 from rpcdist.own_shortage import keep_newest, names_shortage
 from rpcdist.rpc._agent import Agent
 from rpcdist.rpc._current import agent_or_none
@@ -256,10 +256,9 @@ def serve(address: str) -> str:
         ConfigError: the address is malformed, or the package is missing.
         TransportError: the port is taken, or this process lacks descriptors or threads.
     """
-    try:
+    problem = "metrics over HTTP need prometheus_client: pip install 'rpcdist[metrics]'"
+    with raised_as(ConfigError, problem, ImportError):
         from prometheus_client import CollectorRegistry, start_http_server
-    except ImportError as exc:
-        raise ConfigError("metrics over HTTP need prometheus_client: pip install 'rpcdist[metrics]'") from exc
     host, ports = _parsed(address)
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Collector())
@@ -342,10 +341,8 @@ def export_to_opentelemetry(meter_provider: Any = None) -> None:
     Raises:
         ConfigError: the package `opentelemetry-api` is missing.
     """
-    try:
+    with raised_as(ConfigError, "this needs opentelemetry-api: pip install 'rpcdist[otel]'", ImportError):
         from opentelemetry import metrics as api
-    except ImportError as exc:
-        raise ConfigError("this needs opentelemetry-api: pip install 'rpcdist[otel]'") from exc
     with _lock:
         if _exported:
             return

@@ -141,10 +141,8 @@ def export_to_opentelemetry(tracer_provider: Any = None) -> None:
     Raises:
         ConfigError: the package `opentelemetry-api` is missing.
     """
-    try:
+    with raised_as(ConfigError, "this needs opentelemetry-api: pip install 'rpcdist[otel]'", ImportError):
         call_records.export(call_records.CallSpans(tracer_provider))
-    except ImportError as exc:
-        raise ConfigError("this needs opentelemetry-api: pip install 'rpcdist[otel]'") from exc
 
 
 def _write(target: Path, notes: list[Notes]) -> None:

@@ -32,6 +32,7 @@ from rpcdist.errors import (
     RpcdistError,
     TransportError,
     on_error,
+    raised_as,
 )
 from rpcdist.ids import Identity
 from rpcdist.time_limits import CLOSE_LIMIT_S, STORE_GRACE_S, STORE_LINGER_S
@@ -259,10 +260,9 @@ def share_table(host: str, port: int, may_share: bool, timeout_s: float) -> Serv
     with _lock:
         served = _serving.get(port)
         if served is None:
-            try:
+            where = f"the store cannot be served at {host} port {port}"
+            with raised_as(DistNetworkError, where, TransportError, DeadlineExceeded):
                 served = _serve(host, port, timeout_s)
-            except (TransportError, DeadlineExceeded) as exc:
-                raise DistNetworkError(f"the store cannot be served at {host} port {port}: {exc}") from exc
         elif not may_share:
             raise DistNetworkError(
                 f"this process already serves a store at {served.address} (address already in use). Pass "

@@ -11,12 +11,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rpcdist.errors import ConfigError
+from rpcdist.errors import ConfigError, raised_as
 
-try:
+with raised_as(ConfigError, "rpcdist.ray needs Ray: pip install 'rpcdist[ray]'", ImportError):
     import ray as _ray  # noqa: F401
-except ImportError as exc:
-    raise ConfigError(f"rpcdist.ray needs Ray: pip install 'rpcdist[ray]' ({exc})") from exc
 
 from rpcdist.ray._ray_launch import launch
 

@@ -21,7 +21,7 @@ from functools import partial
 from typing import Final
 
 from rpcdist.at_exit import AtEnd
-from rpcdist.errors import on_error
+from rpcdist.errors import on_error, raised_as
 from rpcdist.time_limits import MIN_WAIT_S
 from rpcdist.transport.memory_copies import declare
 
@@ -66,10 +66,8 @@ class Segment:
         Raises:
             SegmentError: the system refuses.
         """
-        try:
+        with raised_as(SegmentError, "cannot create shared memory: memfd_create failed", OSError):
             descriptor = os.memfd_create("rpcdist", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        except OSError as exc:
-            raise SegmentError(f"cannot create shared memory: memfd_create failed: {exc.strerror}") from exc
         try:
             os.ftruncate(descriptor, size_bytes)
             if not is_for_readers:
@@ -120,10 +118,8 @@ class Segment:
         Raises:
             SegmentError: the kernel is older than Linux 5.1, or the segment was not created for readers.
         """
-        try:
+        with raised_as(SegmentError, f"cannot seal {self!r} against writing", OSError):
             _seal(self._descriptor, _F_SEAL_FUTURE_WRITE)
-        except OSError as exc:
-            raise SegmentError(f"cannot seal {self!r} against writing: {exc.strerror}") from exc
 
     def map(self, is_writable: bool = True) -> mmap.mmap:
         """Maps the memory for reading, or for reading and writing. The map outlives the segment's descriptor.
@@ -134,10 +130,8 @@ class Segment:
         if self._descriptor < 0:  # mmap would take -1 as new memory
             raise SegmentError(f"cannot map {self!r}")
         protection = mmap.PROT_READ | mmap.PROT_WRITE if is_writable else mmap.PROT_READ
-        try:
+        with raised_as(SegmentError, f"cannot map {self!r}", OSError, ValueError):
             return mmap.mmap(self._descriptor, self.size_bytes, mmap.MAP_SHARED, protection)
-        except (OSError, ValueError) as exc:
-            raise SegmentError(f"cannot map {self!r}: {exc}") from exc
 
     def close(self) -> None:
         """Closes the descriptor; idempotent."""
@@ -153,10 +147,8 @@ def offer(sock: socket.socket, segment: Segment) -> None:
         SegmentError: the peer has ended, or does not read.
     """
     message = _OFFER.pack(_MAGIC, segment.size_bytes)
-    try:
+    with raised_as(SegmentError, "cannot pass shared memory to the peer", OSError):
         sent = socket.send_fds(sock, [message], [segment.fileno()])
-    except OSError as exc:
-        raise SegmentError(f"cannot pass shared memory to the peer: {exc}") from exc
     if sent != len(message):
         raise SegmentError("cannot pass shared memory to the peer, which does not read its socket")
 

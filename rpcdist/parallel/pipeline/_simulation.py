@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from rpcdist.errors import ConfigError, RpcdistError
+from rpcdist.errors import ConfigError, RpcdistError, raised_as
 from rpcdist.parallel.pipeline._schedules import Action, Kind, check_complete
 
 if TYPE_CHECKING:
@@ -195,11 +195,9 @@ class Timeline:
         path = Path(path)
         if path.suffix not in (".png", ".svg", ".pdf"):
             raise ConfigError(f"{path}: the name must end in .png, .svg or .pdf")
-        try:
+        with raised_as(RpcdistError, "drawing needs matplotlib: pip install 'rpcdist[examples]'", ImportError):
             from matplotlib.backends.backend_agg import FigureCanvasAgg
             from matplotlib.figure import Figure
-        except ImportError as exc:
-            raise RpcdistError("drawing needs the package matplotlib: pip install 'rpcdist[examples]'") from exc
         figure = Figure(figsize=(12, 2.2 + 1.1 * len(self.workers)), layout="constrained")
         FigureCanvasAgg(figure)  # draws without a display
         top, bottom = figure.subplots(2, 1, sharex=True)

@@ -8,7 +8,7 @@ from functools import lru_cache
 from google.protobuf.message import DecodeError
 
 from rpcdist._proto import membership_pb2 as pb
-from rpcdist.errors import DuplicateName, ProtocolViolation, RendezvousError, WorldMismatch, listed
+from rpcdist.errors import DuplicateName, ProtocolViolation, RendezvousError, WorldMismatch, listed, raised_as
 from rpcdist.ids import Identity
 from rpcdist.rpc._peers.directory import Member, Roster
 from rpcdist.rpc.options import MAX_ROLE_LENGTH
@@ -47,10 +47,8 @@ def members_from_bytes(encoded: bytes) -> tuple[Member, ...]:
     Raises:
         ProtocolViolation: these bytes are not such a list.
     """
-    try:
+    with raised_as(ProtocolViolation, "a list of workers cannot be parsed", DecodeError):
         return tuple(map(member_from_proto, pb.MemberList.FromString(encoded).members))
-    except DecodeError as exc:
-        raise ProtocolViolation(f"a list of workers cannot be parsed ({exc})") from exc
 
 
 def news_message(roster: Roster) -> pb.MembershipMessage:

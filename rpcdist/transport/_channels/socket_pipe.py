@@ -11,7 +11,7 @@ import struct
 from dataclasses import dataclass
 from typing import Final
 
-from rpcdist.errors import AuthenticationFailed, ProtocolViolation, TransportError, on_error
+from rpcdist.errors import AuthenticationFailed, ProtocolViolation, TransportError, on_error, raised_as
 from rpcdist.transport._channels.stream_sockets import connected_ends, send_all, until_ready
 from rpcdist.transport._tls.tls_socket import StreamSocket, TlsSocket
 from rpcdist.transport.credentials import Credentials
@@ -163,10 +163,8 @@ def wrapped(raw: socket.socket, address: str, credentials: Credentials, server_s
         TransportError: the connection had broken; it is closed.
     """
     context, fingerprint = credentials.tls.ssl_context(server_side)
-    try:
+    with raised_as(TransportError, f"the connection with {address} broke", OSError):
         return TlsSocket(raw, context, server_side, fingerprint)
-    except OSError as exc:
-        raise TransportError(f"the connection with {address} broke: {exc.strerror or exc}") from exc
 
 
 async def connected_pipe(

@@ -142,10 +142,9 @@ def _pem(certificates: Sequence[x509.Certificate]) -> bytes:
 
 
 def _private_key(path: str | os.PathLike[str], pem: bytes) -> PrivateKey:
-    try:
+    problem = f"{path} contains no PEM private key that is usable without a password"
+    with raised_as(ConfigError, problem, ValueError, TypeError, UnsupportedAlgorithm):  # TypeError: it has a password
         key = load_pem_private_key(pem, password=None)
-    except (ValueError, TypeError, UnsupportedAlgorithm) as exc:  # TypeError: it has a password
-        raise ConfigError(f"{path} contains no PEM private key that is usable without a password: {exc}") from exc
     if isinstance(key, rsa.RSAPrivateKey) and key.key_size >= MIN_RSA_BITS:
         return key
     if isinstance(key, ec.EllipticCurvePrivateKey) and isinstance(key.curve, _CURVES):
