@@ -26,6 +26,7 @@ MAX_FUNCTIONS: Final = 50
 MAX_LINKS: Final = 500
 MAX_REASONS: Final = 20
 MAX_ACTORS: Final = 200
+MAX_KINDS: Final = 8  # of channels; there are five
 SHARED_MEMORY: Final = "shared memory"
 _SHOWN: Final = ("id", "role", "host", "pid", "address", "age_s", "num_made", "num_served", "memory_bytes")
 """The facts of a worker that a view shows under their own names."""
@@ -130,7 +131,9 @@ class JobHistory:
                 moved = max(0, num_sent - sent_before)
                 sent += moved
                 received += max(0, num_received - received_before)
-                if passed_s > 0 and (kind != SHARED_MEMORY or moved or kind in by_kind):
+                if passed_s > 0 and (
+                    kind in by_kind or (len(by_kind) < MAX_KINDS and (kind != SHARED_MEMORY or moved))
+                ):
                     by_kind[kind] = by_kind.get(kind, 0.0) + moved / passed_s
         made = facts.num_made - before.num_made if before is not None else 0
         served = facts.num_served - before.num_served if before is not None else 0
@@ -277,7 +280,7 @@ def _functions(workers: Iterable[WorkerFacts]) -> list[dict[str, Any]]:
             one["running" if call.phase in ("running", "producing") else "waiting"] += 1
             one["oldest_s"] = max(one["oldest_s"], call.age_s)
         for times in facts.functions:
-            if times.served and not times.function.startswith(_OWN_CALLS):
+            if times.served and times.count > 0 and not times.function.startswith(_OWN_CALLS):
                 one = entry(times.function)
                 total = one["ended"] + times.count
                 one["median_s"] = (one["median_s"] * one["ended"] + times.median_s * times.count) / total

@@ -153,6 +153,8 @@ class Asker:
             answer = await self._inspect_from_outside(member.address, answered) or lost
         else:
             answer = await self._ask(member.address, answered)
+        if isinstance(answer, WorkerFacts) and answer.worker != member.name:
+            answer = ProtocolViolation(f"it answers as {answer.worker!r}, and no worker speaks for another")
         if isinstance(answer, WorkerFacts):
             answered.append(answer)
             return None

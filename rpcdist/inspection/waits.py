@@ -34,6 +34,9 @@ _COLLECTIVE_FILES: Final = ("/collectives/",)
 _AUTOGRAD_FILES: Final = ("/autograd/_",)
 MAX_LINKS: Final = 50
 MAX_CHAINS: Final = 200
+MAX_STEPS: Final = 100_000
+"""Limit on the nodes that are compared and the links that are described: facts of a misbehaving worker may say that
+everything waits for everything. Beyond it, the explanation has fewer chains."""
 MAX_STACK: Final = 12
 
 
@@ -103,9 +106,13 @@ def explain(
     reached: set[WaitNode] = set()
     of_shutdown: set[Chain] = set()
     for root in graph.roots():
-        if root in reached or len(chains) >= MAX_CHAINS:
+        if len(chains) >= MAX_CHAINS or not graph.may_go_on():
+            break
+        if root in reached:
             continue
         for path, is_circle in _paths(graph, root):
+            if not graph.may_go_on(len(path)):
+                break
             reached.update(path)
             chain = Chain(tuple(graph.link(node, after) for node, after in zip_longest(path, path[1:])), is_circle)
             chains.append(chain)
@@ -175,6 +182,7 @@ class _WaitGraph:
 
     def __init__(self, workers: Sequence[WorkerFacts], silent: Sequence[SilentWorker], older_than_s: float) -> None:
         self._older_than_s = older_than_s
+        self._steps_left = MAX_STEPS
         self._facts = {facts.worker: facts for facts in workers}
         self._silent = {one.worker: one for one in silent}
         self._made: dict[WaitNode, CallMade] = {}
@@ -183,6 +191,8 @@ class _WaitGraph:
         self._by_thread: dict[WaitNode, WaitNode] = {}  # the call that each thread serves
         self._by_call: dict[tuple[str, int], WaitNode] = {}  # the served call, by session and number
         self._operations: dict[WaitNode, tuple[GroupFacts, OperationFacts]] = {}
+        self._of_worker: dict[str, list[WaitNode]] = {}  # the calls that each worker serves
+        self._read: dict[tuple[str, int], list[str]] = {}  # the sessions of the streams that each worker reads
         for facts in workers:
             name = facts.worker
             self._made |= {WaitNode("made", name, call.id): call for call in facts.calls_made}
@@ -190,12 +200,21 @@ class _WaitGraph:
             for served in facts.calls_served:
                 node = WaitNode("served", name, (served.session, served.id))
                 self._served[node] = served
+                self._of_worker.setdefault(name, []).append(node)
                 self._by_call[served.session or f"to itself: {name}", served.id] = node
                 if served.thread is not None:
                     self._by_thread[WaitNode("thread", name, served.thread)] = node
+            for stream in facts.streams:
+                if stream.role == "reads":
+                    self._read.setdefault((name, stream.id), []).append(stream.session)
             for group in facts.groups:
                 for operation in group.operations:
                     self._operations[WaitNode("operation", name, (group.name, operation.sequence))] = group, operation
+
+    def may_go_on(self, num_steps: int = 0) -> bool:
+        """Counts steps; whether some are left."""
+        self._steps_left -= num_steps
+        return self._steps_left > 0
 
     # ------------------------------------------------------------ where chains begin
 
@@ -250,6 +269,8 @@ class _WaitGraph:
     def after(self, node: WaitNode) -> list[WaitNode]:
         """Returns the known nodes for which a node waits."""
         found: Iterable[WaitNode]
+        if not self.may_go_on():
+            return []
         match node.kind:
             case "made":
                 found = self._after_made(node, self._made[node])
@@ -263,7 +284,9 @@ class _WaitGraph:
                 found = self._after_pass(node)
             case _:
                 found = ()
-        return list(dict.fromkeys(found))
+        distinct = list(dict.fromkeys(found))
+        self.may_go_on(1 + len(distinct))
+        return distinct
 
     def _callee(self, node: WaitNode, call: CallMade) -> WaitNode | None:
         return self._by_call.get((call.session or f"to itself: {node.worker}", call.id))
@@ -296,7 +319,9 @@ class _WaitGraph:
                     yield other
 
     def _served_at(self, worker: str) -> Iterator[tuple[WaitNode, CallServed]]:
-        return ((node, call) for node, call in self._served.items() if node.worker == worker)
+        nodes = self._of_worker.get(worker, [])
+        self.may_go_on(len(nodes) // 4)  # each is compared, and few are followed
+        return ((node, self._served[node]) for node in nodes)
 
     def _running_in_pool(self, worker: str) -> Iterator[WaitNode]:
         """Yields the calls that occupy the threads, for which a queued call waits if the pool cannot grow."""
@@ -328,14 +353,14 @@ class _WaitGraph:
             if (made := WaitNode("made", node.worker, id)) in self._made:
                 yield made
             else:
-                streams = self._facts[node.worker].streams
-                for stream in streams:
-                    producer = self._by_call.get((stream.session or f"to itself: {node.worker}", id))
-                    if stream.id == id and stream.role == "reads" and producer is not None:
+                for session in self._read.get((node.worker, id), ()):
+                    producer = self._by_call.get((session or f"to itself: {node.worker}", id))
+                    if producer is not None:
                         yield producer
         if thread.lock_holder is not None:
             holder = WaitNode("thread", node.worker, thread.lock_holder)
-            yield self._by_thread.get(holder, holder)
+            if (held_in := self._by_thread.get(holder)) is not None or holder in self._threads:
+                yield held_in or holder
         if _is_in(thread, _COLLECTIVE_FILES):
             yield from (one for one in self._operations if one.worker == node.worker)
 

@@ -13,6 +13,7 @@ from rpcdist._dashboard.job_history import (
     KEPT_EVENTS,
     KEPT_POINTS,
     MAX_CURVES,
+    MAX_KINDS,
     JobHistory,
 )
 from rpcdist.inspection import ActorFacts, CallMade, CurveFacts, FunctionTimes, MemberFacts, SilentWorker, ThreadState
@@ -159,6 +160,24 @@ def test_everything_is_bounded() -> None:
     assert len(view["curves"]) == MAX_CURVES
     points = view["curves"]["worker0: curve0"]
     assert len(points) <= KEPT_CURVE_POINTS and points[0][0] < 1000.0 and points[-1][0] == start + 99
+
+
+def test_what_a_worker_makes_up_hides_no_other() -> None:
+    """A function that nobody has called ended each query; kinds of channels were kept for ever."""
+    times = [FunctionTimes("f", True, count, 0, 1.0, 1.0) for count in (0, -1, 1)]
+    honest = facts(num_made=1)
+    evil = [
+        facts(
+            "worker1",
+            functions=tuple(times),
+            channels=tuple(channel(f"{kind}", query, kind=f"{query}.{kind}") for kind in range(50)),
+        )
+        for query in range(20)
+    ]
+    view = after(*[job(honest, one) for one in evil])
+    assert [row["name"] for row in view["workers"]] == ["worker0", "worker1"]
+    assert [(one["ended"], one["median_s"]) for one in view["functions"]] == [(1, 1.0)]
+    assert len(view["totals"]["bytes"]) <= MAX_KINDS
 
 
 def test_workers_that_serve_until_a_shutdown_wait_for_nothing() -> None:
