@@ -54,13 +54,20 @@ def find_hosts(rank: int, watch: GroupWatch, allowed: bool, deadline: Deadline) 
         leader = rank
         if allowed:
             leader = 0 if watch.beside_rank_0[rank] else _lowest_reachable(rank, watch)
-        texts = watch.exchange(json.dumps([leader, allowed]), deadline)
+        entries = watch.read(watch.exchange(json.dumps([leader, allowed]), deadline), _read_leader)
     finally:
         watch.hub.withdraw(prefix)
-    entries = [json.loads(text) for text in texts]
     # Others can reach a rank that is not allowed to share memory, but must not take it as their leader.
     leaders = [leader if entries[leader][1] else rank for rank, (leader, _) in enumerate(entries)]
     return hosts_of(leaders)
+
+
+def _read_leader(rank: int, text: str) -> tuple[int, bool]:
+    """The lowest rank of its host that a rank has found, and whether it may share memory. Raises `ValueError`."""
+    values = json.loads(text)
+    if not isinstance(values, list) or list(map(type, values)) != [int, bool] or not 0 <= values[0] <= rank:
+        raise ValueError("not a rank that may be the leader, and a flag")
+    return values[0], values[1]
 
 
 def _lowest_reachable(rank: int, watch: GroupWatch) -> int:

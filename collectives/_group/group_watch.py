@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 from rpcdist.collectives._group.backend_contract import GroupContext
 from rpcdist.collectives._group.bootstrap import address_of_rank_0, not_made
@@ -20,8 +21,10 @@ from rpcdist.errors import (
     CollectiveTimeout,
     ConnectFailed,
     DistNetworkError,
+    ProtocolViolation,
     RendezvousError,
     TransportError,
+    abridged,
     on_error,
 )
 from rpcdist.time_limits import ANSWER_LIMIT_S, CHECK_INTERVAL_S
@@ -29,6 +32,8 @@ from rpcdist.transport._tls.tls_socket import NO_SIGPIPE, StreamSocket
 from rpcdist.transport.hub_connector import HubAddress
 from rpcdist.transport.shared_memory import Segment, SegmentError
 from rpcdist.transport.sockets import SocketHub
+
+T = TypeVar("T")
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -78,7 +83,7 @@ class GroupWatch(StateKeeper):
         with on_error(self.give_up):
             own_text = f"{own} {_boot_id()} {is_near and memory_bytes > 0:d}"
             entries = self.exchange(own_text, deadline, lambda entries: memory_bytes if _are_alike(entries) else 0)
-            self.addresses, self.boots, marks = zip(*(text.split(" ") for text in entries), strict=True)
+            self.addresses, self.boots, marks = zip(*self.read(entries, _read_entry), strict=True)
             first = self.boots[0]
             self.beside_rank_0 = tuple(
                 boot == first and mark == "1" for boot, mark in zip(self.boots, marks, strict=True)
@@ -126,6 +131,24 @@ class GroupWatch(StateKeeper):
                 error = not_made(context, missing)
                 self.reporter.report(GroupFailure(CollectiveTimeout, str(error), tuple(missing)))
                 raise error
+
+    def read(self, texts: Sequence[str], read_one: Callable[[int, str], T]) -> list[T]:
+        """Reads the texts of all ranks.
+
+        Args:
+            read_one: takes a rank and its text; raises `ValueError` if no rank of this version sends that.
+
+        Raises:
+            ProtocolViolation: it did; names the rank.
+        """
+        values = []
+        for rank, text in enumerate(texts):
+            try:
+                values.append(read_one(rank, text))
+            except (ValueError, RecursionError) as exc:
+                name = f"rank {self._context.ranks[rank]} of group {self._context.name!r}"
+                raise ProtocolViolation(f"{name} sent {abridged(text)}, which no rank of this version sends") from exc
+        return values
 
     def memory_of_rank_0(self, deadline: Deadline) -> Segment | None:
         """Returns the memory that rank 0 passes; None if it cannot make it. Blocks.
@@ -241,6 +264,13 @@ def _accept_watch(
 def _are_alike(entries: list[str]) -> bool:
     """Whether the ranks differ only in their addresses."""
     return len({text.partition(" ")[2] for text in entries}) == 1
+
+
+def _read_entry(rank: int, text: str) -> tuple[str, str, str]:
+    """The address, boot id and mark that a rank has sent. Raises `ValueError`."""
+    address, boot, mark = text.split(" ")
+    HubAddress.parse(address)
+    return address, boot, mark
 
 
 def _boot_id() -> str:

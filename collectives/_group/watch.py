@@ -299,6 +299,8 @@ class Watch(Reporter):
         # No rank can be in a later exchange than rank 0, or send two values for one.
         if integer(message, "number") != self._exchanges or not isinstance(value, str) or rank in self._values:
             raise ProtocolViolation(f"rank {rank} sent a value for an exchange that is not in progress")
+        if len(value) > MAX_VALUE_CHARS:  # the others would not take the message of rank 0 with it
+            raise ProtocolViolation(f"rank {rank} sent a value of {len(value)} characters")
         self._values[rank] = value
         if len(self._values) == len(self._world_ranks):
             values = [self._values[rank] for rank in range(len(self._world_ranks))]
@@ -426,7 +428,7 @@ class Watch(Reporter):
             self._failed(GroupFailure.from_json(message), sender)
         elif say == "left":
             self._left(integer(message, "rank"), integer(message, "sequence"), sender)
-        elif say == "where":
+        elif say == "where" and self._rank != 0:  # its answer goes to rank 0
             sequence, text = self._listener.where()
             answer: Message = {"say": "here", "question": message.get("question"), "sequence": sequence, "text": text}
             self._send(answer)

@@ -27,6 +27,7 @@ from rpcdist.time_limits import ATTEMPT_LIMIT_S, MIN_ATTEMPT_S, SIDE_ATTEMPT_LIM
 from rpcdist.transport import Link, Node
 from rpcdist.transport._framing.message_parts import parsed
 from rpcdist.transport._server.diagnosis import DIAGNOSIS_ROLE
+from rpcdist.transport._tls.certificate_proof import MALFORMED
 from rpcdist.transport._tls.job_authority import CLOCK_TOLERANCE, LIFETIME, JobAuthority
 from rpcdist.transport.addresses import host_from_environment, is_loopback, join_address, pick_bind_host, split_address
 from rpcdist.transport.identities import printable
@@ -234,7 +235,10 @@ def _shown(host: str, number: int, token: bytes) -> Shown | None:
         return Shown(speaks_tls=False) if exc.reason in _NOT_TLS else None
     except OSError:
         return None
-    return None if shown is None else _judged(x509.load_der_x509_certificate(shown), token)
+    try:
+        return None if shown is None else _judged(x509.load_der_x509_certificate(shown), token)
+    except MALFORMED:  # of any program, perhaps a stranger's
+        return Shown(speaks_tls=True)
 
 
 def _judged(certificate: x509.Certificate, token: bytes) -> Shown:

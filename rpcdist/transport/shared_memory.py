@@ -2,8 +2,9 @@
 
 A `Segment` is an anonymous file in memory (`memfd_create`), whose descriptor is sent to the other processes over a Unix
 socket (`SCM_RIGHTS`). No memory can be left behind: the kernel frees it when the last process that holds it ends, even
-by a crash. The size is sealed, so no process can truncate the file while another has it mapped (SIGBUS). The memory
-does not count against /dev/shm, which containers limit to 64 MiB.
+by a crash. The size is sealed, so no process can truncate the file while another has it mapped (SIGBUS), and its pages
+are ordinary ones, which the system provides again if a process frees them. The memory does not count against /dev/shm,
+which containers limit to 64 MiB.
 
 The sockets belong to the caller, who has connected and authenticated them.
 """
@@ -82,17 +83,20 @@ class Segment:
         """A segment of `size_bytes` that another process offers; owns the descriptor, even if it raises.
 
         Raises:
-            SegmentError: it has another size, or its size is not sealed.
+            SegmentError: it has another size or huge pages, or its size is not sealed.
         """
         try:
-            actual_bytes = os.fstat(descriptor).st_size
+            actual_bytes, page_bytes = os.fstat(descriptor).st_size, os.fstatvfs(descriptor).f_bsize
             sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _NEEDED_SEALS == _NEEDED_SEALS
         except OSError as exc:
             os.close(descriptor)
             raise SegmentError(f"the received descriptor is not shared memory: {exc.strerror}") from exc
-        if actual_bytes != size_bytes or not sealed:
+        # The system may have no huge page left when this process touches one that the peer has freed again (SIGBUS).
+        if actual_bytes != size_bytes or not sealed or page_bytes != mmap.PAGESIZE:
             os.close(descriptor)
-            problem = "its size is not sealed" if actual_bytes == size_bytes else f"it has {actual_bytes} bytes"
+            problem = f"it has {actual_bytes} bytes" if sealed else "its size is not sealed"
+            if page_bytes != mmap.PAGESIZE:
+                problem = f"its pages have {page_bytes} bytes"
             raise SegmentError(f"the received shared memory is not the offered one ({size_bytes} bytes): {problem}")
         return cls(descriptor, size_bytes)
 

@@ -16,13 +16,13 @@ from socket_hubs import open_hub
 
 from rpcdist.collectives import HashStore, PrefixStore, tcp
 from rpcdist.collectives._api.default_group import _until_all_have_it
-from rpcdist.collectives._group import bootstrap
+from rpcdist.collectives._group import bootstrap, group_watch
 from rpcdist.collectives._group.bootstrap import agree
 from rpcdist.collectives._group.group_watch import GroupWatch, connect_watch
 from rpcdist.collectives._group.state import LEFT
-from rpcdist.collectives.tcp import TcpBackend
+from rpcdist.collectives.tcp import TcpBackend, _read_leader
 from rpcdist.deadline import Deadline
-from rpcdist.errors import ConnectFailed, DistNetworkError, RankLost, RendezvousError, StoreTimeout
+from rpcdist.errors import ConnectFailed, DistNetworkError, ProtocolViolation, RankLost, RendezvousError, StoreTimeout
 from rpcdist.testing import eventually
 from rpcdist.time_limits import STORE_CHECK_INTERVAL_S
 from rpcdist.transport import sockets
@@ -68,6 +68,25 @@ def test_rank_0_names_those_that_do_not_connect() -> None:
 def test_a_rank_without_rank_0_says_so() -> None:
     with pytest.raises(RendezvousError, match=r"these ranks did not join within 0\.2 s: 0\. Do they run"):
         watch(context(1, HashStore()), SHORT_S)
+
+
+@pytest.mark.parametrize("text", ["a b", "\N{LATIN SMALL LETTER E WITH ACUTE}" * 2000])
+def test_what_a_rank_says_of_itself_and_no_rank_can_read_is_its_fault(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_watch, "_boot_id", lambda: text)
+    store = HashStore()
+    with ThreadPoolExecutor() as ranks:
+        both = [ranks.submit(watch, context(rank, store)) for rank in (0, 1)]
+        for made in both:
+            with pytest.raises(ProtocolViolation, match="rank 0 of group 'world' sent '"):
+                made.result(LIMIT_S)
+
+
+@pytest.mark.parametrize("text", ["{", "7", "[0]", "[2, true]", "[-1, true]", "[true, true]", "[0, 1]", "[" * 9000])
+def test_a_rank_names_itself_or_a_lower_one_as_the_leader_of_its_host(text: str) -> None:
+    with pytest.raises((ValueError, RecursionError)):
+        _read_leader(1, text)
 
 
 @pytest.mark.parametrize("late", [1, 2])

@@ -11,7 +11,15 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from rpcdist.collectives._group.state import GroupActions, GroupFailure, GroupState
-from rpcdist.collectives._group.watch import Interrupted, Message, StateKeeper, Watch, WatchConnection, encoded
+from rpcdist.collectives._group.watch import (
+    MAX_VALUE_CHARS,
+    Interrupted,
+    Message,
+    StateKeeper,
+    Watch,
+    WatchConnection,
+    encoded,
+)
 from rpcdist.errors import CollectiveMismatch, CollectiveTimeout, RankLost
 from rpcdist.transport import Node, acquire_node
 from rpcdist.transport._tls.tls_socket import StreamSocket
@@ -189,6 +197,8 @@ def test_garbage_ends_the_connection_and_is_named(star: Star, garbage: bytes) ->
         (1, [{"say": "value", "number": 1, "value": "of a later exchange"}]),
         (1, [{"say": "value", "number": 0, "value": 7}]),
         (1, [{"say": "value", "number": 0, "value": "twice"}] * 2),
+        (1, [{"say": "value", "number": 0, "value": "\xe9" * (MAX_VALUE_CHARS + 1)}]),  # then rank 0 would look guilty
+        (1, [{"say": "where", "question": 1}]),  # to whose answer the other ranks would object
         (0, [{"say": "values", "number": 0, "values": ["too", "few"]}]),
         (0, [{"say": "values", "number": 0, "values": ["no", "text", 3, "?"]}]),
         (0, [{"say": "values", "number": 0, "values": ["a", "b", "c", "d"]}] * 2),

@@ -1,12 +1,18 @@
-"""The findings of the doctor from facts: tables, without any socket."""
+"""The findings of the doctor from facts, as tables, and what it reads from certificates."""
 
 from __future__ import annotations
 
+import socket
+import ssl
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
 from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding
 
 from rpcdist._doctor.doctor_facts import (
     HostFacts,
@@ -17,7 +23,7 @@ from rpcdist._doctor.doctor_facts import (
     WorkerFact,
 )
 from rpcdist._doctor.findings import host_findings, summary, worker_findings
-from rpcdist._doctor.worker_probes import _judged
+from rpcdist._doctor.worker_probes import _judged, _shown
 from rpcdist.ids import Identity
 from rpcdist.transport._tls.job_authority import JobAuthority
 from rpcdist.transport.handshake import TOKEN_ADVICE, UNTRUSTED_CERTIFICATE
@@ -231,3 +237,25 @@ def test_a_certificate_tells_the_token_and_the_clock() -> None:
     assert ours.latest_s == pytest.approx(now_s + 19 * 3600, abs=60)
     other = shown(b"another token", timedelta(hours=5))
     assert other.is_of_job and not other.is_ours
+
+
+def test_a_certificate_that_no_library_reads_belongs_to_another_program(tmp_path: Path) -> None:
+    """OpenSSL takes version 10 of X.509; the command ended with the error of the library that does not."""
+    issued = JobAuthority(b"another token").issue(Identity("worker1", 1, 7), "default", datetime.now(UTC))
+    first = x509.load_pem_x509_certificates(issued.chain)[0].public_bytes(Encoding.DER)
+    odd = first.replace(b"\xa0\x03\x02\x01\x02", b"\xa0\x03\x02\x01\x09", 1)
+    assert odd != first
+    (tmp_path / "odd.pem").write_text(ssl.DER_cert_to_PEM_cert(odd))
+    (tmp_path / "odd.key").write_bytes(issued.key)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "odd.pem", tmp_path / "odd.key")
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as thread:
+
+        def greet() -> None:
+            with listener.accept()[0] as raw, context.wrap_socket(raw, server_side=True) as connection:
+                connection.recv(1)
+
+        greeting = thread.submit(greet)
+        assert _shown("127.0.0.1", listener.getsockname()[1], b"the token of this process") == Shown(speaks_tls=True)
+        with suppress(OSError):
+            greeting.result(20)

@@ -82,3 +82,14 @@ def test_random_headers_stay_inside_the_buffer(
     if result.numel():
         extent = sum((n - 1) * step for n, step in zip(result.shape, result.stride(), strict=True)) + 1
         assert (result.storage_offset() + extent) * result.itemsize <= result.untyped_storage().nbytes() <= 24
+
+
+@pytest.mark.parametrize("part", ["meta", "", "float"])
+def test_a_size_consists_of_numbers(part: str) -> None:
+    """torch would read the element of a tensor, and raises an error of its own for one on the meta device."""
+    value = encode(torch.zeros((), dtype=torch.int64)).value
+    value.tensors[0].device = part if part == "meta" else ""
+    size = b"\x8f" + (1).to_bytes(4, "little")
+    value.body = size + (b"\xc0" if part != "float" else b"\x85" + bytes(8))
+    with pytest.raises(SerializationError, match="a part that is not a number"):
+        decode(value, plain_only=True)

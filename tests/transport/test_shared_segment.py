@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import platform
 import socket
@@ -117,6 +118,24 @@ def test_memory_that_is_not_what_was_offered(pair: tuple[socket.socket, socket.s
     for descriptor in (bare, read_end, write_end):
         os.close(descriptor)
     assert num_descriptors() == before
+
+
+def test_huge_pages_are_refused(pair: tuple[socket.socket, socket.socket]) -> None:
+    """The peer frees them and uses up those of the system; then a read of this process would end it by SIGBUS."""
+    size = 2 << 20
+    try:
+        huge = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | os.MFD_HUGETLB | os.MFD_HUGE_2MB)
+    except OSError as exc:
+        pytest.skip(f"this kernel has no huge pages: {exc}")
+    os.ftruncate(huge, size)
+    fcntl.fcntl(huge, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    socket.send_fds(pair[0], [OFFER.pack(b"rpcdshm1", size)], [huge])
+    os.close(huge)
+    with pytest.raises(SegmentError, match="its pages have 2097152 bytes"):
+        accept(pair[1], LIMIT_S)
+    with Segment.create(size) as ordinary:
+        offer(pair[0], ordinary)
+        accept(pair[1], LIMIT_S).close()
 
 
 def test_a_transport_refuses_a_segment_that_is_too_small() -> None:

@@ -176,6 +176,7 @@ def test_a_piece_of_many_buffers_takes_no_long_turn() -> None:
     incoming.announce(announced(1, *[16] * MAX_BUFFERS))
     places = incoming.stripe(1, 0, 1, 16 * MAX_RANGES)
     assert places is not None and len(places) == len(taken) == MAX_RANGES
+    incoming.stripe_placed(1, 0, 16 * MAX_RANGES)
     with pytest.raises(ProtocolViolation, match="arrived for more than 64 buffers"):
         incoming.stripe(1, 0, 1, 16 * MAX_RANGES + 1)
     assert len(taken) == MAX_RANGES
@@ -202,6 +203,18 @@ def test_bytes_of_an_aborted_message_are_dropped() -> None:
     assert "0 of" in repr(counted)
     incoming.announce(announced(7, 100))  # the number is free again, and the ordinal another one
     assert incoming.stripe(1, 0, 2, 10) is None and incoming.stripe(2, 0, 2, 10) is not None
+
+
+def test_a_stripe_comes_on_one_connection_at_a_time() -> None:
+    """Of two pieces that arrive together, one was noted twice, and memory was handed on that nothing had written to."""
+    incoming = Incoming()
+    incoming.announce(announced(7, 100))
+    assert incoming.stripe(1, 0, 2, 10) is not None
+    with pytest.raises(ProtocolViolation, match="two connections bring stripe 0"):
+        incoming.stripe(1, 0, 2, 10)
+    assert incoming.stripe(1, 1, 2, 36) is not None  # another stripe
+    incoming.stripe_placed(1, 0, 10)
+    assert incoming.stripe(1, 0, 2, 10) is not None
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ import torch
 
 from rpcdist._proto import rpc_pb2, value_pb2
 from rpcdist.at_exit import AtEnd
-from rpcdist.errors import ProtocolViolation, SerializationError
+from rpcdist.errors import SerializationError
 from rpcdist.rpc._devices.lent_gpu_memory import MOST_OF_DEVICE
 from rpcdist.rpc._values.buffers import STAGED_BYTES, ReceiveBuffer, pinned_memory
 from rpcdist.transport.memory_copies import memory_view
@@ -292,14 +292,12 @@ class GpuReceiveBuffer(ReceiveBuffer):
         return lease
 
     def arrived(self, start: int, end: int) -> None:
-        """See `StagedBuffer`. Raises `ProtocolViolation` for bytes that were there."""
+        """See `StagedBuffer`."""
         has_complete = False
         for number, first, last in self._pieces(start, end):
-            lease = self._chunks.get(number)
-            if lease is None or lease[0].missing < last - first:
-                raise ProtocolViolation(f"bytes {start} to {end} of a buffer arrived twice")
-            lease[0].missing -= last - first
-            if not lease[0].missing:
+            memory, _ = self._chunks[number]
+            memory.missing -= last - first
+            if not memory.missing:
                 self._complete.append((number, self._chunks.pop(number)))
                 has_complete = True
         if has_complete:

@@ -19,7 +19,6 @@ legitimate value takes more, `codec.py` adds an unused buffer, which makes the v
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, field
-from operator import index
 from struct import Struct
 from struct import error as StructError
 from typing import Any, Final
@@ -515,7 +514,9 @@ class _Reader:
         if tag == _SIZE:
             self.take(_TUPLE_BYTES + (_TUPLE_SLOT_BYTES + _SLOT_BYTES) * number)
             parts, position = self.items(position, number, depth + 1)
-            return torch.Size(list(map(index, parts))), position
+            if not {int}.issuperset(map(type, parts)):  # torch would read the element of a tensor
+                raise TypeError("a torch.Size has a part that is not a number")
+            return torch.Size(parts), position
         if tag == _STR32:
             data = self.bytes(position, end)
             self.take(_text_bytes(data))

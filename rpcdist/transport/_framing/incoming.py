@@ -139,7 +139,7 @@ class StripeCursor:
         count: number of payload connections.
 
     Attributes:
-        taken: for a receiver, the ranges of the last piece.
+        taken: for a receiver, the ranges of the piece that arrives now.
     """
 
     __slots__ = ("_at", "_buffer", "_ends", "index", "left", "taken")
@@ -258,6 +258,8 @@ class _IncomingTransfer:
         if cursor is None:
             self.ends = self.ends or list(accumulate(self.message.large))
             cursor = self.stripes[index] = StripeCursor(self.ends, index, count)
+        if cursor.taken:  # only one connection may bring a stripe, whose pieces would be taken for one another
+            raise ProtocolViolation(f"two connections bring stripe {index} of a message")
         ranges = cursor.take_all(size)
         if self.failure:
             return []
@@ -290,7 +292,8 @@ class _IncomingTransfer:
 
     def piece_arrived(self, index: int) -> None:
         """Takes note of the bytes of the last piece of a stripe."""
-        for number, start, end in self.stripes[index].taken:
+        taken, self.stripes[index].taken = self.stripes[index].taken, []
+        for number, start, end in taken:
             if (staged := self.staged.get(number)) is not None:
                 staged.arrived(start, end)
 
@@ -445,8 +448,7 @@ class Incoming:
             transfer = self._by_ordinal.get(ordinal)
             if transfer is None:
                 return None
-            if transfer.staged:
-                transfer.piece_arrived(index)
+            transfer.piece_arrived(index)
             return self._count(transfer, size)
 
     def _count(self, transfer: _IncomingTransfer, size: int) -> Delivery | None:
