@@ -279,13 +279,17 @@ def test_brief_facts_have_the_stack_of_the_main_thread_alone_where_nothing_takes
     [
         (ConnectFailed("host:1", "connection refused", 1.0), "(and no worker on its host can inspect the process)"),
         (ProtocolViolation("host:1 still joins its job"), "host:1 still joins its job"),
+        (
+            WorkerFacts("w2", 2, "1", "default/1", "", "host", 1, "host:2", 0, 9.0, "working"),
+            "it answers as 'w2', and no worker speaks for another",
+        ),
     ],
-    ids=["silent", "joins"],
+    ids=["silent", "joins", "under-another-name"],
 )
 def test_only_a_silent_worker_is_said_to_be_unseen(
-    monkeypatch: pytest.MonkeyPatch, answer: RpcdistError, says: str
+    monkeypatch: pytest.MonkeyPatch, answer: RpcdistError | WorkerFacts, says: str
 ) -> None:
-    async def ask(asker: Asker, address: str, answered: object) -> RpcdistError:
+    async def ask(asker: Asker, address: str, answered: object) -> RpcdistError | WorkerFacts:
         return answer
 
     monkeypatch.setattr(Asker, "_ask", ask)
