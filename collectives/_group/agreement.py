@@ -35,12 +35,15 @@ from dataclasses import dataclass, replace
 from typing import Final, TypeVar, cast
 
 from rpcdist.collectives._stores.store_operations import Add, Check, CompareSet, Get, Missing, Set, StoreOperation, Wait
+from rpcdist.errors import RendezvousError, abridged
 
 R = TypeVar("R")
 Steps = Generator[StoreOperation[object], object, R]
 
 HINT: Final = "hint"
 TICKETS: Final = "tickets"
+_MAX_RANKS: Final = 1 << 16
+_MAX_DIGITS: Final = 18
 GAVE_UP: Final = -1  # stands for the ticket of a rank that gave up
 
 
@@ -138,24 +141,56 @@ def _encoded(entry: _Outcome | JoinRequest) -> bytes:
 
 
 def _outcome(text: bytes) -> _Outcome:
-    match json.loads(text):
-        case ["next", owner, gone]:
-            return _Next(None if owner is None else _request_of(*owner), gone)
-        case ["made", tickets]:
+    """Reads an outcome. Raises `RendezvousError` for anything that `_encoded` does not write."""
+    match _loaded(text):
+        case ["next", owner, int() | None as gone]:
+            return _Next(None if owner is None else _request_of(owner), gone)
+        case ["made", list(tickets)] if all(type(ticket) is int for ticket in tickets):
             return _Complete(tuple(tickets))
         case ["differ", one, other]:
-            return _Conflict(_request_of(*one), _request_of(*other))
+            return _Conflict(_request_of(one), _request_of(other))
         case unknown:
-            raise ValueError(f"an agreement has no outcome {unknown!r}")
+            raise _foreign(unknown)
 
 
 def _request_values(request: JoinRequest) -> list[object]:
     return [request.rank, _runs(request.ranks), request.description, request.ticket]
 
 
-def _request_of(rank: int, runs: list[list[int]], description: str, ticket: int) -> JoinRequest:
-    ranks = tuple(member for first, last in runs for member in range(first, last + 1))
-    return JoinRequest(rank, ranks, description, ticket)
+def _request_of(values: object) -> JoinRequest:
+    """Reads the values of a request. Raises `RendezvousError` for others: torchrun's store has no token."""
+    match values:
+        case [int(rank), list(runs), str(description), int(ticket)]:
+            ranks: list[int] = []
+            for run in runs:
+                match run:
+                    case [int(first), int(last)] if last - first < _MAX_RANKS - len(ranks):
+                        ranks += range(first, last + 1)
+                    case _:
+                        raise _foreign(run)
+            if rank in ranks:
+                return JoinRequest(rank, tuple(ranks), description, ticket)
+    raise _foreign(values)
+
+
+def _loaded(text: bytes) -> object:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise _foreign(text) from None
+
+
+def _number(text: bytes) -> int:
+    if len(text) > _MAX_DIGITS or not text.isdigit():
+        raise _foreign(text)
+    return int(text)
+
+
+def _foreign(values: object) -> RendezvousError:
+    return RendezvousError(
+        f"the store has {abridged(values)} where the ranks of a group find each other, which no process of this "
+        "version writes. Let only processes of the job use the store, with one version of rpcdist, and start it again"
+    )
 
 
 def _runs(ranks: Sequence[int]) -> list[list[int]]:
@@ -215,7 +250,7 @@ class _Process:
         while (yield Check((_outcome_key(number),))):
             if number == 1 and (yield Check((HINT,))):
                 values = yield Get((HINT,))
-                number = max(1, int(cast("tuple[bytes, ...]", values)[0]) - 1)
+                number = max(1, _number(cast("tuple[bytes, ...]", values)[0]) - 1)
             outcome = yield from self._read(number)
             number += 1
             if fresh and isinstance(outcome, _Conflict):
@@ -241,7 +276,7 @@ class _Process:
         values = (yield Get(keys)) if keys else ()
         if isinstance(values, Missing):
             return (yield from self._give_up(values.keys))
-        here = [_request_of(*json.loads(value)) for value in cast("tuple[bytes, ...]", values)]
+        here = [_request_of(_loaded(value)) for value in cast("tuple[bytes, ...]", values)]
         return (yield from self._decide(here))
 
     def _decide(self, here: Sequence[JoinRequest]) -> Steps[Result | None]:
@@ -286,7 +321,7 @@ class _Process:
     def follow(self) -> Steps[Result | None]:
         rank, key, entry = self.me.rank, _here(self.number, self.me.rank), _encoded(self.me)
         if (found := cast(bytes, (yield CompareSet(key, b"", entry)))) != entry:
-            before = _request_of(*json.loads(found))
+            before = _request_of(_loaded(found))
             if self._has_my_rank(before) and before.ticket != GAVE_UP:
                 if self.owner is not None:  # otherwise that process may have died long ago
                     self.twice = rank
@@ -305,6 +340,8 @@ class _Process:
         if isinstance(outcome, _Conflict):
             return self._disagreement(outcome)
         if isinstance(outcome, _Complete) and self.owner is not None and self.owner.fits(self.me):
+            if len(outcome.tickets) != len(self.me.ranks):
+                raise _foreign(outcome.tickets)
             member = outcome.tickets[self.me.ranks.index(self.me.rank)]
             if member == self.me.ticket:
                 return Made(self.number)
@@ -323,7 +360,7 @@ class _Process:
             found = yield Wait(keys)
             missing = found.keys if isinstance(found, Missing) else ()
         if (yield Check((_twice_key(number),))):
-            self.twice = int(cast("tuple[bytes, ...]", (yield Get((_twice_key(number),))))[0])
+            self.twice = _number(cast("tuple[bytes, ...]", (yield Get((_twice_key(number),))))[0])
         if owner is not None:
             if owner != self.me:
                 yield from self._fill(owner, replace(request, ticket=GAVE_UP))

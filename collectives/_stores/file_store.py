@@ -227,12 +227,20 @@ class FileTable:
                 raise DistStoreError(f"{self.path} is damaged at byte {self._offset + position}")
             if stop > end:
                 break
-            while start < stop:
-                code, key_length, value_length = _read_change(data, start)
-                key_start = start + _CHANGE_BYTES
-                middle = key_start + key_length
-                start = middle + value_length
-                changes.append((code, data[key_start:middle].decode("utf-8", "surrogatepass"), data[middle:start]))
+            try:
+                while start < stop:
+                    code, key_length, value_length = _read_change(data, start)
+                    key_start = start + _CHANGE_BYTES
+                    middle = key_start + key_length
+                    start = middle + value_length
+                    if start > stop or not 0 < code <= _CLOSED:
+                        raise ValueError(f"change {code} ends at {start - stop} bytes after its record")
+                    changes.append((code, data[key_start:middle].decode("utf-8", "surrogatepass"), data[middle:start]))
+            except (struct.error, ValueError) as exc:  # the record is whole, and another program wrote it
+                raise DistStoreError(
+                    f"{self.path} has a record at byte {self._offset + position} that this version of rpcdist cannot "
+                    "read; use the same version in all processes, and another file"
+                ) from exc
             position = stop
         self._offset += position
         return changes

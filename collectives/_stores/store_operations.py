@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from itertools import filterfalse
+from itertools import filterfalse, repeat
 from typing import ClassVar, Final, Generic, NamedTuple, Self, TypeVar
 
 from rpcdist.errors import DistStoreError
@@ -159,8 +159,9 @@ class Set(StoreOperation[None]):
     values: tuple[bytes, ...]
 
     def decide(self, contents: Contents) -> Decision[None]:
-        pairs = zip(self.keys, self.values, strict=True)
-        return None, tuple(Change(Code.SET, key, value) for key, value in pairs)
+        if len(self.keys) != len(self.values):
+            raise DistStoreError(f"cannot set {len(self.keys)} keys to {len(self.values)} values")
+        return None, tuple(map(Change, repeat(Code.SET), self.keys, self.values))
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +173,12 @@ class Get(StoreOperation[tuple[bytes, ...]]):
 
     def decide(self, contents: Contents) -> Decision[tuple[bytes, ...]]:
         missing = contents.without_value(self.keys)
-        return (Missing(missing) if missing else tuple(bytes(contents.values[key]) for key in self.keys)), ()
+        if missing:
+            return Missing(missing), ()
+        found = {
+            key: bytes(contents.values[key]) for key in self.keys
+        }  # one copy of a value, however often it is named
+        return tuple(map(found.__getitem__, self.keys)), ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -211,10 +211,13 @@ class ServedTable:
         try:
             operation = operation_of(request)
             result = await self.table.execute_on_loop(operation, request.timeout_ms / 1000)
-            reply = reply_with(operation, result)
             undo = partial(self.table.give_back, operation, result)
-            if (size_bytes := reply.ByteSize()) <= limit_bytes:
-                return reply, undo
+            # Before a reply is made: a short request may name a large value very often.
+            size_bytes = sum(map(len, result)) if isinstance(result, tuple) else 0
+            if size_bytes <= limit_bytes:
+                reply = reply_with(operation, result)
+                if (size_bytes := reply.ByteSize()) <= limit_bytes:
+                    return reply, undo
             undo()
             if instead is not None:
                 return instead, lambda: None

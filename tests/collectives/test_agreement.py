@@ -25,7 +25,8 @@ from rpcdist.collectives._group.agreement import (
     agreement,
 )
 from rpcdist.collectives._stores.store_operations import Contents
-from rpcdist.collectives.store import Add, Get, Missing, StoreOperation
+from rpcdist.collectives.store import Add, Check, CompareSet, Get, Missing, StoreOperation
+from rpcdist.errors import RendezvousError
 
 INTERRUPTIONS = 10 if FULL else 2
 """How often a process may be interrupted by another one, where every order is tried."""
@@ -33,6 +34,35 @@ INTERRUPTIONS = 10 if FULL else 2
 
 def wish(rank: int, size: int = 2, text: str = "a group") -> JoinRequest:
     return JoinRequest(rank, tuple(range(size)), text)
+
+
+FOREIGN = [
+    b"", b"{", b"7", b"[" * 9000, b'["next"]', b'["next", null, "x"]', b'["made", ["x"]]', b'["made", 7]',
+    b'["differ", [], []]', b'["next", [0, [[0, 99999999999999999999]], "a group", 1], null]',
+    b'["next", [5, [[0, 1]], "a group", 1], null]', b'["next", [0, [[0]], "a group", 1], null]',
+    b'["next", [0, [[0, 1]], 7, 1], null]', b'["next", [0, [[0, 65535], [0, 65535]], "a group", 1], null]',
+    b'[1, [[0, 99999999999999999999]], "a group", 1]', b'[1, [[0, 1]], "a group", "1"]',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", FOREIGN, ids=range(len(FOREIGN)))
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("is_begun", [True, False])
+def test_what_a_stranger_writes_ends_an_agreement_by_name(rank: int, is_begun: bool, text: bytes) -> None:
+    """torchrun's store has no token; a range of 10^20 ranks took all memory, in a call that no signal ends."""
+    steps = agreement(wish(rank), fresh=False)
+    result: object = None
+    with pytest.raises(RendezvousError, match=r"^the store has .* where the ranks of a group find each other"):
+        while True:
+            match steps.send(result):
+                case Add():
+                    result = 1
+                case Check():
+                    result = is_begun
+                case Get():
+                    result = (text,)
+                case CompareSet():
+                    result = text
 
 
 @dataclass(eq=False)
