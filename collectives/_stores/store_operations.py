@@ -175,9 +175,7 @@ class Get(StoreOperation[tuple[bytes, ...]]):
         missing = contents.without_value(self.keys)
         if missing:
             return Missing(missing), ()
-        found = {
-            key: bytes(contents.values[key]) for key in self.keys
-        }  # one copy of a value, however often it is named
+        found = {key: bytes(contents.values[key]) for key in dict.fromkeys(self.keys)}  # a copy of each value
         return tuple(map(found.__getitem__, self.keys)), ()
 
 

@@ -6,6 +6,8 @@ import errno
 import fcntl
 import os
 import signal
+import struct
+import zlib
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -96,6 +98,24 @@ def test_changes_of_every_kind_survive_the_file(tmp_path: Path) -> None:
     with FileStore(path) as store:
         assert sorted(store.list_keys()) == ["a", "ü\ud800"]
         assert (store.get("ü\ud800"), store.get("a"), store.queue_pop("q", False)) == (b"\x00\xff", b"12", b"2")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        struct.pack("<BII", 54, 1, 0) + b"k",  # of a later version
+        struct.pack("<BII", Code.SET, 1, 0) + b"\xff",
+        struct.pack("<BI", Code.SET, 1),
+    ],
+    ids=["code", "text", "cut"],
+)
+def test_a_record_of_another_program_is_an_error(tmp_path: Path, body: bytes) -> None:
+    path = tmp_path / "store"
+    with FileStore(path) as store:
+        with open(path, "ab") as file:
+            file.write(struct.pack("<II", len(body), zlib.crc32(body)) + body)
+        with pytest.raises(DistStoreError, match="has a record at byte 16 that this version of rpcdist cannot read"):
+            store.num_keys()
 
 
 def test_a_damaged_record_is_an_error(tmp_path: Path) -> None:
