@@ -216,16 +216,19 @@ class BucketReductions:
 
     def _read_notices(self) -> list[tuple[bool, str]]:
         """Returns the other ranks' notices about this iteration: whether each is final, and its text."""
-        group, found = self._group, []
+        group = self._group
+        found: list[tuple[bool, str]] = []
         try:
             store = group.get_group_store()
             for rank in range(group.size()):
                 key = f"{self._key}/{rank}"
                 if rank != group.rank() and store.check([key]):
-                    found.append(json.loads(store.get(key)))
-        except (RpcdistError, RuntimeError, OSError) as exc:
+                    match json.loads(store.get(key)):  # not signed: it explains an error, and decides nothing
+                        case [self._iteration, bool(is_final), str(text)]:
+                            found.append((is_final, text))
+        except (RpcdistError, RuntimeError, OSError, ValueError) as exc:
             logger.debug("the notices of the other ranks cannot be read: %s", exc)
-        return [(is_final, text) for iteration, is_final, text in found if iteration == self._iteration]
+        return found
 
 
 def _range_of(what: str, bucket: Bucket) -> AbstractContextManager[object]:
