@@ -13,7 +13,6 @@ import os
 import selectors
 import subprocess
 import sys
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -29,6 +28,7 @@ from rpcdist._launch.progress import error_of, interrupted
 from rpcdist._launch.rank_main import check_not_importing_main
 from rpcdist._launch.reports import RankCall, main_has_a_file, pickle_call
 from rpcdist._launch.supervisor import BackgroundRanks, StopSignals, kept_interrupt
+from rpcdist.deadline import Deadline
 from rpcdist.errors import (
     AlreadyInitialized,
     BlockingInLoop,
@@ -40,8 +40,14 @@ from rpcdist.errors import (
 )
 from rpcdist.ids import check_worker_name
 from rpcdist.own_shortage import check_can_start, names_shortage
-from rpcdist.time_limits import CLOSE_LIMIT_S, CLUSTER_START_LIMIT_S, INIT_NOTICE_S, QUICK_ANSWER_LIMIT_S
-from rpcdist.waiters import run_in_thread
+from rpcdist.time_limits import (
+    CHECK_INTERVAL_S,
+    CLOSE_LIMIT_S,
+    CLUSTER_START_LIMIT_S,
+    INIT_NOTICE_S,
+    QUICK_ANSWER_LIMIT_S,
+)
+from rpcdist.waiters import check_not_given_up, run_in_thread
 
 if TYPE_CHECKING:
     from rpcdist.rpc import RpcOptions
@@ -257,6 +263,7 @@ class LocalCluster(ClusterBlock):
                 self._start_here()
             if self._wants_dashboard:
                 self._serve_dashboard()
+                self._check_not_cancelled()
         except BaseException as error:
             self._abandon()
             if type(error) is KeyboardInterrupt:
@@ -411,12 +418,15 @@ def served_page(address: str, variables: Mapping[str, str]) -> Iterator[str]:
 def _first_line(process: subprocess.Popen[bytes]) -> str:
     stream = process.stdout
     assert stream is not None
-    end = time.monotonic() + CLUSTER_START_LIMIT_S
+    deadline = Deadline.after(CLUSTER_START_LIMIT_S)
     line = b""
     with selectors.DefaultSelector() as ready:
         ready.register(stream, selectors.EVENT_READ)
         while not line.endswith(b"\n") and len(line) < MAX_URL_CHARS:
-            if not ready.select(max(0.0, end - time.monotonic())):
+            check_not_given_up()
+            if not ready.select(min(CHECK_INTERVAL_S, deadline.remaining_s())):
+                if not deadline.expired():
+                    continue
                 raise DeadlineExceeded(f"the dashboard was not served within {CLUSTER_START_LIMIT_S:g} s")
             more = os.read(stream.fileno(), 4096)
             if not more:

@@ -213,7 +213,8 @@ become ready; the message of a `remote()`, which waits four times as long if all
 between ranks whose owner may be about to wait for them."""
 CHECK_INTERVAL_S: Final = 0.05
 """A waiting thread checks this often for events without a notification: the failure of its group or job, members of an
-elastic group that join or leave, or the growth of the file to which a frozen process writes its stacks."""
+elastic group that join or leave, the growth of the file to which a frozen process writes its stacks, or the
+cancellation of a cluster's start while its dashboard starts."""
 SIGNAL_CHECK_INTERVAL_S: Final = 0.5
 """A waiting main thread wakes up this often to notice a Ctrl-C that arrived just before it slept, or that Ray's own
 wait ignores."""

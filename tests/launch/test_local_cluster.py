@@ -137,6 +137,18 @@ async def test_a_start_that_is_cancelled_leaves_nothing() -> None:
 
 
 @pytest.mark.multiproc
+async def test_a_start_that_is_cancelled_leaves_no_dashboard() -> None:
+    before = children()
+    starting = asyncio.create_task(LocalCluster(1, dashboard=True).start_async())
+    await eventually_async(lambda: bool(children() - before), "the dashboard's process runs", LIMIT_S)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    await eventually_async(lambda: not children() - before, "the process has ended", LIMIT_S)
+    assert not rpc.api._is_current_rpc_agent_set()
+
+
+@pytest.mark.multiproc
 @pytest.mark.parametrize("when", ["start", "inside", "leaving"])
 def test_ctrl_c_ends_everything_quietly(when: str, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(LEAVING if when == "leaving" else WAITING)

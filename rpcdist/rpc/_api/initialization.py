@@ -94,8 +94,9 @@ def init_rpc(
     try:
         with names_shortage("init_rpc"):
             _start(backend, name, rank, world_size, rpc_backend_options)
-    except RpcdistError as exc:
-        # The error says what to do; 80 lines of traceback through sockets and stores would hide it.
+    except (RpcdistError, KeyboardInterrupt) as exc:
+        # The error says what to do, and Ctrl-C needs no words; 80 lines of traceback through sockets and stores would
+        # hide that.
         logger.debug("init_rpc of %s failed", name, exc_info=True)
         exc.__cause__, exc.__suppress_context__, exc.__traceback__ = None, True, None
         raise  # unlike `raise exc`, adds no frame of this function
