@@ -127,7 +127,7 @@ def test_what_arrives_is_copied_from_pinned_memory_whatever_its_size(
         staged.append(torch.empty(size, dtype=torch.uint8))
         return staged[-1]
 
-    monkeypatch.setattr(pinned_arrivals, "pinned_memory", pinned)
+    monkeypatch.setattr(buffers, "pinned_memory", pinned)
     monkeypatch.setattr(gpu_sharing, "new_tensor", lambda shape, dtype, device, size: torch.zeros(shape, dtype=dtype))
     value = ValueOnGpus(value_pb2.Value(), Identity("alice", 0, 1), no_loans(), "bob")
     source = torch.arange(size, dtype=torch.int64).to(torch.uint8)
@@ -137,6 +137,25 @@ def test_what_arrives_is_copied_from_pinned_memory_whatever_its_size(
         made = value.copy_of(buffer, (size,), torch.uint8, torch.device("cuda:0"))
         assert torch.equal(made, source)
     assert [memory.nbytes for memory in staged] == [size, size]
+
+
+def test_copies_take_other_memory_if_no_more_can_be_pinned(copies: Copies, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(size: int) -> torch.Tensor:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(buffers, "pinned_memory", refuse)
+    assert bytes(copies.begin(2 * STAGED_BYTES).view[-2:]) == b"\2\2"
+    source = torch.arange(3 * PART).to(torch.uint8)
+    target = torch.zeros_like(source)
+    pinned_arrivals.copy_up(source, target)
+    assert torch.equal(source, target)
+
+    def refuse_all(size: int) -> ReceiveBuffer:
+        raise SerializationError("it does not fit into memory")
+
+    monkeypatch.setattr(ReceiveBuffer, "allocate", refuse_all)
+    with pytest.raises(SerializationError, match="does not fit"):
+        copies.begin(5)
 
 
 # ---------------------------------------------------------------- at the receiver
@@ -739,7 +758,7 @@ def far(monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiver]:
     monkeypatch.setenv(CHANNELS_VARIABLE, "tcp")
     monkeypatch.setattr(ArrivedValue, "gpus", lambda self: ())
     monkeypatch.setattr(gpu_sharing, "new_tensor", lambda shape, dtype, device, size: torch.zeros(shape, dtype=dtype))
-    monkeypatch.setattr(pinned_arrivals, "pinned_memory", partial(torch.empty, dtype=torch.uint8))
+    monkeypatch.setattr(buffers, "pinned_memory", partial(torch.empty, dtype=torch.uint8))
     monkeypatch.setattr("rpcdist.rpc._api.call_functions.check_own_devices", lambda *arguments: None)
     receiver = Receiver(num_parts=3, part=FAR_PART)
     monkeypatch.setattr(gpu_sharing, "pinned_ring", lambda: receiver.ring)
@@ -923,9 +942,10 @@ def test_a_call_without_room_on_the_gpu_fails_alone(far: Receiver) -> None:
         eventually(far.is_free)
 
 
+@pytest.mark.parametrize("at", [0, FAR_PART, 9 * FAR_PART // 2], ids=["first", "middle", "last"])
 @pytest.mark.parametrize("connections", ["0", "2"])
 def test_a_connection_that_is_lost_in_the_middle(
-    far: Receiver, monkeypatch: pytest.MonkeyPatch, connections: str
+    far: Receiver, monkeypatch: pytest.MonkeyPatch, connections: str, at: int
 ) -> None:
     monkeypatch.setenv(PAYLOAD_CONNECTIONS_VARIABLE, connections)
     value = torch.ones(SIZE, dtype=torch.uint8)
@@ -937,7 +957,7 @@ def test_a_connection_that_is_lost_in_the_middle(
         parts = GpuReceiveBuffer.parts
 
         def break_off(self: GpuReceiveBuffer, start: int, end: int) -> list[memoryview]:
-            if start >= FAR_PART:
+            if start >= at:
                 session.close("the test cuts the cable")
             return parts(self, start, end)
 

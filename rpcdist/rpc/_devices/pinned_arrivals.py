@@ -28,7 +28,7 @@ from rpcdist._proto import rpc_pb2, value_pb2
 from rpcdist.at_exit import AtEnd
 from rpcdist.errors import SerializationError
 from rpcdist.rpc._devices.lent_gpu_memory import MOST_OF_DEVICE
-from rpcdist.rpc._values.buffers import STAGED_BYTES, ReceiveBuffer, pinned_memory
+from rpcdist.rpc._values.buffers import STAGED_BYTES, ReceiveBuffer, pinned_memory, staging_memory
 from rpcdist.transport.memory_copies import memory_view
 from rpcdist.transport.wire_messages import CompactPass, ReplyMessage, WireMessage
 
@@ -58,7 +58,7 @@ def copy_up(source: torch.Tensor, target: torch.Tensor) -> None:
     """Copies bytes of the host to a GPU, in its current stream: one chunk goes up while the next is copied into pinned
     memory, which torch's allocator keeps for later copies. The driver's own copy takes twice as long.
     """
-    pinned = pinned_memory(source.nbytes)
+    pinned = staging_memory(source.nbytes)
     for part, staged, there in zip(
         source.split(STAGED_BYTES), pinned.split(STAGED_BYTES), target.split(STAGED_BYTES), strict=True
     ):

@@ -87,6 +87,16 @@ def pinned_memory(size: int) -> torch.Tensor:
     return torch.empty(size, dtype=torch.uint8, device=_CPU, pin_memory=True)
 
 
+def staging_memory(size: int) -> torch.Tensor:
+    """Pinned memory for a copy to or from a GPU; other memory if the system pins no more, for which the thread that
+    copies waits. Raises `SerializationError` if there is none.
+    """
+    try:
+        return pinned_memory(size)
+    except RuntimeError:
+        return ReceiveBuffer.allocate(size).memory
+
+
 def keep_for_current_streams(tensors: Iterable[torch.Tensor]) -> None:
     """Keeps the memory of GPU tensors until the current streams have reached this point, though the tensors are freed.
 
@@ -123,7 +133,7 @@ class GpuBuffer(LargeBuffer):
         with torch.inference_mode(False), torch.no_grad():
             flat = torch.empty(0, dtype=torch.uint8, device=self.device)
             flat.set_(storage, self.start - storage.data_ptr(), (self.size,), (1,))
-            self._host = pinned_memory(self.size)
+            self._host = staging_memory(self.size)
             stream = torch.cuda.current_stream(self.device)
             for there, here in zip(self._host.split(STAGED_BYTES), flat.split(STAGED_BYTES), strict=True):
                 there.copy_(here, non_blocking=True)
