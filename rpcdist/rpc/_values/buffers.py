@@ -17,6 +17,7 @@ import torch
 
 from rpcdist._proto import value_pb2
 from rpcdist.errors import SerializationError, TransportError
+from rpcdist.freed_memory import LARGE_BYTES, stock_small_blocks
 from rpcdist.own_shortage import free_memory
 from rpcdist.transport.memory_copies import (
     TWO_THREADS_FROM_BYTES,
@@ -238,6 +239,8 @@ class ReceiveBuffer:
         """
         if not 0 <= size <= MAX_BUFFER_SIZE:
             raise SerializationError(f"a buffer of {size} bytes was announced; no buffer can be that large")
+        if size >= LARGE_BYTES:  # a thread that reads a connection has a heap of its own
+            stock_small_blocks()
         try:
             memory = torch.empty(size, dtype=torch.uint8, device=_CPU)
         except (RuntimeError, MemoryError) as exc:

@@ -166,29 +166,30 @@ class TlsSocket:
 
     def recv_into(self, place: memoryview) -> int:
         """Like `recv_into` of a socket: raises `BlockingIOError` if no bytes are there; returns 0 at the end."""
-        got, size = 0, len(place)
         with self._lock:
             self._check_open()
             if self._failure is not None:
                 raise self._failure
-            try:
-                while got < size:  # a record at a time
-                    num_bytes = _without_sigpipe(
-                        self._read, size - got, place[got:]
-                    )  # may answer alerts and key updates
-                    if not num_bytes:
-                        break  # users that distinguish a regular end from a lost one mark it in their own frames
-                    got += num_bytes
-                self.has_buffered = self._tls.pending() > 0
-            except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
-                self.has_buffered = False
-                if not got:
-                    raise BlockingIOError from None
-            except OSError as exc:
-                self._failure = exc
-                if not got:
-                    raise
-                self.has_buffered = True  # the next call raises it
+            return _without_sigpipe(self._read_records, place)  # OpenSSL may answer alerts and key updates
+
+    def _read_records(self, place: memoryview) -> int:
+        got, size, read = 0, len(place), self._read
+        try:
+            while got < size:  # a record at a time
+                num_bytes = read(size - got, place[got:])
+                if not num_bytes:
+                    break  # users that distinguish a regular end from a lost one mark it in their own frames
+                got += num_bytes
+            self.has_buffered = self._tls.pending() > 0
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            self.has_buffered = False
+            if not got:
+                raise BlockingIOError from None
+        except OSError as exc:
+            self._failure = exc
+            if not got:
+                raise
+            self.has_buffered = True  # the next call raises it
         return got
 
     def recv(self, size: int) -> bytes:
