@@ -37,30 +37,39 @@ TENSORS = """
 import threading
 import torch
 from rpcdist.freed_memory import keep_freed_memory, stock_small_blocks
+from rpcdist.rpc._values.buffers import ReceiveBuffer
 
 keep_freed_memory()
 torch.set_num_threads(1)
 source = torch.ones(2 << 20)
 kept = []
 
-def steps():
+def computed():
     stock_small_blocks()
+    return source * 2
+
+def received():
+    buffer = ReceiveBuffer.allocate(source.nbytes)
+    buffer.memory.fill_(1)
+    return buffer
+
+def steps(make):
     for step in range(60):
-        first = source * 2
-        second = first * source
+        first, second = make(), make()
         kept.append([torch.ones(size) for size in range(1, 9)])  # these outlive the step
         if step % 2:
             kept.pop(0)
-        third = first * second
+        third = make()
         del first, second, third
 
 def used():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon")) << 10
 
 before = used()
-thread = threading.Thread(target=steps)
-thread.start()
-thread.join()
+for make in (computed, received):
+    thread = threading.Thread(target=steps, args=(make,))
+    thread.start()
+    thread.join()
 print(used() - before)
 """
 
@@ -116,7 +125,7 @@ def test_pages_do_not_come_again_in_each_step() -> None:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc is Linux's")
-def test_a_thread_that_makes_large_tensors_does_not_grow() -> None:
+def test_a_thread_that_makes_or_receives_large_tensors_does_not_grow() -> None:
     """Its steps need 24 MiB. Without a stock, or blocks at pages, it takes 0.8 GiB with glibc 2.36."""
     if not has_mallopt() or not freed_memory._HUGE_PAGES.exists():
         pytest.skip("the C library is not glibc, or the kernel has no huge pages")
