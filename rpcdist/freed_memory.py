@@ -10,10 +10,10 @@ beyond `shutdown`.
 
 In glibc before 2.39, a freed tensor often leaves a hole that is too small for the next tensor of the same size: an
 aligned block leaves remainders before and behind it, which other objects get, and small objects are cut from the hole
-itself. Then the heap of a thread that serves calls or reads messages keeps growing. Against the first cause, torch's variable makes it
-align large blocks at pages, whose remainders are too large for the lists of small blocks. torch reads the variable at
-the first tensor of the process, so this works if that comes after `init_rpc`. Against the second cause, each thread
-gets a stock of small blocks (`stock_small_blocks`).
+itself. Then the heap of a thread that serves calls or reads messages keeps growing. Against the first cause, torch's
+variable makes it align large blocks at pages, whose remainders are too large for the lists of small blocks. torch reads
+the variable at the first tensor of the process, so this works if that comes after `init_rpc`. Against the second cause,
+each thread gets a stock of small blocks (`stock_small_blocks`).
 
 Nothing is set if the environment has glibc's own variables or `RPCDIST_KEEP_FREED_MEMORY=off`, or if the C library is
 not glibc. Preloaded allocators (jemalloc, tcmalloc) are not affected. benchmarks/NOTES.md has the measurements.
