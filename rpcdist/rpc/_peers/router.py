@@ -98,12 +98,14 @@ class Router:
             self._loopback.send(message, buffers)
             observer.on_sent(self._loopback, 0)
         else:
+            peer = self._living_peer(to)
             try:
-                self._living_peer(to).send(message, buffers, observer)
+                peer.send(message, buffers, observer)
             except TransportError as exc:
                 if not self._keep_for_next(to, observer):
                     raise
-                self._network.io.call_soon(self._spawn_delivery, [(message, buffers, observer)], str(exc))
+                kept = [(message, buffers, observer)]
+                self._network.io.call_soon(self._spawn_delivery, kept, peer.identity, str(exc))
 
     def send(
         self, to: int, message: WireMessage, buffers: Sequence[LargeBuffer] = (), observer: SendObserver | None = None
@@ -291,14 +293,14 @@ class Router:
     def _keep_for_next(self, to: int, observer: SendObserver) -> bool:
         return to == self._directory.coordinator and observer.retry_until is not None and not self._lifetime.is_closed
 
-    def _spawn_delivery(self, kept: Sequence[Unsent], reason: str) -> None:
-        self._network.io.spawn(self._deliver_to_next(kept, reason), "rpcdist calls to the next coordinator")
+    def _spawn_delivery(self, kept: Sequence[Unsent], lost: Identity, reason: str) -> None:
+        self._network.io.spawn(self._deliver_to_next(kept, lost, reason), "rpcdist calls to the next coordinator")
 
-    async def _deliver_to_next(self, kept: Sequence[Unsent], reason: str) -> None:
-        """Sends calls that the lost coordinator has not received to its successor, if there is one."""
-        lost = self._directory.member(self._directory.coordinator).identity
-        limits = [limit for _, _, sent in kept if (limit := sent.retry_until) is not None]
-        await self._find_next(max(limits, key=lambda limit: limit.at))
+    async def _deliver_to_next(self, kept: Sequence[Unsent], lost: Identity, reason: str) -> None:
+        """Sends calls that the lost coordinator has not received to its successor, which may be known already."""
+        if self._directory.member(self._directory.coordinator).identity == lost:
+            limits = [limit for _, _, sent in kept if (limit := sent.retry_until) is not None]
+            await self._find_next(max(limits, key=lambda limit: limit.at))
         for message, buffers, sent in kept:
             if sent.ended:
                 continue  # its deadline passed meanwhile, or it was cancelled
@@ -382,7 +384,7 @@ class Router:
             else:
                 observer.on_not_sent(silence_s, reason)
         if kept:
-            self._spawn_delivery(kept, reason)
+            self._spawn_delivery(kept, peer.identity, reason)
 
     def on_acknowledgement(self, session: AnySession, message: rpc_pb2.Message, buffers: list[ReceiveBuffer]) -> None:
         peer = self._peers.get(session.peer.id)
