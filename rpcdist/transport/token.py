@@ -2,8 +2,9 @@
 
 The sources, in this order: the option given in code, the token that an engine set, the environment variable
 `RPCDIST_TOKEN`, and a file of the user, which is created with a random token if it is missing: in the home directory,
-or, if that is not writable (containers), in a directory of this machine. So a single machine, or a cluster with a
-shared home directory, needs no set-up.
+or, if that takes no file (containers, full disks), in a directory of this machine. So a single machine, or a cluster
+with a shared home directory, needs no set-up. A home directory that takes files later gets the token of the machine
+that first finds it so, whose older processes then agree with the new ones.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import errno
 import fcntl
 import os
 import secrets
+import stat
 from pathlib import Path
 from typing import Final
 
@@ -29,8 +31,10 @@ _MIN_DIFFERENT: Final = 6  # characters; 16 random hexadecimal digits have fewer
 _ADVICE: Final = "Make a good one with: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
 # Errors of file systems without hard links (vfat, some network and container mounts).
 _NO_LINKS: Final = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})
-# Errors of home directories that this user can never write to; one that is full may become writable.
-_NOT_WRITABLE: Final = frozenset({errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR})
+# Errors of home directories that this user cannot write to.
+_NOT_WRITABLE: Final = frozenset(
+    {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.ENOSPC, errno.EDQUOT}
+)
 
 
 _chosen: list[str] = []
@@ -158,7 +162,8 @@ def _token_of_file(path: Path) -> bytes:
     try:
         token = _read(path)
         if token is None:
-            _create(path)
+            machine = _path_of_machine()
+            _create(path, (None if machine is None else _read(machine)) or secrets.token_urlsafe(32).encode())
             token = _read(path)
     except OSError as exc:
         raise ConfigError(
@@ -191,21 +196,23 @@ def _read(path: Path) -> bytes | None:
 def _check_private(status: os.stat_result, path: Path) -> None:
     why = why_not_private(status)
     if why is not None:
+        is_own = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
         raise ConfigError(
-            f"the token file {path} {why}, so other users could read or change the secret. Run chmod 600 {path}, or "
-            f"set {FILE_VARIABLE} to a file of your own, or {TOKEN_VARIABLE}."
+            f"the token file {path} {why}, so other users could read or change the secret. "
+            f"{f'Run chmod 600 {path}, or set' if is_own else 'Set'} {FILE_VARIABLE} to a file of your own, or "
+            f"{TOKEN_VARIABLE}."
         )
 
 
-def _create(path: Path) -> None:
-    """Creates the file with a random token, complete and private from the start; an existing file stays."""
+def _create(path: Path, token: bytes) -> None:
+    """Creates the file, complete and private from the start; an existing file stays."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with open(descriptor, "wb") as file:
             os.fchmod(descriptor, 0o600)  # independent of the umask
-            file.write(secrets.token_urlsafe(32).encode() + b"\n")
+            file.write(token + b"\n")
             file.flush()
             os.fsync(descriptor)
         _publish(temporary, path)

@@ -20,13 +20,15 @@ from rpcdist.errors import ConfigError
 from rpcdist.transport.token import MIN_TOKEN_LENGTH, describe_token_source, job_token, token_path
 
 GOOD = "a token that is long enough"
+NO_FOLDER = "/proc/rpcdist-has-no-folder"  # works for root, too, whom permissions do not stop
 
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A user with an empty home and no token anywhere."""
-    for variable in ("RPCDIST_TOKEN", "RPCDIST_TOKEN_FILE", "XDG_CONFIG_HOME"):
+    for variable in ("RPCDIST_TOKEN", "RPCDIST_TOKEN_FILE", "XDG_CONFIG_HOME", "XDG_RUNTIME_DIR"):
         monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", NO_FOLDER)
     monkeypatch.setenv("HOME", str(tmp_path))
     return tmp_path
 
@@ -148,19 +150,29 @@ def test_links_are_followed_and_checked_at_their_end(home: Path) -> None:
         job_token()
 
 
-NO_FOLDER = "/proc/rpcdist-has-no-folder"  # works for root, too, whom permissions do not stop
+FAULTS = {"full": errno.ENOSPC, "quota": errno.EDQUOT, "read-only": errno.EROFS, "of another user": errno.EACCES}
+KINDS = ["none", "file", "/proc", *FAULTS]
 
 
 def refuse_home(kind: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if kind == "none":
         monkeypatch.delenv("HOME")
         monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # what it does for an unknown user id
+    elif kind in FAULTS:
+        open_file = os.open
+
+        def refuse(path: str, flags: int, *rest: int, **named: int) -> int:
+            if flags & os.O_CREAT and Path(path).is_relative_to(home / ".config"):
+                raise OSError(FAULTS[kind], os.strerror(FAULTS[kind]))
+            return open_file(path, flags, *rest, **named)
+
+        monkeypatch.setattr(os, "open", refuse)
     else:
         write(home / "file", "")
         monkeypatch.setenv("HOME", str(home / "file") if kind == "file" else "/proc")
 
 
-@pytest.mark.parametrize("kind", ["none", "file", "/proc"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_home_that_takes_no_token_leaves_it_to_a_folder_of_this_machine(
     kind: str, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,12 +190,28 @@ def test_a_home_that_takes_no_token_leaves_it_to_a_folder_of_this_machine(
         job_token()
 
 
-@pytest.mark.parametrize("kind", ["none", "file", "/proc"])
+@pytest.mark.parametrize("kind", ["full", "quota"])
+def test_a_home_that_has_room_again_gets_the_token_of_the_machine(
+    kind: str, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a worker that starts then could not join the job of those that found no room."""
+    runtime = home / "runtime"
+    runtime.mkdir()
+    with monkeypatch.context() as patch:
+        patch.setenv("XDG_RUNTIME_DIR", str(runtime))
+        refuse_home(kind, home, patch)
+        first = job_token()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    assert job_token() == first
+    assert describe_token_source() == f"the token file {home}/.config/rpcdist/token"
+    monkeypatch.setenv("XDG_RUNTIME_DIR", NO_FOLDER)
+    assert job_token() == first
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_machine_that_takes_no_token_anywhere_asks_for_the_variable(
     kind: str, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
-    monkeypatch.setattr(tempfile, "tempdir", NO_FOLDER)
     refuse_home(kind, home, monkeypatch)
     with pytest.raises(
         ConfigError, match="[Ss]et HOME, or set RPCDIST_TOKEN" if kind == "none" else "Set RPCDIST_TOKEN"
