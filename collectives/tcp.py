@@ -38,7 +38,7 @@ from rpcdist.collectives._transports.sockets.pair_connections import PairConnect
 from rpcdist.collectives._transports.sockets.socket_transport import SocketTransport
 from rpcdist.collectives._transports.transport_base import SingleRankTransport, Transport
 from rpcdist.deadline import Deadline
-from rpcdist.errors import ProtocolViolation, RpcdistError, TransportError, on_error
+from rpcdist.errors import ProtocolViolation, RpcdistError, TransportError
 from rpcdist.own_shortage import own_shortage, try_for_descriptor
 from rpcdist.time_limits import ATTEMPT_LIMIT_S, CHECK_INTERVAL_S, SLOW_ANSWER_LIMIT_S
 from rpcdist.transport.shared_memory import Segment, SegmentError, accept, offer
@@ -103,9 +103,7 @@ def share_memory(
     if any(outcomes[rank] for rank in members):
         failed = "; ".join(f"rank {context.ranks[rank]}: {outcomes[rank]}" for rank in members if outcomes[rank])
         logger.warning("group %r uses sockets on this host, because shared memory failed: %s", context.name, failed)
-        if segment is not None:
-            segment.close()
-            segment = None
+        segment = None
     leaders = list(range(context.size))
     for ranks in hosts:
         if not any(outcomes[rank] for rank in ranks):
@@ -134,15 +132,14 @@ def _share_on_host(
     try:
         segment = Segment.create(size_bytes)
     finally:
-        watch.reporter.pass_memory(segment, direct)
-    with on_error(segment.close):
-        for member in members[1:]:
-            if member in direct:
-                continue
-            with watch.hub.expect(f"{purpose}{member}", deadline.remaining_s(), watch.check) as connection:
-                if not isinstance(connection, socket.socket):
-                    raise ProtocolViolation(f"rank {context.ranks[member]} asked for shared memory from another host")
-                offer(connection, segment)
+        watch.reporter.pass_memory(segment, direct)  # later, so no error may close it here: its last owner does
+    for member in members[1:]:
+        if member in direct:
+            continue
+        with watch.hub.expect(f"{purpose}{member}", deadline.remaining_s(), watch.check) as connection:
+            if not isinstance(connection, socket.socket):
+                raise ProtocolViolation(f"rank {context.ranks[member]} asked for shared memory from another host")
+            offer(connection, segment)
     return segment
 
 

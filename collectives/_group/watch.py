@@ -49,6 +49,7 @@ from rpcdist.transport._channels.stream_sockets import break_when_silent, keep_a
 from rpcdist.transport._tls.tls_socket import NO_SIGPIPE, StreamSocket
 from rpcdist.transport.shared_memory import Segment, SegmentError
 from rpcdist.transport.unix_sockets import ANCILLARY_BYTES, CLOSE_ON_EXEC, CUT_OFF, ReceivedDescriptors, rights
+from rpcdist.waiters import ends_within
 
 MAX_MESSAGE_BYTES: Final = 64 * 1024
 """The largest message, longer than any failure: a peer cannot make this process allocate more."""
@@ -104,7 +105,7 @@ class StateKeeper(ABC):
 
 
 class WatchConnection:
-    """The connection with one rank. Messages are sent in order; one that cannot be sent in time ends the connection."""
+    """The connection with one rank, on the I/O loop. Messages are sent in order, and wait until the rank reads."""
 
     def __init__(self, rank: int, sock: StreamSocket, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
         self.rank = rank
@@ -114,38 +115,52 @@ class WatchConnection:
         self._max_message_bytes = max_message_bytes
         self._received = bytearray()  # and not returned yet
         self._unsent: deque[tuple[bytes, Segment | None]] = deque()
-        self._sending = asyncio.Lock()
+        self._all_sent = asyncio.Event()
+        self._all_sent.set()
         sock.setblocking(False)
         _notice_silence(sock)
 
-    def post(self, data: bytes, segment: Segment | None = None) -> bool:
-        """Sends an encoded message at once, if the connection takes it; if it returns False, call `flush`.
+    def post(self, data: bytes, segment: Segment | None = None) -> None:
+        """Sends encoded messages, when the connection takes them.
 
         Args:
-            segment: passed with the message; only over a Unix socket.
+            segment: passed with the first message; only over a Unix socket.
         """
         self._unsent.append((data, segment))
-        return len(self._unsent) == 1 and self._write()
+        if len(self._unsent) == 1:
+            self._write()
 
     async def flush(self) -> None:
-        async with self._sending, asyncio.timeout(ANSWER_LIMIT_S):
-            while not self._write():
-                await until_ready(self.sock, for_writing=True)
+        """Waits until all messages are sent, or the connection has broken; bounded."""
+        await ends_within(self._all_sent.wait(), ANSWER_LIMIT_S)
 
-    def _write(self) -> bool:
-        while self._unsent:
-            data, segment = self._unsent[0]
-            try:
+    def _write(self) -> None:
+        """Sends what the connection takes; the loop calls this again when it takes more."""
+        try:
+            while self._unsent:
+                data, segment = self._unsent[0]
                 if segment is None:
                     sent = self.sock.send(data, NO_SIGPIPE)
                 else:
                     sent = self.sock.sendmsg([data], rights(segment), NO_SIGPIPE)
-            except BlockingIOError:
-                return False
-            self._unsent[0] = data[sent:], None
-            if sent == len(data):
-                self._unsent.popleft()
-        return True
+                self._unsent[0] = data[sent:], None
+                if sent == len(data):
+                    self._unsent.popleft()
+        except BlockingIOError:
+            if self._all_sent.is_set():
+                self._all_sent.clear()
+                asyncio.get_running_loop().add_writer(self.sock.fileno(), self._write)
+            return
+        except OSError:  # a part of a message may be sent: the connection ends, and its listener reports it
+            with suppress(OSError):
+                self.sock.shutdown(socket.SHUT_RDWR)
+        self._stop_writing()
+
+    def _stop_writing(self) -> None:
+        self._unsent.clear()
+        if not self._all_sent.is_set():
+            self._all_sent.set()
+            asyncio.get_running_loop().remove_writer(self.sock.fileno())
 
     async def receive(self) -> Message | None:
         """Returns the next message; None at the end of the stream. Waits as long as the peer lives."""
@@ -197,6 +212,7 @@ class WatchConnection:
             return data
 
     def close(self) -> None:
+        self._stop_writing()  # first: uvloop ends the process if a socket that it watches is closed
         self.descriptors.close()
         self.sock.close()
 
@@ -343,7 +359,10 @@ class Watch(Reporter):
         return segment
 
     def pass_memory(self, segment: Segment | None, ranks: Iterable[int]) -> None:
-        """At rank 0: passes memory, or the news that there is none, to ranks with Unix sockets. Any thread."""
+        """At rank 0: passes memory, or the news that there is none, to ranks with Unix sockets. Any thread.
+
+        The loop sends it later, so only its last owner may close it.
+        """
         self._node.io.call_soon(partial(self._send_to, ranks, _memory_message(segment), segment=segment))
 
     def _memory_received(self, sender: int, size_bytes: int) -> None:
@@ -389,20 +408,11 @@ class Watch(Reporter):
         self._send_to([rank for rank in self._connections if rank != skip], message)
 
     def _send_to(self, ranks: Iterable[int], *messages: Message, segment: Segment | None = None) -> None:
-        data, late = b"".join(map(encoded, messages)), []
+        data = b"".join(map(encoded, messages))
         for rank in ranks:
             connection = self._connections.get(rank)
-            with suppress(OSError):  # the listener reports it
-                if connection is not None and not connection.post(data, segment):
-                    late.append(connection)
-        if late:
-            self._spawn(self._flush(late), "sends")
-
-    async def _flush(self, connections: Iterable[WatchConnection]) -> None:
-        """Waits until messages are sent. A connection that cannot take them ends, and its listener reports why."""
-        for result in await asyncio.gather(*(each.flush() for each in connections), return_exceptions=True):
-            if isinstance(result, BaseException) and not isinstance(result, OSError | TimeoutError):
-                raise result
+            if connection is not None:
+                connection.post(data, segment)
 
     # ------------------------------------------------------------ I/O loop
 
@@ -506,7 +516,7 @@ class Watch(Reporter):
             await self._report_last_losses()
         if self._connections:  # before `_closing`, after which the end of a connection is not a failure
             self._send({"say": "left", "rank": self._rank, "sequence": sequence})
-            await self._flush(list(self._connections.values()))
+            await asyncio.gather(*(connection.flush() for connection in self._connections.values()))
         self._closing = True
         tasks = self._tasks - {asyncio.current_task()}
         for connection in list(self._connections.values()):

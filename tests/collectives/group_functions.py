@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,9 +20,10 @@ from leak_guard import LeakGuard
 from own_shortages import no_free_descriptor
 from transport_in_memory import reference, wide
 
-from rpcdist.collectives import FileStore
+from rpcdist.collectives import FileStore, tcp
 from rpcdist.collectives._group import engine_backend
 from rpcdist.collectives._group.backend_binding import BackendBinding
+from rpcdist.collectives._group.watch import Watch
 from rpcdist.collectives._operations.lowering import Place
 from rpcdist.collectives._operations.operation import DTYPES, Kind, Operation, ReduceOp
 from rpcdist.collectives._operations.reduce_kernels import unsupported
@@ -29,6 +31,7 @@ from rpcdist.collectives._transports.sockets import pair_connections
 from rpcdist.collectives.tcp import TcpBackend, TcpOptions
 from rpcdist.errors import RankLost
 from rpcdist.testing import eventually
+from rpcdist.transport.shared_memory import SegmentError
 
 LIMIT_S = 30.0
 CLOSE_LIMIT_S = 5.0
@@ -79,6 +82,35 @@ def open_without_descriptors(rank: int, size: int, path: str) -> tuple[str, list
             found = "a group"
     close_group(rank, size)
     return found, guard.leaks(before)
+
+
+def open_with_late_memory(rank: int, size: int, path: str) -> str:
+    """Makes a group in which rank 0 gives up sharing memory before its loop has passed the memory to rank 1."""
+    held: list[Callable[[], None]] = []
+    make, pass_memory, exchange = tcp.GroupWatch, Watch.pass_memory, Watch.exchange
+
+    def make_apart(context: GroupContext, deadline: Any, unix_sockets: bool, memory_bytes: int) -> tcp.GroupWatch:
+        return make(context, deadline, unix_sockets, 0)
+
+    def fail(*_arguments: object) -> Any:
+        raise SegmentError("no memory")
+
+    def exchange_after(watch: Watch, *given: Any) -> Any:
+        while held:
+            held.pop()()
+        return exchange(watch, *given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            patch.setattr(tcp, "SLOW_ANSWER_LIMIT_S", 0.5)
+            patch.setattr(Watch, "pass_memory", lambda *given: held.append(partial(pass_memory, *given)))
+            patch.setattr(Watch, "exchange", exchange_after)
+        if rank == 2:
+            patch.setattr(tcp, "GroupWatch", make_apart)
+            patch.setattr(tcp, "_share_on_host", fail)
+        made = open_group(rank, size, path)
+    backend().submit(Operation(Kind.BARRIER)).wait()
+    return made
 
 
 def reduce_without_descriptors(rank: int, size: int, short: int, mark: str) -> str:

@@ -72,6 +72,13 @@ def test_a_group_that_fails_at_the_very_end_leaves_nothing_open_and_the_others_h
     assert (of_first, of_second) == ([], [])
 
 
+def test_memory_that_is_passed_after_rank_0_gave_up_sharing_harms_nobody(rank_pool: RankPool, group: Any) -> None:
+    """The loop of rank 0 found a closed segment, and sent nothing more to that rank: the group was not made."""
+    group(3)
+    for made in rank_pool.run(3, ranks.open_with_late_memory, rank_pool.new_file()):
+        assert "of 3, Socket" in made
+
+
 def test_a_rank_without_descriptors_is_the_one_that_failed(rank_pool: RankPool, group: Any) -> None:
     """It opens its connections to the other ranks with the first operation, and they wait for it there."""
     group(3, SOCKETS)

@@ -279,6 +279,24 @@ def test_an_exchange_that_cannot_end_is_interrupted(star: Star, event: str) -> N
             answer.result(LIMIT_S)
 
 
+def test_the_end_of_a_connection_that_takes_no_more_is_the_loss_of_a_rank(node: Node) -> None:
+    """uvloop ended the process: the socket was closed while the loop waited until it could be written to."""
+    listener, (inner, outer) = Listener(), socket.socketpair()
+    inner.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+    own = Watch(node, 1, WORLD, "g", listener)
+    own.take_connections({0: inner})
+    try:
+        for _ in range(1000):
+            own.report(GroupFailure(CollectiveMismatch, "rank 20 called x", (0,)))
+        node.run(asyncio.sleep(0), LIMIT_S)  # after them
+        outer.shutdown(socket.SHUT_WR)
+        failure = listener.failures.get(timeout=LIMIT_S)
+        assert (failure.kind, failure.ranks) == (RankLost, (0,))
+    finally:
+        own.close(0)
+        outer.close()
+
+
 @pytest.mark.parametrize("given", ["nothing", "a pipe", "twice"])
 def test_memory_that_is_none(node: Node, given: str) -> None:
     listener, (inner, outer) = Listener(), socket.socketpair()
@@ -312,11 +330,10 @@ def test_messages_that_wait_for_a_slow_reader_arrive_in_order(node: Node) -> Non
     async def send_and_read() -> list[object]:
         writer, reader = WatchConnection(1, inner), WatchConnection(0, outer)
         inner.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        waits = [not writer.post(encoded({"say": text})) for text in texts]
-        assert waits[-1] and not waits[0]
-        flushing = [asyncio.ensure_future(writer.flush()) for _ in range(2)]
+        for text in texts:
+            writer.post(encoded({"say": text}))
         found = [(await reader.receive() or {}).get("say") for _ in texts]
-        await asyncio.gather(*flushing)
+        await writer.flush()
         writer.close()
         assert await reader.receive() is None
         reader.close()
