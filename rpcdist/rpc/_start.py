@@ -125,6 +125,8 @@ def _join(network: Network, store: Store, me: Identity, world_size: int | None, 
     if service is not None and service.table.broken is not None:
         # The other workers learn of the contradiction from this process, so it stays until they have their answer.
         network.run(service.all_answered(ATTEMPT_LIMIT_S), 2 * ATTEMPT_LIMIT_S)
+    elif service is not None and reply.outcome == JoinReply.TIMED_OUT:
+        network.run(service.give_up(reply, ATTEMPT_LIMIT_S), 2 * ATTEMPT_LIMIT_S)
     roster = members_of(reply, me, coordinator.address, time.monotonic() - started)
     _check_device_maps(me, roster.members, world_size, options)
     with _BUILDS:

@@ -128,11 +128,9 @@ def members_of(reply: pb.JoinReply, me: Identity, coordinator: str, waited_s: fl
 
 
 def _timed_out(reply: pb.JoinReply, me: Identity, members: Sequence[Member], waited_s: float) -> str:
-    if not reply.missing:
-        return reply.detail or f"the world was not complete after {waited_s:.1f} s"
+    missing = f"these ranks have not joined: {listed(reply.missing)}" if reply.missing else "the job was not complete"
     others = listed(member.identity.name for member in members if member.identity != me) or "no others"
     return (
-        f"after {waited_s:.1f} s, these ranks have not joined: {listed(reply.missing)} (also waiting: {others}"
-        f"{'; ' + reply.detail if reply.detail else ''}). Check that they were started, with the same MASTER_ADDR, "
-        "MASTER_PORT and WORLD_SIZE, and see their logs"
+        f"after {waited_s:.1f} s, {missing} (also waiting: {others}{'; ' + reply.detail if reply.detail else ''}). "
+        "Check that all ranks were started, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE, and see their logs"
     )

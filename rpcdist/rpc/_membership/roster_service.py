@@ -298,6 +298,13 @@ class MembershipService:
         """
         return await self._until(lambda: len(self._answered) >= (self.table.world_size or 1), timeout_s)
 
+    async def give_up(self, reply: pb.JoinReply, timeout_s: float) -> None:
+        """Answers all that wait as the coordinator, which ends now, was answered: it has waited too long; bounded."""
+        gave_up = f"rank {self._rank}, through which all join, gave up"
+        detail = f"{reply.detail}; {gave_up}" if reply.detail else gave_up
+        self._decide(Verdict(reply.outcome, detail, tuple(reply.missing)))
+        await self._until(lambda: not self._latest, timeout_s)
+
     async def _until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
         """Waits until a condition holds, which is checked when `_changed` is set."""
         try:
