@@ -331,5 +331,5 @@ def _lost(address: str, operation: StoreOperation[object], reason: Exception) ->
     what = "did not answer" if was_refused else "was lost during"
     text = f"the store at {address} {what} {type(operation).__name__}: {str(reason).removesuffix('.')}. "
     if CLOSED not in text and not was_refused:
-        text += "The process that serves it (rank 0) has ended, or the network is broken; "
+        text += "The process that serves it (rank 0) has ended, or the network is broken. "
     return DistNetworkError(f"{text}It is unknown whether the operation took place.")

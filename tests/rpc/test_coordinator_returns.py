@@ -13,7 +13,7 @@ import pytest
 import rpc_victim_references as references
 import torch
 from full_sets import FULL_ONLY
-from inside_agents import Agent, peers_of
+from inside_agents import Agent
 from peer_timeouts import CALM_S, LIMIT_S, UNIT_S
 from rpc_functions import add
 
@@ -26,7 +26,6 @@ from rpcdist.rpc import _start
 from rpcdist.rpc._actors.actor_names import KEPT
 from rpcdist.rpc._membership import coordinator as coordinator_module
 from rpcdist.rpc._membership.coordinator import CoordinatorSearch
-from rpcdist.rpc._peers.router import REPLACED
 from rpcdist.testing import UNIT_S as SHORT_S
 from rpcdist.testing import InProcessCluster, Program, WorkerPool, eventually, free_port
 from rpcdist.time_limits import QUICK_ANSWER_LIMIT_S
@@ -208,10 +207,6 @@ def test_the_first_call_reaches_the_new_coordinator(
         assert [call.result(LIMIT_S) for call in calls] == [3, 3, 3, 3]
 
 
-async def never(timeout_s: float) -> None:
-    await asyncio.Event().wait()
-
-
 @pytest.mark.parametrize("kind", ["a call", "a call on an event loop"])
 @pytest.mark.parametrize("elastic", [False, True], ids=["static", "elastic"])
 def test_a_call_that_waits_for_a_connection_goes_to_a_coordinator_that_is_heard_of_meanwhile(
@@ -221,15 +216,20 @@ def test_a_call_that_waits_for_a_connection_goes_to_a_coordinator_that_is_heard_
     with InProcessCluster("a", "b", "c", elastic=elastic, peer_timeout=RETURN_S) as cluster:
         with cluster.use("b") as agent:
             assert rpc.rpc_sync("a", add, (1, 2)) == 3
-        peer = peers_of(agent)[0]
-        monkeypatch.setattr(peer, "_open", never)
+        connect, first = agent.network.connect, agent.directory.member(0).identity
+
+        async def connect_to_others(*arguments: Any, **options: Any) -> Any:
+            if options.get("expected") == first:
+                await asyncio.Event().wait()
+            return await connect(*arguments, **options)
+
+        monkeypatch.setattr(agent.network, "connect", connect_to_others)
         cluster.kill("a")
         eventually(agent.router.coordinator_may_be_lost, "the connection has broken")
         waiting = cluster.begin("b", FIRST_CALLS[kind])
-        eventually(lambda: any(sent is not None for _, _, sent, _ in peer._waiting), "the call waits for a connection")
+        eventually(lambda: any(call.session is None for call in agent.caller.calls), "the call waits for a connection")
         cluster.restart("a")  # c finds it, and names b
         assert waiting.result(LIMIT_S) == 3
-        assert peer.lost_reason == REPLACED
 
 
 def test_calls_to_a_coordinator_that_stays_away_fail_soon() -> None:

@@ -36,6 +36,11 @@ LAST_ERROR = "failed to connect to all addresses; last error: "
             "the program that answered is not an rpcdist process",
         ),
         ("Received http2 header with status: 404", "the program that answered is not an rpcdist process"),
+        (
+            LAST_ERROR + "UNKNOWN: ipv4:127.0.0.1:57283: Handshake read failed (Endpoint closing)",
+            "a process listens there, but it does not answer, or is not an rpcdist process",
+        ),
+        ("Cancelling all calls", "the process there is shutting down"),
         (LAST_ERROR + "UNKNOWN: ipv4:10.0.0.1:9: Too many open files", "Too many open files"),
         (
             LAST_ERROR + "INTERNAL: ipv4:10.0.0.1:9: socket: Too many open files\n\0\xb6\x1b\0\xff\x7f",

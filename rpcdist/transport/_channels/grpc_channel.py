@@ -37,6 +37,8 @@ _REASONS: Final = (
     ("No route to host", "the network has no route there; check the address, and the firewall of the other host"),
     ("parsing HTTP/2", "the program that answered is not an rpcdist process"),
     ("http2 header with status", "the program that answered is not an rpcdist process"),
+    ("Handshake read failed", "a process listens there, but it does not answer, or is not an rpcdist process"),
+    ("Cancelling all calls", "the process there is shutting down"),
     ("timed out", "no answer in time; check the address, and the firewall of the other host"),
     ("Socket closed", "the process there closed the connection; it may be shutting down"),
     ("reset by peer", "the process there closed the connection; it may be shutting down"),
