@@ -23,12 +23,14 @@ from transport_in_memory import reference, wide
 from rpcdist.collectives import FileStore, tcp
 from rpcdist.collectives._group import engine_backend
 from rpcdist.collectives._group.backend_binding import BackendBinding
+from rpcdist.collectives._group.group_watch import GroupWatch
 from rpcdist.collectives._group.watch import Watch
 from rpcdist.collectives._operations.lowering import Place
 from rpcdist.collectives._operations.operation import DTYPES, Kind, Operation, ReduceOp
 from rpcdist.collectives._operations.reduce_kernels import unsupported
 from rpcdist.collectives._transports.sockets import pair_connections
 from rpcdist.collectives.tcp import TcpBackend, TcpOptions
+from rpcdist.deadline import Deadline
 from rpcdist.errors import RankLost
 from rpcdist.testing import eventually
 from rpcdist.transport.shared_memory import SegmentError
@@ -87,13 +89,19 @@ def open_without_descriptors(rank: int, size: int, path: str) -> tuple[str, list
 def open_with_late_memory(rank: int, size: int, path: str) -> str:
     """Makes a group in which rank 0 gives up sharing memory before its loop has passed the memory to rank 1."""
     held: list[Callable[[], None]] = []
-    make, pass_memory, exchange = tcp.GroupWatch, Watch.pass_memory, Watch.exchange
+    pass_memory, exchange = Watch.pass_memory, Watch.exchange
 
-    def make_apart(context: GroupContext, deadline: Any, unix_sockets: bool, memory_bytes: int) -> tcp.GroupWatch:
-        return make(context, deadline, unix_sockets, 0)
+    def make_apart(context: GroupContext, deadline: Deadline, unix_sockets: bool, memory_bytes: int) -> GroupWatch:
+        watch = GroupWatch(context, deadline, unix_sockets, 0)
+        connect = watch.hub.connect
 
-    def fail(*_arguments: object) -> Any:
-        raise SegmentError("no memory")
+        def connect_for_others(address: str, purpose: str, *given: Any, **named: Any) -> Any:
+            if "/memory/" in purpose:
+                raise SegmentError("no memory")
+            return connect(address, purpose, *given, **named)
+
+        patch.setattr(watch.hub, "connect", connect_for_others)
+        return watch
 
     def exchange_after(watch: Watch, *given: Any) -> Any:
         while held:
@@ -107,7 +115,6 @@ def open_with_late_memory(rank: int, size: int, path: str) -> str:
             patch.setattr(Watch, "exchange", exchange_after)
         if rank == 2:
             patch.setattr(tcp, "GroupWatch", make_apart)
-            patch.setattr(tcp, "_share_on_host", fail)
         made = open_group(rank, size, path)
     backend().submit(Operation(Kind.BARRIER)).wait()
     return made
