@@ -113,7 +113,8 @@ stress: $(READY)  ## random load, and the full sets of the tests that vary dtype
 
 fuzz: $(READY)  ## the decoders by atheris, FUZZ_S seconds each, and a living worker by hypothesis
 	$(BIN)/python -m pip install --quiet --no-deps atheris==3.0.0
-	for target in envelopes values compact_values passes messages; do \
+	for target in envelopes values compact_values passes messages handshakes membership failures facts store \
+			store_files groups group_messages layouts; do \
 		$(BIN)/python tools/fuzz_decoders.py $$target -max_total_time=$(FUZZ_S) || exit 1; done
 	RPCDIST_TEST_FULL=1 $(BIN)/pytest tests/attacks/test_live_fuzzing.py
 
