@@ -18,7 +18,6 @@ legitimate value takes more, `codec.py` adds an unused buffer, which makes the v
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass, field
 from struct import Struct
 from struct import error as StructError
 from typing import Any, Final
@@ -117,7 +116,6 @@ def _text_bytes(data: bytes) -> int:
     return _TEXT_BYTES + length * (6 if any([lead in data for lead in _ASTRAL]) else 3)
 
 
-@dataclass(slots=True, eq=False, repr=False)
 class PlainWriter:
     """Writes one value.
 
@@ -136,20 +134,25 @@ class PlainWriter:
         buffers: large strings and bytes that stay out of the body, which refers to them by index.
     """
 
-    _rref_type: RRefType
-    _left: int
-    _: KW_ONLY
-    may_list_tensors: bool = False
-    lists_tensors: bool = False
-    _num_listed: int = 0
-    cost_bytes: int = 0
-    _seen: dict[int, int] = field(default_factory=dict)  # by id(): lists, dicts and bytearrays; tensors; references
-    _known: dict[int, int] = field(default_factory=dict)
-    _known_rrefs: dict[int, int] = field(default_factory=dict)
-    body: bytearray = field(default_factory=bytearray)
-    tensors: list[torch.Tensor] = field(default_factory=list)
-    rrefs: list[object] = field(default_factory=list)
-    buffers: list[memoryview] = field(default_factory=list)
+    __slots__ = (
+        "_known", "_known_rrefs", "_left", "_num_listed", "_rref_type", "_seen", "body", "buffers", "cost_bytes",
+        "lists_tensors", "may_list_tensors", "rrefs", "tensors",
+    )  # fmt: skip
+
+    def __init__(self, rref_type: RRefType, max_items: int, *, may_list_tensors: bool = False) -> None:
+        self._rref_type = rref_type
+        self._left = max_items
+        self.may_list_tensors = may_list_tensors
+        self._num_listed = 0
+        self.cost_bytes = 0
+        self.lists_tensors = False
+        self._seen: dict[int, int] = {}  # by id(): lists, dicts and bytearrays; tensors; references
+        self._known: dict[int, int] = {}
+        self._known_rrefs: dict[int, int] = {}
+        self.body = bytearray()
+        self.tensors: list[torch.Tensor] = []
+        self.rrefs: list[object] = []
+        self.buffers: list[memoryview] = []
 
     def write(self, obj: object) -> None:
         """Writes `obj`.
@@ -371,17 +374,27 @@ def read_plain(
     return items[0]
 
 
-@dataclass(slots=True, eq=False, repr=False)
 class _Reader:
-    body: bytes | memoryview
-    tensors: list[torch.Tensor]
-    buffers: list[bytes | ReceiveBuffer]
-    internalize: Internalize | None
-    weight_bytes: int
-    left: int
-    fill: Fill | None = None
-    made: list[object] = field(default_factory=list)
-    used: set[int] = field(default_factory=set)
+    __slots__ = ("body", "buffers", "fill", "internalize", "left", "made", "tensors", "used", "weight_bytes")
+
+    def __init__(
+        self,
+        body: bytes | memoryview,
+        tensors: list[torch.Tensor],
+        buffers: list[bytes | ReceiveBuffer],
+        internalize: Internalize | None,
+        weight_bytes: int,
+        left: int,
+    ) -> None:
+        self.body = body
+        self.tensors = tensors
+        self.buffers = buffers
+        self.internalize = internalize
+        self.weight_bytes = weight_bytes
+        self.left = left
+        self.fill: Fill | None = None
+        self.made: list[object] = []
+        self.used: set[int] = set()
 
     def take(self, num_bytes: int) -> None:
         """Counts memory that is about to be used. Raises `SerializationError` if the value may not take it."""
