@@ -41,7 +41,7 @@ class Backend(str):
 
     _plugins: ClassVar[dict[str, tuple[BackendFactory, bool]]] = {}  # whether it takes the extended arguments
     backend_list: ClassVar[list[str]] = [UNDEFINED, TCP, GLOO, NCCL, MPI]
-    default_device_backend_map: ClassVar[dict[str, str]] = {"cpu": TCP, "cuda": NCCL}
+    default_device_backend_map: ClassVar[dict[str, str]] = {"cpu": GLOO, "cuda": NCCL}  # programs compare with "gloo"
     backend_capability: ClassVar[dict[str, list[str]]] = {
         TCP: ["cpu", "cuda"], GLOO: ["cpu", "cuda"], NCCL: ["cuda"], MPI: ["cpu", "cuda"],
     }  # fmt: skip
@@ -162,7 +162,7 @@ def default_backend() -> str:
 
 
 def get_default_backend_for_device(device: str | torch.device) -> str:
-    """Returns the name of the default backend for this device's tensors."""
+    """Returns the name of the default backend for this device's tensors: torch's name, "gloo", for those of the CPU."""
     device_type = torch.device(device).type
     backend = Backend.default_device_backend_map.get(device_type)
     if backend is None:

@@ -27,8 +27,12 @@ _CLASSES: Final = dict.fromkeys(
     "rpcdist.parallel.SyncBatchNorm",
 )
 
-_STAYS: Final = ("elastic", "launch", "launcher", "run")
-"""Submodules of `torch.distributed` that start processes, ours as well as others."""
+_STAYS: Final = (
+    *("elastic", "launch", "launcher", "run"),
+    *("_remote_device", "_serialization", "algorithms._checkpoint", "argparse_util"),
+    *("optim._apply_optimizer_in_backward", "optim._NamedOptimizer"),
+)
+"""Names below `torch.distributed` that start processes or concern one process. They use no group, so they stay."""
 
 _CHECKPOINT: Final = (
     "treats each rank as a single process, because torch's process group is not initialized: save from one rank, or "

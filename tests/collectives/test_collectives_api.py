@@ -179,7 +179,8 @@ def test_availability() -> None:
     assert ours.is_available() and ours.is_gloo_available() and ours.is_backend_available("tcp")
     assert ours.is_backend_available("cpu:tcp") and not ours.is_backend_available("nope")
     assert not ours.is_ucc_available() and not ours.is_xccl_available()
-    assert ours.get_default_backend_for_device("cpu") == "tcp"
+    for module in (ours, torch.distributed):
+        assert module.get_default_backend_for_device("cpu") == "gloo"
     assert ours.get_default_backend_for_device(torch.device("cuda", 0)) == "nccl"
     with pytest.raises(ValueError):
         ours.get_default_backend_for_device("meta")

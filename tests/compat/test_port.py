@@ -56,6 +56,9 @@ def test_an_import_is_changed_to_one_that_works(line: str, changed: str) -> None
     "line",
     [
         "from torch.distributed.elastic.multiprocessing.errors import record",
+        "from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper",
+        "from torch.distributed import _remote_device",
+        "from torch.distributed.optim import _apply_optimizer_in_backward, _NamedOptimizer",
         "from torch.nn.parallel import DataParallel",
         "from torch.utils.data import DataLoader",
         "from .torch.distributed import rpc",
