@@ -9,13 +9,16 @@ connection end while the child lives. Therefore, in the child of a process that 
  2. `check_not_forked` raises from then on, so no call waits for threads that exist only in the parent;
  3. registered objects are notified, and kept alive: their finalizers would use those threads.
 
-A process that does not communicate (before `init_rpc`, after `shutdown`) forks as if this module did not exist. The
-child takes no lock, since another thread of the parent may have held it. Sets that the child reads are replaced as a
-whole and never changed in place.
+A process that does not communicate (before `init_rpc`, after `shutdown`) forks as if this module did not exist, except
+that it first collects the garbage of ended nodes: objects of gRPC refer to each other in cycles, and the finalizer of
+the last one would wait forever in the child for a thread that exists only in the parent. The child takes no lock, since
+another thread of the parent may have held it. Sets that the child reads are replaced as a whole and never changed in
+place.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import threading
@@ -45,6 +48,7 @@ class ForkGuard:
     def __init__(self) -> None:
         self.in_child = False
         self._num_running = 0  # nodes
+        self._has_garbage = False
         self._server_ports: set[int] = set()
         self._peers: set[Peer] = set()
         self._sockets = weakref.WeakSet[socket.socket]()
@@ -64,6 +68,7 @@ class ForkGuard:
             if self._num_running == 0:
                 self._server_ports = set()
                 self._peers = set()
+                self._has_garbage = True
 
     def note_server_port(self, port: int) -> None:
         """Remembers a port that this process listens on, which identifies the connections accepted there."""
@@ -84,6 +89,12 @@ class ForkGuard:
         """Calls `participant.after_fork_in_child()` in children, as long as something else keeps it alive."""
         with self._lock:
             self._participants[participant] = None
+
+    def before_fork(self) -> None:
+        """Runs in the parent. Collects what ended nodes left. (While a node runs, the child keeps gRPC's objects.)"""
+        if self._has_garbage and not self._num_running:
+            self._has_garbage = False
+            gc.collect()
 
     def after_fork_in_child(self) -> None:
         """Runs first in the child. Calls every participant, even if one fails."""
@@ -175,4 +186,4 @@ def in_forked_child() -> bool:
     return _guard.in_child
 
 
-os.register_at_fork(after_in_child=_guard.after_fork_in_child)
+os.register_at_fork(before=_guard.before_fork, after_in_child=_guard.after_fork_in_child)

@@ -179,6 +179,36 @@ def test_a_process_that_does_not_communicate_forks_as_ever() -> None:
     assert "forked" not in report and report["grandchild"] == 8
 
 
+AFTER_A_STORE = """
+    import gc, os, signal
+    from rpcdist import collectives as dist
+
+    signal.alarm(50)
+    gc.disable()  # what the store leaves is garbage at the fork
+    server = dist.TCPStore("127.0.0.1", 0, 1, True)
+    client = dist.TCPStore("127.0.0.1", server.port, 1, wait_for_workers=False)
+    client.set("key", "value")
+    client.close()
+    server.close()
+    del client, server
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # children inherit no alarm
+        gc.collect()
+        again = dist.TCPStore("127.0.0.1", 0, 1, True)
+        again.set("key", "value")
+        os._exit(7 if again.get("key") == b"value" else 1)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.multiproc
+def test_a_child_collects_no_garbage_of_ended_nodes() -> None:
+    script = _script(AFTER_A_STORE)
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=LIMIT_S)
+    assert ran.stdout.split() == ["7"], ran.stderr
+
+
 LOADER = """
     import json, sys
     import torch
