@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 
 import pytest
 
@@ -39,6 +41,31 @@ def is_ended(client: socket.socket) -> bool:
         return client.recv(1) == b""
     except BlockingIOError:
         return False
+
+
+async def test_a_connection_that_is_about_to_call_is_no_reason_for_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a busy machine, a worker that began TLS just before the check was reported as one with another token."""
+    checks: list[Callable[[], None]] = []
+
+    def call_later(delay_s: float, check: Callable[[int], None], num_begun: int) -> asyncio.Handle:
+        checks.append(partial(check, num_begun))
+        return asyncio.get_running_loop().call_soon(list)
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "call_later", call_later)
+    silent = SilentConnections(lambda: 0)
+    silent.count()
+    silent.calls(Origin("10.0.0.1", "1"))
+    silent.count()
+    checks.pop()()  # the second connection is new
+    assert len(checks) == 1 and not caplog.records
+    silent.calls(Origin("10.0.0.1", "2"))
+    checks.pop()()
+    assert not checks and not caplog.records
+    silent.count()
+    checks.pop()()
+    assert "failed in TLS" in caplog.text and not checks
 
 
 def test_as_many_as_are_too_many_are_ended(clients: list[socket.socket]) -> None:

@@ -64,12 +64,18 @@ class SilentConnections:
     def count(self) -> None:
         """Called when TLS begins on a connection; on the I/O loop."""
         self._num_begun += 1
-        if not self._is_warned and self._check is None:
-            self._check = asyncio.get_running_loop().call_later(HANDSHAKE_LIMIT_S, self._warn)
+        self._check_later()
 
-    def _warn(self) -> None:
+    def _check_later(self) -> None:
+        if not self._is_warned and self._check is None and self.num_silent > self._num_named():
+            self._check = asyncio.get_running_loop().call_later(HANDSHAKE_LIMIT_S, self._warn, self._num_begun)
+
+    def _warn(self, num_begun: int) -> None:
+        """Warns if some of the first `num_begun` connections made no call; later ones may be about to."""
         self._check = None
-        if self.num_silent > self._num_named():
+        if num_begun - self._num_calling <= self._num_named():
+            self._check_later()
+        else:
             self._is_warned = True
             logger.warning(
                 "a connection to this process failed in TLS. If it came from a process of the job, that process has "
