@@ -27,7 +27,6 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from functools import cache
-from pathlib import Path
 from typing import Any, Final, cast
 
 from rpcdist.errors import ConfigError
@@ -46,7 +45,7 @@ LEFT_BY_TRIM_BYTES: Final = 16 << 20
 LARGE_BYTES: Final = 2 << 20
 """From this size on, torch aligns blocks at pages if its variable is set."""
 TORCH_VARIABLE: Final = "THP_MEM_ALLOC_ENABLE"
-_HUGE_PAGES: Final = Path("/sys/kernel/mm/transparent_hugepage")
+_HUGE_PAGES: Final = "/sys/kernel/mm/transparent_hugepage"
 """Missing if the kernel has no huge pages; then torch would warn that it cannot get any."""
 
 _STOCK_SIZES: Final = range(24, 1040, 16)
@@ -104,7 +103,7 @@ def _set_once() -> bool:
     """Returns whether the C library is glibc."""
     mallopt = _find_mallopt()
     apply(mallopt)
-    if mallopt is not None and _HUGE_PAGES.exists():
+    if mallopt is not None and os.path.exists(_HUGE_PAGES):
         os.environ.setdefault(TORCH_VARIABLE, "1")
     return mallopt is not None
 

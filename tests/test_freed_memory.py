@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -127,7 +126,7 @@ def test_pages_do_not_come_again_in_each_step() -> None:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc is Linux's")
 def test_a_thread_that_makes_or_receives_large_tensors_does_not_grow() -> None:
     """Its steps need 24 MiB. Without a stock, or blocks at pages, it takes 0.8 GiB with glibc 2.36."""
-    if not has_mallopt() or not freed_memory._HUGE_PAGES.exists():
+    if not has_mallopt() or not os.path.exists(freed_memory._HUGE_PAGES):
         pytest.skip("the C library is not glibc, or the kernel has no huge pages")
     assert _number_from(TENSORS, "auto") < 300 << 20
 
@@ -139,7 +138,7 @@ def test_torch_is_asked_unless_somebody_has_chosen(monkeypatch: pytest.MonkeyPat
         monkeypatch.delenv(TORCH_VARIABLE, raising=False)
         if before is not None:
             monkeypatch.setenv(TORCH_VARIABLE, before)
-        monkeypatch.setattr(freed_memory, "_HUGE_PAGES", Path(huge_pages))
+        monkeypatch.setattr(freed_memory, "_HUGE_PAGES", huge_pages)
         freed_memory._set_once.__wrapped__()
         assert os.environ.get(TORCH_VARIABLE) == expected
 

@@ -285,7 +285,7 @@ def examples_of_store_files() -> list[bytes]:
 
 
 def groups(data: bytes) -> None:
-    """What ranks write into a store, and say to each other, to make a group."""
+    """The texts that ranks write into a store, and send to each other, to make a group."""
     with suppress(RpcdistError):
         agreement._outcome(data)
     with suppress(RpcdistError):

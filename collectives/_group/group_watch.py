@@ -14,7 +14,7 @@ from rpcdist.collectives._group.backend_contract import GroupContext
 from rpcdist.collectives._group.bootstrap import address_of_rank_0, not_made
 from rpcdist.collectives._group.local_process import bind_host
 from rpcdist.collectives._group.state import GroupActions, GroupFailure, GroupState
-from rpcdist.collectives._group.watch import Interrupted, StateKeeper, Watch, encoded
+from rpcdist.collectives._group.watch import ExchangeInterrupted, StateKeeper, Watch, encoded
 from rpcdist.deadline import Deadline, longest_sleep_s
 from rpcdist.errors import (
     AuthenticationFailed,
@@ -121,7 +121,7 @@ class GroupWatch(StateKeeper):
                     raise
             try:
                 return answer.result(min(wait_s, limit.remaining_s()))
-            except Interrupted:
+            except ExchangeInterrupted:
                 self.check()
                 raise
             except TimeoutError:

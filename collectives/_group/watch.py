@@ -236,7 +236,7 @@ def _notice_silence(sock: StreamSocket) -> None:
 logger = logging.getLogger(__name__)
 
 
-class Interrupted(Exception):
+class ExchangeInterrupted(Exception):
     """An exchange may never be complete, as the group failed or a rank left."""
 
 
@@ -295,7 +295,7 @@ class Watch(Reporter):
         """Returns a future of the texts of all ranks, by rank; all ranks call it, in the same order.
 
         Any thread may call it, one at a time. A text that is too long is cut. If the group fails or a rank leaves, the
-        future gets an `Interrupted`; the state keeper has got the reason. It gets none for an earlier event.
+        future gets an `ExchangeInterrupted`; the state keeper has got the reason. It gets none for an earlier event.
 
         Args:
             memory_for: at rank 0, called with the texts on the I/O loop; returns the size of memory that all ranks get
@@ -345,7 +345,7 @@ class Watch(Reporter):
 
     def _interrupt_exchange(self) -> None:
         if not self._exchange.done():
-            self._exchange.set_exception(Interrupted())
+            self._exchange.set_exception(ExchangeInterrupted())
 
     # ------------------------------------------------------------ memory
 

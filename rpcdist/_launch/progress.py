@@ -72,7 +72,7 @@ class Progress:
 
     _ranks: Sequence[int]
     _deadline: float = math.inf
-    _cause_limit_s: float = QUICK_ANSWER_LIMIT_S
+    cause_limit_s: float = QUICK_ANSWER_LIMIT_S
     exit_limit_s: float = SLOW_WORK_LIMIT_S
     _: KW_ONLY
     max_restarts: Mapping[int, int] = field(default_factory=dict)
@@ -182,7 +182,7 @@ class Progress:
 
     def _fail(self, rank: int, cause: ProcessEnded | Exited | Raised, now: float) -> None:
         self._failures[rank] = cause
-        self._cause_deadline = min(self._cause_deadline, now + self._cause_limit_s)
+        self._cause_deadline = min(self._cause_deadline, now + self.cause_limit_s)
 
     def _all_have_reported(self) -> bool:
         return all(rank in self._results or rank in self._failures for rank in self._ranks)

@@ -13,7 +13,7 @@ import pytest
 from rpcdist.collectives._group.state import GroupActions, GroupFailure, GroupState
 from rpcdist.collectives._group.watch import (
     MAX_VALUE_CHARS,
-    Interrupted,
+    ExchangeInterrupted,
     Message,
     StateKeeper,
     Watch,
@@ -275,7 +275,7 @@ def test_an_exchange_that_cannot_end_is_interrupted(star: Star, event: str) -> N
     else:
         star.watches[1].close(0)
     for answer in waiting:
-        with pytest.raises(Interrupted):
+        with pytest.raises(ExchangeInterrupted):
             answer.result(LIMIT_S)
 
 

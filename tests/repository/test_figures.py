@@ -122,7 +122,7 @@ FOREIGN = set(
     ActorUnavailableError FailureConfig ObjectRef concurrency_groups max_concurrency was_current_actor_reconstructed
     DDPStrategy NetworkPolicy httpGet
     ReceiveMessageOperation SendMessageOperation grpc_slice_from_copied_buffer
-    CAP_SYS_ADMIN F_SEAL_FUTURE_WRITE PR_SET_PDEATHSIG SO_REUSEPORT net.core.wmem_max net.ipv4.tcp_wmem numactl
+    CAP_SYS_ADMIN F_SEAL_FUTURE_WRITE PR_SET_PDEATHSIG SO_REUSEPORT nohup net.core.wmem_max net.ipv4.tcp_wmem numactl
     tcp_info tcp_rmem sock_accept sock_recv
     CUDA_DEVICE_MAX_CONNECTIONS cuStreamWaitValue32 cuStreamWriteValue32 cudaMallocAsync expandable_segments
     ncclCommSplit

@@ -124,7 +124,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
 
 
 async def test_a_start_that_is_cancelled_ends_at_once(place: Place, tmp_path: Path) -> None:
-    """Whatever it waits for, it leaves no thread and no port, and the next start succeeds at once."""
+    """A start that is cancelled in any of its waits leaves no thread and no port; the next one succeeds at once."""
     url, rank, world_size = place
     options = rpc.RpcOptions(init_method=url, init_timeout=2 * LIMIT_S)
     starting = asyncio.create_task(rpc.init_rpc_async("me", None, rank, world_size, options))
