@@ -126,7 +126,7 @@ def test_pages_do_not_come_again_in_each_step() -> None:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc is Linux's")
 def test_a_thread_that_makes_or_receives_large_tensors_does_not_grow() -> None:
     """Its steps need 24 MiB. Without a stock, or blocks at pages, it takes 0.8 GiB with glibc 2.36."""
-    if not has_mallopt() or not os.path.exists(freed_memory._HUGE_PAGES):
+    if not has_mallopt() or not os.path.exists("/sys/kernel/mm/transparent_hugepage"):
         pytest.skip("the C library is not glibc, or the kernel has no huge pages")
     assert _number_from(TENSORS, "auto") < 300 << 20
 

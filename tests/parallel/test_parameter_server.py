@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -285,6 +286,25 @@ class Part:
         return "on the CPU"
 
 
+@dataclass
+class Shard:
+    """A reference to a server's part of the parameters, and the calls of its methods."""
+
+    name: str
+    of_server: str
+
+    def owner_name(self) -> str:
+        return self.name
+
+    def rpc_async(self, timeout: float) -> Shard:
+        return self
+
+    def device(self) -> rpc.Future[str]:
+        found = rpc.Future[str]()
+        found.set_result(self.of_server)
+        return found
+
+
 @pytest.mark.parametrize(
     ("of_servers", "part", "goes_directly"),
     [
@@ -302,8 +322,7 @@ def test_gradients_go_to_the_gpu_of_their_server_if_the_way_leads_there(
     maps = {"server1": {torch.device("cuda:0"): torch.device("cuda:1")}}
     agent = SimpleNamespace(options=SimpleNamespace(device_maps=maps))
     monkeypatch.setattr(_sharded_parameters, "current_agent", lambda: agent)
-    monkeypatch.setattr(ShardedParameters, "_ask", lambda self, method: {"device": of_servers}[method])
-    shards: Any = [SimpleNamespace(owner_name=lambda name=name: name) for name in SERVERS]
+    shards: Any = [Shard(name, device) for name, device in zip(SERVERS, of_servers, strict=True)]
     parameters = ShardedParameters(shards, {}, [], ShardConfig(torch.optim.SGD, {}, device="cuda"), 0.0)
     parts: Any = [Part(part) for _ in SERVERS]
     assert [found is sent for found, sent in zip(parameters._sendable(parts), parts, strict=True)] == goes_directly
