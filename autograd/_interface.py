@@ -10,12 +10,11 @@ import torch
 from rpcdist.autograd._autograd_worker import AutogradWorker
 from rpcdist.autograd._context import MAX_NUMBER, Context, make_id
 from rpcdist.deadline import Deadline, current_deadline, limit_of
-from rpcdist.errors import AutogradError, ConfigError
+from rpcdist.errors import AutogradError, BlockingInLoop, ConfigError
 from rpcdist.rpc._autograd_hooks import current_autograd
 from rpcdist.rpc._current import agent_or_none, current_agent
-from rpcdist.rpc._executors.blocking import check_off_loop
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
-from rpcdist.rpc.future import Future
+from rpcdist.rpc.future import Future, _get_running_loop
 
 Mode = Literal["smart", "fast"]
 """How a backward pass treats unused results: "smart" leaves them out, "fast" expects that there are none."""
@@ -87,7 +86,8 @@ def backward(
         DeadlineExceeded: the timeout expired; the text names the workers that the pass waits for.
         BlockingInLoop: called on an event loop; write `await backward_async(...)` there.
     """
-    check_off_loop("backward", "await autograd.backward_async(...)")
+    if _get_running_loop() is not None:
+        raise BlockingInLoop("backward", "await autograd.backward_async(...)")
     worker = _worker()
     worker.backward(*_checked(context_id, roots), retain_graph, _mode(worker, mode), _deadline(worker, timeout))
 

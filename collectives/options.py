@@ -61,8 +61,9 @@ class AllreduceOptions(OperationOptions):
     reduceOp: object = ReduceOp.SUM
 
 
-class AllreduceCoalescedOptions(AllreduceOptions):
-    """The same fields."""
+@dataclass
+class AllreduceCoalescedOptions(OperationOptions):
+    reduceOp: object = ReduceOp.SUM
 
 
 @dataclass
@@ -72,8 +73,9 @@ class ReduceOptions(OperationOptions):
     rootTensor: int = 0
 
 
+@dataclass
 class AllgatherOptions(OperationOptions):
-    """No further fields."""
+    pass
 
 
 @dataclass
@@ -81,16 +83,19 @@ class GatherOptions(OperationOptions):
     rootRank: int = 0
 
 
-class ScatterOptions(GatherOptions):
-    """The same fields."""
+@dataclass
+class ScatterOptions(OperationOptions):
+    rootRank: int = 0
 
 
-class ReduceScatterOptions(AllreduceOptions):
-    """The same fields."""
+@dataclass
+class ReduceScatterOptions(OperationOptions):
+    reduceOp: object = ReduceOp.SUM
 
 
+@dataclass
 class AllToAllOptions(OperationOptions):
-    """No further fields."""
+    pass
 
 
 @dataclass

@@ -14,8 +14,8 @@ from rpcdist._launch.placement import how_to_set_address, torch_variables
 from rpcdist.collectives.constants import default_pg_timeout
 from rpcdist.deadline import Deadline, backoff
 from rpcdist.errors import ConfigError, ConnectFailed, RendezvousError, RpcdistError, raised_as
+from rpcdist.giving_up import pause
 from rpcdist.time_limits import ATTEMPT_LIMIT_S, FIRST_PAUSE_S, LONGEST_PAUSE_S, MIN_ATTEMPT_S
-from rpcdist.waiters import pause
 
 if TYPE_CHECKING:
     from rpcdist.collectives._stores.store_base import Store, Timeout

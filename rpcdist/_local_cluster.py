@@ -38,6 +38,7 @@ from rpcdist.errors import (
     RpcdistError,
     WorkerLost,
 )
+from rpcdist.giving_up import check_not_given_up
 from rpcdist.ids import check_worker_name
 from rpcdist.own_shortage import check_can_start, names_shortage
 from rpcdist.time_limits import (
@@ -47,7 +48,7 @@ from rpcdist.time_limits import (
     INIT_NOTICE_S,
     QUICK_ANSWER_LIMIT_S,
 )
-from rpcdist.waiters import check_not_given_up, run_in_thread
+from rpcdist.waiters import run_in_thread
 
 if TYPE_CHECKING:
     from rpcdist.rpc import RpcOptions

@@ -1,10 +1,5 @@
 """Waits of tasks and threads: tasks that wait for a blocking function, wake-ups from other threads, notices of long
 waits, and threads that wait for a state that changes often.
-
-[Note: given up] A thread cannot be cancelled, but the waits of its function can. If a task that awaits the function is
-cancelled, each wait of the function for other processes ends: with `CancelledError`, which passes all handlers of
-errors, so that the function undoes what it has done. Only the first wait raises it, as the waits of the clean-up must
-take place.
 """
 
 from __future__ import annotations
@@ -13,11 +8,11 @@ import asyncio
 import concurrent.futures
 import contextvars
 import threading
-import time
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
+from rpcdist import giving_up
 from rpcdist.time_limits import CLOSE_STEP_LIMIT_S
 
 T = TypeVar("T")
@@ -41,7 +36,7 @@ async def run_in_thread(
 
     def run() -> T:
         if ends_waits:
-            _given_up.set(given_up)
+            giving_up.given_up.set(given_up)
         return function()
 
     def cancel() -> None:
@@ -56,37 +51,6 @@ async def run_in_thread(
     except asyncio.CancelledError:
         await asyncio.shield(_start(cancel, f"{name}-cancel")[1])
         raise
-
-
-_given_up: Final[contextvars.ContextVar[concurrent.futures.Future[None] | None]] = contextvars.ContextVar(
-    "rpcdist_given_up", default=None
-)
-"""Done when the waits of this thread shall end; None if they do not end early. [Note: given up]"""
-
-
-def wake_if_given_up(wake: Callable[[], object]) -> None:
-    """Has `wake` called when the task for which this thread works is cancelled, or at once if it was."""
-    given_up = _given_up.get()
-    if given_up is not None:
-        given_up.add_done_callback(lambda _: wake())
-
-
-def check_not_given_up() -> None:
-    """Raises `CancelledError`, once, if the task for which this thread works was cancelled. [Note: given up]"""
-    given_up = _given_up.get()
-    if given_up is not None and given_up.done():
-        _given_up.set(None)
-        raise asyncio.CancelledError
-
-
-def pause(pause_s: float) -> None:
-    """Sleeps between two attempts; ends with `CancelledError` if the task for which this thread works is cancelled."""
-    given_up = _given_up.get()
-    if given_up is None:
-        time.sleep(pause_s)
-    else:
-        concurrent.futures.wait((given_up,), pause_s)
-        check_not_given_up()
 
 
 def _start(function: Callable[[], T], name: str) -> tuple[threading.Thread, asyncio.Future[T]]:

@@ -33,10 +33,10 @@ from rpcdist.collectives._stores.store_base import DEFAULT_TIMEOUT, Store, Timeo
 from rpcdist.collectives._stores.store_operations import Change, Code, Contents, Missing, StoreOperation
 from rpcdist.deadline import Deadline, backoff
 from rpcdist.errors import DistStoreError, on_error
+from rpcdist.giving_up import pause
 from rpcdist.own_shortage import own_shortage
 from rpcdist.private_files import why_not_private
 from rpcdist.time_limits import LOCK_FIRST_PAUSE_S, LOCK_LONGEST_PAUSE_S, POLL_S, SLOW_ANSWER_LIMIT_S, TICK_S
-from rpcdist.waiters import pause
 
 MAGIC: Final = b"RPCDSTR1"
 HEADER_BYTES: Final = 16

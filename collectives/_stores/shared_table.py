@@ -24,8 +24,8 @@ from rpcdist.collectives._stores.store_base import DEFAULT_TIMEOUT, Store, Timeo
 from rpcdist.collectives._stores.store_operations import Code, Contents, Missing, QueuePop, StoreOperation
 from rpcdist.deadline import Deadline, longest_sleep_s
 from rpcdist.errors import DistStoreError, refuse_pickling
+from rpcdist.giving_up import check_not_given_up, wake_if_given_up
 from rpcdist.time_limits import PARKED_LIMIT_S
-from rpcdist.waiters import check_not_given_up, wake_if_given_up
 
 __all__ = ["HashStore"]
 

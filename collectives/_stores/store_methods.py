@@ -14,8 +14,8 @@ import torch.distributed as torch_distributed
 from rpcdist.collectives._stores import store_operations as operations
 from rpcdist.deadline import Deadline, backoff
 from rpcdist.errors import DistStoreError
+from rpcdist.giving_up import pause
 from rpcdist.time_limits import LONGEST_PAUSE_S, POLL_S, STORE_GRACE_S
-from rpcdist.waiters import pause
 
 Offers = Callable[[str], bool]
 """Whether the store has a method of this name."""

@@ -21,6 +21,7 @@ from rpcdist.collectives.rendezvous import outside_store
 from rpcdist.deadline import Deadline, backoff
 from rpcdist.errors import ConfigError, ConnectFailed, DistStoreError, RendezvousError, RpcdistError, StoreTimeout
 from rpcdist.freed_memory import keep_freed_memory
+from rpcdist.giving_up import pause
 from rpcdist.ids import Identity, check_worker_name, new_incarnation
 from rpcdist.own_shortage import check_descriptors_for
 from rpcdist.rpc._agent import ROLE, Agent
@@ -44,7 +45,6 @@ from rpcdist.time_limits import (
 )
 from rpcdist.transport import NodeOptions, acquire_node
 from rpcdist.transport.addresses import host_from_environment, pick_bind_host, split_address
-from rpcdist.waiters import pause
 
 logger = logging.getLogger(__name__)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from rpcdist.deadline import Deadline, backoff
 from rpcdist.errors import ConfigError, DeadlineExceeded, WorkerLost, listed
+from rpcdist.giving_up import pause
 from rpcdist.rpc._calling.caller import Destination
 from rpcdist.rpc._current import current_agent
 from rpcdist.rpc._executors.blocking import async_form, off_loop
@@ -15,7 +16,6 @@ from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.rpc.future import Future
 from rpcdist.rpc.worker_info import WorkerInfo
 from rpcdist.time_limits import FIRST_PAUSE_S, LONGEST_PAUSE_S
-from rpcdist.waiters import pause
 
 __all__ = [
     "MembershipChange", "on_membership_change", "serve", "serve_async", "stop_serving", "stop_serving_async",

@@ -16,9 +16,9 @@ from typing import Any, Final, TypeVar
 
 from rpcdist.deadline import Deadline, longest_sleep_s
 from rpcdist.errors import BlockingInLoop, DeadlineExceeded, RpcdistError, TransportError, on_error
+from rpcdist.giving_up import check_not_given_up, wake_if_given_up
 from rpcdist.own_shortage import NO_THREAD, check_can_start
 from rpcdist.time_limits import CLOSE_LIMIT_S, CLOSE_STEP_LIMIT_S
-from rpcdist.waiters import check_not_given_up, wake_if_given_up
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

@@ -182,7 +182,7 @@ def test_a_lock_that_is_never_free(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with FileStore(path) as store:
         monkeypatch.setattr(file_store, "SLOW_ANSWER_LIMIT_S", 0.1)
         with FileTable(str(path)).locked(writing=True), pytest.raises(DistStoreError, match=r"lock of .* was not free"):
-            store.get("a")
+            store.set("a", "0")
         store.set("a", "1")
         assert store.get("a") == b"1"
 

@@ -240,7 +240,9 @@ class HereOnly:
 
     strangers = Strangers(silent=2)
 
-    def run(self, coroutine: Coroutine[Any, Any, pb.JoinReply], limit_s: float | None) -> pb.JoinReply:
+    def run(
+        self, coroutine: Coroutine[Any, Any, pb.JoinReply], limit_s: float | None, may_give_up: bool
+    ) -> pb.JoinReply:
         return asyncio.run(coroutine)
 
 

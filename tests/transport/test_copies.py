@@ -16,6 +16,7 @@ from chunk_envelopes import chunk_of, messages_of
 from transport_nodes import is_local
 
 from rpcdist._proto import value_pb2
+from rpcdist.freed_memory import stock_small_blocks
 from rpcdist.rpc._values.buffers import ReceiveBuffer
 from rpcdist.rpc._values.codec import decode, encode_into
 from rpcdist.transport import Node, Session, acquire_node
@@ -85,6 +86,7 @@ def test_sender_copies_once() -> None:
 @pytest.mark.usefixtures("heap")
 def test_receiver_copies_once() -> None:
     """A chunk is read in place, and written to the memory that the tensor will have."""
+    stock_small_blocks()  # else this thread would make its stock with the first buffer
     outgoing, incoming = Outgoing(), Incoming(ReceiveBuffer.allocate)
     message, large = message_of(tensor())
     outgoing.add(message, large)

@@ -30,6 +30,7 @@ from rpcdist.errors import (
     listed,
     on_error,
 )
+from rpcdist.giving_up import check_not_given_up, wake_if_given_up
 from rpcdist.ids import Identity
 from rpcdist.rpc._api.many_workers import chosen_workers
 from rpcdist.rpc._calling.caller import Destination
@@ -40,7 +41,7 @@ from rpcdist.rpc._peers.network import calling_worker
 from rpcdist.time_limits import QUICK_ANSWER_LIMIT_S
 from rpcdist.transport import Node
 from rpcdist.transport.addresses import split_address
-from rpcdist.waiters import check_not_given_up, wake_if_given_up, wake_threadsafe
+from rpcdist.waiters import wake_threadsafe
 
 if TYPE_CHECKING:
     from rpcdist.rpc._agent import Agent

@@ -26,11 +26,12 @@ from typing import Any
 
 from rpcdist.deadline import Deadline, longest_sleep_s
 from rpcdist.errors import CoordinatorLost
+from rpcdist.giving_up import check_not_given_up, wake_if_given_up
 from rpcdist.inspection import GatheringFacts
 from rpcdist.rpc._peers.directory import Directory, MemberEvent
 from rpcdist.rpc._peers.network import check_speaks_for
 from rpcdist.time_limits import DEPARTURE_REVIEW_S
-from rpcdist.waiters import check_not_given_up, ends_within, wake_if_given_up
+from rpcdist.waiters import ends_within
 
 DEPART = "rpcdist.rpc._membership.shutdown:depart"
 NOT_ARRIVED = "rpcdist.rpc._membership.shutdown:not_arrived"

@@ -14,12 +14,12 @@ from typing import Final, Generic, Literal, NamedTuple, ParamSpec
 
 from rpcdist.deadline import Deadline, longest_sleep_s
 from rpcdist.errors import ConfigError, DeadlineExceeded, RpcdistError, UnknownWorker, WorkerLost
+from rpcdist.giving_up import check_not_given_up, wake_if_given_up
 from rpcdist.ids import Identity
 from rpcdist.rpc._peers.network import AnySession
 from rpcdist.rpc.worker_info import WorkerInfo
 from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.session import Session
-from rpcdist.waiters import check_not_given_up, wake_if_given_up
 
 logger = logging.getLogger(__name__)
 
