@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from rpcdist import giving_up
+from rpcdist.giving_up import given_up
 from rpcdist.time_limits import CLOSE_STEP_LIMIT_S
 
 T = TypeVar("T")
@@ -32,15 +32,15 @@ async def run_in_thread(
         ends_waits: whether a cancellation also ends the waits of `function` for other processes, and then waits until
             its thread has ended, at most `CLOSE_STEP_LIMIT_S`. [Note: given up]
     """
-    given_up: concurrent.futures.Future[None] = concurrent.futures.Future()
+    cancelled: concurrent.futures.Future[None] = concurrent.futures.Future()
 
     def run() -> T:
         if ends_waits:
-            giving_up.given_up.set(given_up)
+            given_up.set(cancelled)
         return function()
 
     def cancel() -> None:
-        given_up.set_result(None)
+        cancelled.set_result(None)
         on_cancel()
         if ends_waits:
             thread.join(CLOSE_STEP_LIMIT_S)
