@@ -538,7 +538,10 @@ def test_a_forked_child_gets_an_error_and_does_not_hang() -> None:
         store.close()
     """
     with Program(code) as script:
-        assert [script.line() for _ in range(3)] == ["ForkedProcess", "0", "v"], script.output
+        found: list[str] = []
+        while len(found) < 3:  # another test's process may come to the port, if it was in use before
+            found += [line for line in [script.line()] if not line.startswith("refused a connection")]
+        assert found == ["ForkedProcess", "0", "v"], script.output
         assert script.end() == 0
 
 
