@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from rpcdist._proto import rpc_pb2, rref_pb2
 from rpcdist.deadline import Deadline
-from rpcdist.errors import DeadlineExceeded, ProtocolViolation, RpcdistError, WorkerLost
+from rpcdist.errors import DeadlineExceeded, ProtocolViolation, RpcdistError, SerializationError, WorkerLost
 from rpcdist.ids import Identity
 from rpcdist.rpc._autograd_hooks import current_autograd
 from rpcdist.rpc._calling.call_table import CallTable, PendingCall
@@ -28,6 +28,7 @@ from rpcdist.rpc._peers.directory import PeerEvents
 from rpcdist.rpc._values.codec import write_plain
 from rpcdist.rpc._values.compact import compact_value
 from rpcdist.time_limits import CALL_QUESTION_LEAD_S, LEASE_IN_PEER_TIMEOUTS
+from rpcdist.transport._framing.incoming import MissingBuffer
 from rpcdist.transport.wire_messages import ReplyMessage
 
 # ---------------------------------------------------------------- control messages
@@ -230,12 +231,12 @@ def test_the_error_at_the_deadline_says_how_far_the_call_was(phase: Any, text: s
     assert "Only 0.5 of 3.0 MiB of its arguments were sent." in str(call.deadline_error())
 
 
-def arrived(value: object, autograd: Any = None) -> ArrivedCompact:
+def arrived(value: object, autograd: Any = None, buffers: Any = ()) -> ArrivedCompact:
     writer = write_plain(value)
     assert writer is not None
     compact = compact_value(writer)
     assert compact is not None
-    payload = ArrivedCompact(ReplyMessage(1, compact[0], len(writer.tensors)), (), Identity("b", 1, 7))
+    payload = ArrivedCompact(ReplyMessage(1, compact[0], len(writer.tensors)), buffers, Identity("b", 1, 7))
     payload.autograd = autograd
     return payload
 
@@ -258,6 +259,17 @@ def test_a_thread_in_a_mode_of_torch_leaves_the_tensors_of_other_calls_to_the_po
     for function, arguments in jobs:
         function(*arguments)
     assert future.wait().device.type == "cpu"
+
+
+def test_a_reply_whose_buffers_were_not_received_fails_with_the_reason() -> None:
+    """The thread that reads it finds the error first, and then the pool, which must not find another."""
+    buffers = [MissingBuffer(1 << 20, "this worker accepts 8 bytes from one peer at a time")]
+    future, jobs = CallFuture(), list[Any]()
+    future.replied(None, arrived(torch.zeros(1 << 18), buffers=buffers), jobs)
+    for function, arguments in jobs:
+        function(*arguments)
+    with pytest.raises(SerializationError, match="accepts 8 bytes"):
+        future.wait()
 
 
 def test_callbacks_run_in_the_pool_and_in_the_context_of_the_call() -> None:

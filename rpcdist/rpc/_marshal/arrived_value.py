@@ -30,7 +30,8 @@ MAX_SHORT_BYTES: Final = 64 * 1024  # a body up to this size is decoded quickly 
 
 
 class Arrived:
-    """One received value; decode it once, or `discard` it. Either may happen on any thread except the I/O loop's.
+    """One received value; decode it once, and again only if that failed, or `discard` it. Either may happen on any
+    thread except the I/O loop's.
 
     Afterwards only the decoded object holds its memory: memory that the sender has lent is returned when that is freed.
 
@@ -231,9 +232,10 @@ class ArrivedCompact(Arrived):
 
     def decode(self) -> object:
         message = self._message
-        buffers, self._buffers = self._buffers, ()
         attach = None if self.autograd is None else partial(self._attach, self.autograd)
-        return read_compact(message.body, message.num_tensors, buffers, attach)
+        value = read_compact(message.body, message.num_tensors, self._buffers, attach)
+        self._buffers = ()  # not before: a `CallFuture` tries again on the pool, which shall find the same error
+        return value
 
     def _attach(self, context: CallContext, tensors: list[torch.Tensor]) -> None:
         context.received(self._message.history, tensors, self._sender.id)
