@@ -25,6 +25,7 @@ from rpcdist.errors import (
     UnknownWorker,
     WorldMismatch,
 )
+from rpcdist.rpc._membership import roster_news, roster_service
 from rpcdist.rpc._peers.connections import PROBE_ROLE
 from rpcdist.testing import InProcessCluster, WorkerPool, eventually, free_port
 from rpcdist.testing.worker_pool import join
@@ -354,3 +355,16 @@ def test_the_coordinator_of_a_growing_world_knows_those_who_came_while_it_was_bu
     monkeypatch.setattr(Agent, "start_serving", start_when_others_have_joined)
     with InProcessCluster("a", "b", "c", elastic=True) as cluster, cluster.use("a") as agent:
         assert [member.identity.name for member in agent.directory.known()] == ["a", "b", "c"]
+
+
+def test_a_barrier_begins_with_workers_of_whom_its_host_has_not_heard_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in large worlds, which send news late and let nobody wait for it."""
+    monkeypatch.setattr(roster_service, "NEWS_AT_ONCE", 0)
+    with InProcessCluster("z", "a", "c", elastic=True) as cluster:
+        cluster.run("c", rpc.rpc_sync, "a", str)
+        monkeypatch.setattr(roster_news.MembershipNews, "_send_all", lambda news: None)
+        cluster.join("b", 3)
+        cluster.run("c", rpc.rpc_sync, "b", str)
+        barriers = [cluster.begin(name, rpc.api._barrier, {"a", "b", "c"}) for name in ("c", "a", "b")]
+        for barrier in barriers:
+            barrier.result()

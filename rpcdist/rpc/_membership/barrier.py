@@ -280,6 +280,7 @@ class Gatherings:
                 raise CallRefused(
                     f"worker {name!r} cannot contribute to a gathering of {abridged(group)}: it is not one of them"
                 )
+            await self._directory.look_up(group)  # some may just have joined
         objects = await self.contribute(group, name, obj)
         return objects if wants_objects else None
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import Final, Generic, Literal, NamedTuple, ParamSpec
 
@@ -235,6 +235,11 @@ class Directory:
             self.update(await self._ask_async())
         except RpcdistError as exc:
             logger.warning("the coordinator did not send the list of workers: %s", exc)
+
+    async def look_up(self, names: Iterable[str]) -> None:
+        """Asks the coordinator for the members if one of the names is unknown here; on any event loop."""
+        if not self._by_name.keys() >= set(names):
+            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self.refresh_async(), self._io.loop))
 
     def is_news(self, identity: Identity) -> bool:
         """Whether a worker that connected is new, or a new incarnation of a known one."""
