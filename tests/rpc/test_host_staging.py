@@ -30,7 +30,7 @@ from rpcdist._proto import rpc_pb2, value_pb2
 from rpcdist.autograd import _pass_message
 from rpcdist.autograd._context import Context
 from rpcdist.autograd._message_nodes import RecordedSend
-from rpcdist.errors import NotInitialized, ProtocolViolation, SerializationError, WorkerLost
+from rpcdist.errors import BackwardError, NotInitialized, ProtocolViolation, SerializationError, WorkerLost
 from rpcdist.ids import Identity
 from rpcdist.rpc._current import use_agent
 from rpcdist.rpc._devices import gpu_sharing, pinned_arrivals
@@ -840,9 +840,9 @@ def totals_of(values: list[torch.Tensor]) -> list[int]:
     return [total(value) for value in values]
 
 
-@pytest.mark.parametrize("connections", ["0", "2"])
-def test_gradients_between_hosts(far: Receiver, monkeypatch: pytest.MonkeyPatch, connections: str) -> None:
-    """They go to the GPU of the tensors whose gradients they are, which is not in their message."""
+@pytest.fixture
+def gradients_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients go to the GPU of the tensors whose gradients they are, which is not in their message."""
 
     class Route(DeviceRoute):
         """Gradients are on the GPU of their sender."""
@@ -861,21 +861,28 @@ def test_gradients_between_hosts(far: Receiver, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(RecordedSend, "__init__", record_on_gpu)
     monkeypatch.setattr(Context, "to_original_devices", lambda self, message, gradients: gradients)
     monkeypatch.setattr(_pass_message, "compact_tensors", lambda *arguments, **options: None)
+
+
+def backward_over_bob(number: int) -> None:
+    """A gradient of two chunks goes to bob and another one back."""
+    leaf = torch.full((FAR_PART // 2,), float(number), requires_grad=True)
+    with autograd.context() as context:
+        result: torch.Tensor = rpc.rpc_sync("bob", torch.square, (leaf,), device_map={})
+        autograd.backward(context, [(result * result).sum()])
+        assert autograd.get_gradients(context)[leaf].eq(4 * number**3).all()
+
+
+@pytest.mark.parametrize("connections", ["0", "2"])
+@pytest.mark.usefixtures("gradients_on_gpus")
+def test_gradients_between_hosts(far: Receiver, monkeypatch: pytest.MonkeyPatch, connections: str) -> None:
     monkeypatch.setenv(PAYLOAD_CONNECTIONS_VARIABLE, connections)
-    size = FAR_PART // 2  # numbers of four bytes: two chunks
     with agents_here("alice", "bob") as (alice, bob), use_agent(alice):
         for number in range(4):
             if number == 1:
                 eventually(lambda: alice.gpus.ring is not None and bob.gpus.ring is not None)
                 far.stream.copies.clear()
-            leaf = torch.full((size,), float(number), requires_grad=True)
-            with autograd.context() as context:
-                result: torch.Tensor = rpc.rpc_sync("bob", torch.square, (leaf,), device_map={})
-                autograd.backward(context, [(result * result).sum()])
-                gradient = autograd.get_gradients(context)[leaf]
-            assert gradient.eq(4 * number**3).all()
+            backward_over_bob(number)
         assert [(start, count) for start, count, _ in far.stream.copies] == [(0, FAR_PART), (FAR_PART, FAR_PART)] * 6
-        del gradient, result
     eventually(far.is_free)
 
 
@@ -942,6 +949,21 @@ def test_a_call_without_room_on_the_gpu_fails_alone(far: Receiver) -> None:
         eventually(far.is_free)
 
 
+@contextmanager
+def cut_at(session: Any, at: int) -> Iterator[None]:
+    """The connection ends when this byte of a tensor is about to arrive."""
+    parts = GpuReceiveBuffer.parts
+
+    def break_off(self: GpuReceiveBuffer, start: int, end: int) -> list[memoryview]:
+        if start >= at:
+            session.close("the test cuts the cable")
+        return parts(self, start, end)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(GpuReceiveBuffer, "parts", break_off)
+        yield
+
+
 @pytest.mark.parametrize("at", [0, FAR_PART, 9 * FAR_PART // 2], ids=["first", "middle", "last"])
 @pytest.mark.parametrize("connections", ["0", "2"])
 def test_a_connection_that_is_lost_in_the_middle(
@@ -954,15 +976,23 @@ def test_a_connection_that_is_lost_in_the_middle(
             rpc.rpc_sync("bob", total, (value,), device_map=MAP)
         eventually(lambda: bob.gpus.ring is not None)
         [session] = bob.connections.sessions()
-        parts = GpuReceiveBuffer.parts
+        with cut_at(session, at), pytest.raises(WorkerLost):
+            rpc.rpc_sync("bob", total, (value,), device_map=MAP)
+        eventually(far.is_free)
 
-        def break_off(self: GpuReceiveBuffer, start: int, end: int) -> list[memoryview]:
-            if start >= at:
-                session.close("the test cuts the cable")
-            return parts(self, start, end)
 
-        with monkeypatch.context() as patched:
-            patched.setattr(GpuReceiveBuffer, "parts", break_off)
-            with pytest.raises(WorkerLost):
-                rpc.rpc_sync("bob", total, (value,), device_map=MAP)
+@pytest.mark.parametrize("at", [0, FAR_PART], ids=["first", "last"])
+@pytest.mark.parametrize("connections", ["0", "2"])
+@pytest.mark.usefixtures("gradients_on_gpus")
+def test_a_connection_that_is_lost_in_a_gradient(
+    far: Receiver, monkeypatch: pytest.MonkeyPatch, connections: str, at: int
+) -> None:
+    monkeypatch.setenv(PAYLOAD_CONNECTIONS_VARIABLE, connections)
+    with agents_here("alice", "bob") as (alice, bob), use_agent(alice):
+        for number in range(2):
+            backward_over_bob(number)
+            eventually(lambda: alice.gpus.ring is not None and bob.gpus.ring is not None)
+        [session] = bob.connections.sessions()
+        with cut_at(session, at), pytest.raises(BackwardError, match="'bob' was lost"):
+            backward_over_bob(2)
         eventually(far.is_free)
