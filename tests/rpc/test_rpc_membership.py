@@ -25,7 +25,7 @@ from rpcdist.errors import (
     UnknownWorker,
     WorldMismatch,
 )
-from rpcdist.rpc._membership import roster_news, roster_service
+from rpcdist.rpc._membership import roster_service
 from rpcdist.rpc._peers.connections import PROBE_ROLE
 from rpcdist.testing import InProcessCluster, WorkerPool, eventually, free_port
 from rpcdist.testing.worker_pool import join
@@ -362,7 +362,7 @@ def test_a_barrier_begins_with_workers_of_whom_its_host_has_not_heard_yet(monkey
     monkeypatch.setattr(roster_service, "NEWS_AT_ONCE", 0)
     with InProcessCluster("z", "a", "c", elastic=True) as cluster:
         cluster.run("c", rpc.rpc_sync, "a", str)
-        monkeypatch.setattr(roster_news.MembershipNews, "_send_all", lambda news: None)
+        cluster.network.delay("z", "a", 0.5)
         cluster.join("b", 3)
         cluster.run("c", rpc.rpc_sync, "b", str)
         barriers = [cluster.begin(name, rpc.api._barrier, {"a", "b", "c"}) for name in ("c", "a", "b")]
