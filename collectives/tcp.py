@@ -41,6 +41,7 @@ from rpcdist.deadline import Deadline
 from rpcdist.errors import ProtocolViolation, RpcdistError, TransportError
 from rpcdist.own_shortage import own_shortage, try_for_descriptor
 from rpcdist.time_limits import ATTEMPT_LIMIT_S, CHECK_INTERVAL_S, SLOW_ANSWER_LIMIT_S
+from rpcdist.transport._tls.tls_socket import StreamSocket
 from rpcdist.transport.shared_memory import Segment, SegmentError, accept, offer
 
 logger = logging.getLogger(__name__)
@@ -126,6 +127,7 @@ def _share_on_host(
     if rank != leader:
         address = watch.addresses[leader]
         with watch.hub.connect(address, f"{purpose}{rank}", deadline.remaining_s(), unix=True) as connection:
+            assert isinstance(connection, socket.socket)  # a Unix socket has no TLS
             _await_offer(watch, connection, deadline)
             return accept(connection, deadline.remaining_s())
     segment: Segment | None = None
@@ -133,13 +135,17 @@ def _share_on_host(
         segment = Segment.create(size_bytes)
     finally:
         watch.reporter.pass_memory(segment, direct)  # later, so no error may close it here: its last owner does
-    for member in members[1:]:
-        if member in direct:
-            continue
-        with watch.hub.expect(f"{purpose}{member}", deadline.remaining_s(), watch.check) as connection:
+    others = [str(member) for member in members[1:] if member not in direct]
+    found: dict[str, StreamSocket] = {}
+    try:
+        watch.hub.collect(purpose, others, found, deadline.remaining_s(), watch.check)
+        for member, connection in found.items():
             if not isinstance(connection, socket.socket):
-                raise ProtocolViolation(f"rank {context.ranks[member]} asked for shared memory from another host")
+                raise ProtocolViolation(f"rank {context.ranks[int(member)]} asked for shared memory from another host")
             offer(connection, segment)
+    finally:
+        for connection in found.values():
+            connection.close()
     return segment
 
 

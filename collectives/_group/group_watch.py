@@ -229,36 +229,13 @@ def _accept_watch(
     context: GroupContext, hub: SocketHub, purpose: str, deadline: Deadline
 ) -> tuple[dict[int, StreamSocket], BaseException | None]:
     """Returns the connections of all other ranks; or those that came, and why it did not wait for the rest."""
-    sockets: dict[int, StreamSocket] = {}
-    expected = {f"{purpose}{rank}": rank for rank in range(1, context.size)}
-    lock, is_complete = threading.Lock(), threading.Event()
-
-    def take(text: str, sock: StreamSocket) -> None:
-        with lock:
-            rank = expected.pop(text, None)  # None: not a rank, or its second connection
-            if rank is not None:
-                sockets[rank] = sock
-        if rank is None:
-            sock.close()
-        elif not expected:
-            is_complete.set()
-
+    found: dict[str, StreamSocket] = {}
     error: BaseException | None = None
-    hub.announce(purpose, take)
     try:
-        wait_s = longest_sleep_s() if context.check is None else CHECK_INTERVAL_S
-        while not is_complete.wait(min(wait_s, deadline.remaining_s())):
-            if context.check is not None:
-                context.check()
-            if deadline.expired():
-                raise TimeoutError
+        hub.collect(purpose, map(str, range(1, context.size)), found, deadline.remaining_s(), context.check)
     except BaseException as exc:
         error = exc
-    finally:
-        hub.withdraw(purpose)
-    with lock:
-        expected.clear()  # a connection that comes now is closed
-        return sockets, error
+    return {int(rank): sock for rank, sock in found.items()}, error
 
 
 def _are_alike(entries: list[str]) -> bool:

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from errno import EBADF
 from functools import partial
 from types import FrameType
@@ -18,9 +19,12 @@ from rpcdist.deadline import Deadline, longest_sleep_s
 from rpcdist.errors import BlockingInLoop, DeadlineExceeded, RpcdistError, TransportError, on_error
 from rpcdist.giving_up import check_not_given_up, wake_if_given_up
 from rpcdist.own_shortage import NO_THREAD, check_can_start
-from rpcdist.time_limits import CLOSE_LIMIT_S, CLOSE_STEP_LIMIT_S
+from rpcdist.time_limits import CHECK_INTERVAL_S, CLOSE_LIMIT_S, CLOSE_STEP_LIMIT_S
 
 T = TypeVar("T")
+Check = Callable[[], None] | None
+"""Raises an error that ends a wait, if there is one."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -134,13 +138,16 @@ class IoLoop:
         if not task.cancelled() and (exc := task.exception()) is not None:
             logger.error("task %s failed", task.get_name(), exc_info=exc)
 
-    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None, may_give_up: bool = False) -> T:
+    def run(
+        self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None, may_give_up: bool = False, check: Check = None
+    ) -> T:
         """Runs a coroutine on the loop and waits for its result, from any other thread.
 
         Args:
             coroutine: what to run; it is cancelled when the wait ends early.
             may_give_up: whether the wait ends with `CancelledError` if the task for which this thread works is
                 cancelled; for a coroutine that waits for other processes, and loses nothing then. [Note: given up]
+            check: called about every 50 ms; an exception that it raises ends the wait.
 
         Raises:
             DeadlineExceeded: the time limit expired.
@@ -152,9 +159,11 @@ class IoLoop:
         except BlockingInLoop:
             coroutine.close()
             raise
-        return self.finish(coroutine, timeout_s, may_give_up)
+        return self.finish(coroutine, timeout_s, may_give_up, check)
 
-    def finish(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None, may_give_up: bool = False) -> T:
+    def finish(
+        self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None, may_give_up: bool = False, check: Check = None
+    ) -> T:
         """`run`, also on the thread of an event loop: for what ends a part of this process, and takes little time."""
         if self.on_thread():
             coroutine.close()
@@ -169,11 +178,13 @@ class IoLoop:
         deadline = Deadline.after(timeout_s)
         try:
             while not future.done():
-                try:
-                    return future.result(min(longest_sleep_s(), deadline.remaining_s()))
-                except concurrent.futures.TimeoutError as exc:
-                    if not future.done() and deadline.expired():
-                        raise DeadlineExceeded(f"an operation took longer than {timeout_s} s") from exc
+                with suppress(concurrent.futures.TimeoutError):
+                    slice_s = longest_sleep_s() if check is None else CHECK_INTERVAL_S
+                    return future.result(min(slice_s, deadline.remaining_s()))
+                if not future.done() and deadline.expired():
+                    raise DeadlineExceeded(f"an operation took longer than {timeout_s} s")
+                if not future.done() and check is not None:
+                    check()
             return future.result()
         except concurrent.futures.CancelledError as exc:
             if may_give_up:

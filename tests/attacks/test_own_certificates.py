@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding
 from inside_agents import current_agent
 from own_certificates import DAY, OwnAuthority, OwnCertificate, rsa_key
-from socket_hubs import read_exactly, write_all
+from socket_hubs import expect, read_exactly, write_all
 from transport_nodes import (
     LIMIT_S,
     Nodes,
@@ -423,7 +423,7 @@ def test_sockets_of_the_collectives(nodes: Nodes, worker: Any, unix: bool, monke
         hubs[0].open("127.0.0.1")
         with (
             hubs[1].connect(hubs[0].address, "data", LIMIT_S, unix=unix) as here,
-            hubs[0].expect("data", LIMIT_S) as there,
+            expect(hubs[0], "data") as there,
         ):
             write_all(here, b"x")
             assert read_exactly(there, 1) == b"x"

@@ -10,7 +10,7 @@ from rpcdist.transport._tls.tls_socket import StreamSocket
 from rpcdist.transport.node import Node, NodeOptions
 from rpcdist.transport.sockets import SocketHub
 
-__all__ = ["LIMIT_S", "hubs", "open_hub", "read_exactly", "read_some", "running_node", "write_all"]
+__all__ = ["LIMIT_S", "expect", "hubs", "open_hub", "read_exactly", "read_some", "running_node", "write_all"]
 
 LIMIT_S = 20.0
 
@@ -39,6 +39,13 @@ def open_hub(token: str | None = None, job: str = "default", host: str = "127.0.
 def hubs(number: int) -> Iterator[list[SocketHub]]:
     with ExitStack() as stack:
         yield [stack.enter_context(open_hub()) for _ in range(number)]
+
+
+def expect(hub: SocketHub, purpose: str, timeout_s: float = LIMIT_S) -> StreamSocket:
+    """The connection that a peer opens for this purpose."""
+    found: dict[str, StreamSocket] = {}
+    hub.collect(purpose, [""], found, timeout_s)
+    return found[""]
 
 
 def read_exactly(connection: StreamSocket, size: int) -> bytes:

@@ -17,7 +17,7 @@ from contextlib import ExitStack, closing, suppress
 from typing import Any, TypeVar
 
 import pytest
-from socket_hubs import LIMIT_S, hubs, open_hub, read_exactly, read_some, running_node, write_all
+from socket_hubs import LIMIT_S, expect, hubs, open_hub, read_exactly, read_some, running_node, write_all
 from transport_nodes import tcp_port
 
 from rpcdist._proto import handshake_pb2 as pb
@@ -31,7 +31,7 @@ from rpcdist.errors import (
     TransportError,
 )
 from rpcdist.ids import Identity
-from rpcdist.testing import eventually, wait_until_asleep
+from rpcdist.testing import eventually
 from rpcdist.transport import Node, sockets, unix_sockets
 from rpcdist.transport._channels import stream_sockets
 from rpcdist.transport._channels.stream_sockets import listen_unix
@@ -69,7 +69,7 @@ def talk(a: StreamSocket, b: StreamSocket) -> None:
 @pytest.mark.parametrize("unix", UNIX)
 def test_the_side_that_expects_may_come_last(pair: tuple[SocketHub, SocketHub], unix: bool) -> None:
     a, b = pair
-    with a.connect(b.address, "data 0", LIMIT_S, unix=unix) as here, b.expect("data 0", LIMIT_S) as there:
+    with a.connect(b.address, "data 0", LIMIT_S, unix=unix) as here, expect(b, "data 0") as there:
         assert here.family == (socket.AF_UNIX if unix else socket.AF_INET)
         talk(here, there)
 
@@ -78,7 +78,7 @@ def test_the_side_that_expects_may_come_last(pair: tuple[SocketHub, SocketHub], 
 def test_the_side_that_expects_may_come_first(pair: tuple[SocketHub, SocketHub], unix: bool) -> None:
     a, b = pair
     found: list[StreamSocket] = []
-    waiter = threading.Thread(target=lambda: found.append(b.expect("data", LIMIT_S)))
+    waiter = threading.Thread(target=lambda: found.append(expect(b, "data")))
     waiter.start()
     with a.connect(b.address, "data", LIMIT_S, unix=unix) as here:
         waiter.join(LIMIT_S)
@@ -88,20 +88,22 @@ def test_the_side_that_expects_may_come_first(pair: tuple[SocketHub, SocketHub],
 
 def test_tcp_does_not_wait_for_more_to_send(pair: tuple[SocketHub, SocketHub]) -> None:
     a, b = pair
-    with a.connect(b.address, "x", LIMIT_S, unix=False) as here, b.expect("x", LIMIT_S) as there:
+    with a.connect(b.address, "x", LIMIT_S, unix=False) as here, expect(b, "x") as there:
         for end in (here, there):
             assert isinstance(end, socket.socket) and end.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
-def test_purposes_are_kept_apart_and_equal_ones_come_in_order(pair: tuple[SocketHub, SocketHub]) -> None:
+def test_purposes_are_kept_apart_and_the_first_of_equal_ones_counts(pair: tuple[SocketHub, SocketHub]) -> None:
     a, b = pair
     with ExitStack() as stack:
         for number, purpose in enumerate(["x", "y", "x"]):
             connection = stack.enter_context(closing(a.connect(b.address, purpose, LIMIT_S)))
-            connection.send(b"%d" % number)
+            if number < 2:
+                connection.send(b"%d" % number)
         eventually(lambda: num_waiting(b) == 3)
-        order = [stack.enter_context(closing(b.expect(purpose, LIMIT_S))) for purpose in ("y", "x", "x")]
-        assert [read_exactly(end, 1) for end in order] == [b"1", b"0", b"2"]
+        order = [stack.enter_context(closing(expect(b, purpose))) for purpose in ("y", "x")]
+        assert [read_exactly(end, 1) for end in order] == [b"1", b"0"]
+        assert read_some(connection, 1) == b""
     assert num_waiting(b) == 0
 
 
@@ -110,7 +112,7 @@ def test_without_a_unix_socket_tcp_is_taken(pair: tuple[SocketHub, SocketHub]) -
     parsed = HubAddress.parse(b.address)
     for unix_name in ("", "rpcdist-nobody"):
         address = str(dataclasses.replace(parsed, unix_name=unix_name))
-        with a.connect(address, "x", LIMIT_S) as here, b.expect("x", LIMIT_S):
+        with a.connect(address, "x", LIMIT_S) as here, expect(b, "x"):
             assert here.family == socket.AF_INET
         with pytest.raises(ConnectFailed):
             a.connect(address, "x", LIMIT_S, unix=True)
@@ -134,8 +136,6 @@ def test_malformed_purposes_are_refused(pair: tuple[SocketHub, SocketHub], purpo
     a, b = pair
     with pytest.raises(ConfigError):
         a.connect(b.address, purpose, LIMIT_S)
-    with pytest.raises(ConfigError):
-        b.expect(purpose, LIMIT_S)
 
 
 def test_waits_have_limits_and_checks_end_them(pair: tuple[SocketHub, SocketHub]) -> None:
@@ -144,10 +144,10 @@ def test_waits_have_limits_and_checks_end_them(pair: tuple[SocketHub, SocketHub]
     def aborted() -> None:
         raise InterruptedError("aborted")
 
-    with pytest.raises(DeadlineExceeded, match="'never'"):
-        a.expect("never", 0.05)
+    with pytest.raises(DeadlineExceeded, match="'never/' and 1, 2 in time"):
+        a.collect("never/", ["2", "1"], {}, 0.05)
     with pytest.raises(InterruptedError):
-        a.expect("never", LIMIT_S, aborted)
+        a.collect("never/", ["1"], {}, LIMIT_S, aborted)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}/hub"
         with pytest.raises(ConnectFailed, match="no answer"):
@@ -160,7 +160,7 @@ def test_waits_have_limits_and_checks_end_them(pair: tuple[SocketHub, SocketHub]
 
 def test_a_wait_may_be_endless(pair: tuple[SocketHub, SocketHub]) -> None:
     a, b = pair
-    with a.connect(b.address, "x", math.inf) as here, b.expect("x", math.inf) as there:
+    with a.connect(b.address, "x", math.inf) as here, expect(b, "x", math.inf) as there:
         talk(here, there)
 
 
@@ -174,24 +174,11 @@ def test_a_loop_is_not_blocked(pair: tuple[SocketHub, SocketHub]) -> None:
     asyncio.run(connect())
 
 
-def test_closing_wakes_who_waits_and_closes_what_waits() -> None:
+def test_closing_closes_what_waits() -> None:
     with hubs(2) as (a, b):
         left = a.connect(b.address, "nobody", LIMIT_S)
-        errors: list[Exception] = []
-
-        def wait() -> None:
-            try:
-                b.expect("never", LIMIT_S)
-            except TransportError as exc:
-                errors.append(exc)
-
-        waiter = threading.Thread(target=wait)
-        waiter.start()
-        wait_until_asleep(waiter)
         b.close()
         b.close()
-        waiter.join(LIMIT_S)
-        assert "closed" in str(errors[0])
         with left:
             assert read_some(left, 1) == b""
         with pytest.raises(TransportError):
@@ -228,10 +215,10 @@ def test_the_hubs_and_the_sessions_of_a_node_share_its_listeners(monkeypatch: py
             listen_unix(local_name(address)).close()
         for unix in [unix.values[0] for unix in UNIX]:  # the same purpose, and each gets its own
             for hub in (one, other):
-                with one.connect(hub.address, "x", LIMIT_S, unix=bool(unix)) as here, hub.expect("x", LIMIT_S) as there:
+                with one.connect(hub.address, "x", LIMIT_S, unix=bool(unix)) as here, expect(hub, "x") as there:
                     talk(here, there)
         one.close()
-        with other.connect(other.address, "x", LIMIT_S) as here, other.expect("x", LIMIT_S) as there:
+        with other.connect(other.address, "x", LIMIT_S) as here, expect(other, "x") as there:
             talk(here, there)
         other.close()
 
@@ -306,7 +293,7 @@ def test_strangers_are_turned_away_with_a_log_line(
                 pass
     eventually(lambda: unproven_at(b) == 0)
     assert num_waiting(b) == 0
-    with a.connect(b.address, "victim", LIMIT_S) as here, b.expect("victim", LIMIT_S) as there:
+    with a.connect(b.address, "victim", LIMIT_S) as here, expect(b, "victim") as there:
         talk(here, there)
 
 
@@ -338,22 +325,21 @@ def test_connections_that_nobody_expects_are_bounded_in_number_and_time(
     a, b = pair
     monkeypatch.setattr(sockets, "MAX_WAITING", 2)
     monkeypatch.setattr(sockets, "ROLE_LIMIT_S", 2.0)  # the first waits still when the second has come
-    b.announce("group/")
-    with (
-        a.connect(b.address, "unknown", LIMIT_S) as unknown,
-        a.connect(b.address, "group/1", LIMIT_S) as here,
-    ):
+    taken: list[StreamSocket] = []
+    b.announce("group/", lambda _, connection: taken.append(connection))
+    with a.connect(b.address, "unknown", LIMIT_S) as unknown, a.connect(b.address, "other", LIMIT_S):
         eventually(lambda: num_waiting(b) == 2)
         with pytest.raises(ProtocolViolation, match="2 connections already wait"):
             a.connect(b.address, "one too many", LIMIT_S)
+        with a.connect(b.address, "group/1", LIMIT_S) as here:
+            eventually(lambda: len(taken) == 1)
+            with taken[0] as there:
+                talk(here, there)
         assert read_some(unknown, 1) == b""
         assert "no thread expected it" in caplog.text
-        with b.expect("group/1", LIMIT_S) as there:
-            talk(here, there)
+        b.withdraw("group/")
         with a.connect(b.address, "group/2", LIMIT_S) as late:
-            eventually(lambda: num_waiting(b) == 1)
-            b.withdraw("group/")
-            assert read_some(late, 1) == b""
+            assert read_some(late, 1) == b"" and len(taken) == 1
 
 
 def test_connections_may_be_handed_to_a_callback(pair: tuple[SocketHub, SocketHub]) -> None:
@@ -399,7 +385,9 @@ def number_all(b: SocketHub, ends: list[StreamSocket]) -> None:
     with ExitStack() as stack:
         for each in ends:
             stack.enter_context(each)
-        others = [stack.enter_context(closing(b.expect(f"x{i}", LIMIT_S))) for i in range(len(ends))]
+        found: dict[str, StreamSocket] = {}
+        b.collect("x", map(str, range(len(ends))), found, LIMIT_S)
+        others = [stack.enter_context(closing(found[str(i)])) for i in range(len(ends))]
         for i, end in enumerate(ends):
             write_all(end, b"%4d" % i)
         assert [int(read_exactly(other, 4)) for other in others] == list(range(len(ends)))
@@ -433,7 +421,10 @@ FORKING = """
     hub.open("127.0.0.1")
     ends = []
     for unix in (False, True):
-        ends += [hub.connect(hub.address, "x", 10, unix=unix), hub.expect("x", 10)]
+        found = {}
+        ends.append(hub.connect(hub.address, "x", 10, unix=unix))
+        hub.collect("x", [""], found, 10)
+        ends.append(found[""])
     waiting = hub.connect(hub.address, "waits", 10, unix=True)
     mine, theirs = socket.socketpair()      # not ours: stays open in the child
     child = os.fork()

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
-from socket_hubs import LIMIT_S, hubs, open_hub, read_exactly, read_some, write_all
+from socket_hubs import LIMIT_S, expect, hubs, open_hub, read_exactly, read_some, write_all
 
 from rpcdist.errors import AuthenticationFailed
 from rpcdist.testing import eventually
@@ -32,7 +32,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
 
 
 def connect(a: SocketHub, b: SocketHub, purpose: str = "a purpose") -> Pair:
-    return a.connect(b.address, purpose, LIMIT_S, unix=False), b.expect(purpose, LIMIT_S)
+    return a.connect(b.address, purpose, LIMIT_S, unix=False), expect(b, purpose)
 
 
 def test_bytes_go_both_ways_at_once(pair: Pair) -> None:

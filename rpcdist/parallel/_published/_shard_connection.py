@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import socket
 import threading
 import time
 import weakref
@@ -322,6 +323,7 @@ class ShardConnection:
                     connection = hub.connect(address, purpose_of(agent.worker_name), left_s, unix=True)
                 except TransportError:
                     continue  # on another host
+                assert isinstance(connection, socket.socket)  # a Unix socket has no TLS
                 try:
                     return VersionReader.received(layout, connection)
                 except OSError:
