@@ -7,8 +7,7 @@ socket transport of all ranks. All parts carry the fingerprint of the whole oper
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -53,15 +52,10 @@ class _Part:
         self._count = 0
 
     def run(self, whole: Control, operation: Operation) -> None:
+        """Runs an operation; translates the ranks in the transport's errors to those of the group."""
         self._count += 1
-        with self._group_ranks():
-            self.transport.run(operation, PartControl(whole, self._count, whole.fingerprint))
-
-    @contextmanager
-    def _group_ranks(self) -> Iterator[None]:
-        """Translates the ranks in the transport's errors to those of the group."""
         try:
-            yield
+            self.transport.run(operation, PartControl(whole, self._count, whole.fingerprint))
         except TransportMismatch as exc:
             raise TransportMismatch({self.ranks[rank]: view for rank, view in exc.views.items()}) from exc
         except TransportPeerLost as exc:
@@ -167,14 +161,7 @@ class HierarchicalTransport(Transport):
     def _gather(self, operation: Operation, control: Control) -> None:
         root_host = index_of_host(self._hosts, operation.root)
         blocks, whole = self._gather_on_leader(operation.inputs[0], control)
-        nothing = whole[:0]
-        if self._host == root_host:
-            sends, arrivals = [nothing] * len(blocks), list(blocks)
-            arrivals[root_host] = nothing
-        else:
-            sends, arrivals = [nothing] * len(blocks), [nothing] * len(blocks)
-            sends[root_host] = blocks[self._host]
-        self._leaders(control, Operation(Kind.ALL_TO_ALL, tuple(sends), tuple(arrivals)))
+        self._move_blocks(control, blocks, root_host, to_root=True)
         if self._host == root_host:
             self._broadcast_on_host(control, whole)
         self._barrier(operation, control)
@@ -186,15 +173,10 @@ class HierarchicalTransport(Transport):
         whole = output.new_empty(output.numel() * self.size)
         if self.rank == operation.root:
             torch.cat([operation.inputs[rank].view(-1) for rank in self._order], out=whole)
-        blocks, nothing = self._blocks(whole), whole[:0]
-        sends, arrivals = [nothing] * len(blocks), [nothing] * len(blocks)
+        blocks = self._blocks(whole)
         if self._host == root_host:
             self._broadcast_on_host(control, whole, root=self._mine.index(operation.root))
-            sends = list(blocks)
-            sends[root_host] = nothing
-        else:
-            arrivals[root_host] = blocks[self._host]
-        self._leaders(control, Operation(Kind.ALL_TO_ALL, tuple(sends), tuple(arrivals)))
+        self._move_blocks(control, blocks, root_host, to_root=False)
         self._scatter_on_host(blocks[self._host], [output.numel()] * len(self._mine), output, control)
         self._barrier(operation, control)
 
@@ -240,6 +222,15 @@ class HierarchicalTransport(Transport):
         outputs = chunks if self._between is not None else ()
         self._local.run(control, Operation(Kind.GATHER, (chunk,), outputs, root=0))
         return blocks, whole
+
+    def _move_blocks(self, control: Control, blocks: Sequence[torch.Tensor], root_host: int, to_root: bool) -> None:
+        """Moves the blocks of all other hosts to the leader of one, or from it."""
+        nothing = [blocks[0][:0]] * len(blocks)
+        at_root = self._host == root_host
+        mine = list(blocks) if at_root else list(nothing)
+        mine[root_host] = nothing[0] if at_root else blocks[self._host]
+        sends, arrivals = (nothing, mine) if to_root == at_root else (mine, nothing)
+        self._leaders(control, Operation(Kind.ALL_TO_ALL, tuple(sends), tuple(arrivals)))
 
     def _copy_chunks(self, whole: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
         """Copies each rank's chunk of `whole` to that rank's output, if the operation has outputs on this rank."""

@@ -19,7 +19,7 @@ from typing import Final
 from rpcdist.collectives._operations import reduce_kernels
 from rpcdist.collectives._operations.operation import Kind, Operation
 from rpcdist.deadline import Deadline
-from rpcdist.time_limits import SPIN_LIMIT_S
+from rpcdist.time_limits import CHECK_INTERVAL_S, SPIN_LIMIT_S
 from rpcdist.transport._channels.polling_and_signals import is_polling_on
 from rpcdist.transport._tls.tls_socket import NO_SIGPIPE
 
@@ -230,6 +230,17 @@ class Pollers:
                 self._kept.clear()
             self._kept[key] = poller
         return poller
+
+    def wait(self, masks: dict[int, int], control: Control) -> set[int]:
+        """Returns those of the descriptors that are ready; none if the operation's deadline has passed. Raises as
+        `Control.check`.
+        """
+        poller = self.get(masks, control.wakeup_fd)
+        while True:
+            ready = {descriptor for descriptor, _ in poller.poll(1000 * CHECK_INTERVAL_S)} - {control.wakeup_fd}
+            control.check()
+            if ready or control.deadline.expired():
+                return ready
 
 
 _LEAST_PART: Final = 1 / 32  # of the longest time

@@ -8,7 +8,6 @@ import os
 import platform
 import socket
 import struct
-import sys
 from collections.abc import Iterator
 from unittest.mock import Mock
 
@@ -143,12 +142,9 @@ def test_a_transport_refuses_a_segment_that_is_too_small() -> None:
         ShmTransport(0, 3, segment)
 
 
-def test_other_processors_and_systems_are_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_processors_are_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     assert "aarch64" in str(unsupported_here())
-    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
-    monkeypatch.setattr(sys, "platform", "darwin")
-    assert "darwin" in str(unsupported_here())
     monkeypatch.undo()
     monkeypatch.setattr(os, "memfd_create", Mock(side_effect=OSError(errno.ENOSYS, "Function not implemented")))
     assert "memfd_create" in str(shared_memory.unavailable())

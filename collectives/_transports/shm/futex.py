@@ -8,11 +8,11 @@ from __future__ import annotations
 import ctypes
 import errno
 import platform
-import sys
 from typing import Final
 
 from rpcdist.collectives._transports.shm import futex
 from rpcdist.transport import shared_memory
+from rpcdist.transport.memory_copies import declare
 
 _SYS_FUTEX: Final = 202  # on x86-64
 _WAIT: Final = 0  # not FUTEX_PRIVATE: the waiters are other processes
@@ -23,29 +23,15 @@ _EVERYBODY: Final = (1 << 31) - 1
 _TimeSpec = ctypes.c_long * 2  # seconds and nanoseconds
 
 
-def _load() -> ctypes._NamedFuncPointer | None:
-    try:
-        call = ctypes.CDLL(None, use_errno=True).syscall
-    except (OSError, AttributeError, TypeError):
-        return None
-    number, pointer = ctypes.c_long, ctypes.c_void_p
-    call.restype, call.argtypes = number, (number, pointer, number, ctypes.c_ulong, pointer, pointer, number)
-    return call
-
-
-_syscall = _load()
+_LONG, _POINTER = ctypes.c_long, ctypes.c_void_p
+_syscall: Final = declare("syscall", _LONG, _LONG, _POINTER, _LONG, ctypes.c_ulong, _POINTER, _POINTER, _LONG)
 
 
 def unavailable() -> str | None:
-    if _syscall is None:
-        return "the C library has no function `syscall`"
     word = ctypes.c_uint32(1)
-    if _syscall(_SYS_FUTEX, ctypes.addressof(word), _WAIT, 0, None, None, 0) == -1:
-        code = ctypes.get_errno()
-        if code == errno.EAGAIN:  # the expected result: the word is not 0
-            return None
-        return f"futex failed: {errno.errorcode.get(code, code)}"
-    return "futex returned a wrong result"
+    _syscall(_SYS_FUTEX, ctypes.addressof(word), _WAIT, 0, None, None, 0)
+    code = ctypes.get_errno()  # EAGAIN is the expected one: the word is not 0
+    return None if code == errno.EAGAIN else f"futex failed: {errno.errorcode.get(code, code)}"
 
 
 def wait(address: int, value: int, limit_s: float) -> None:
@@ -53,13 +39,11 @@ def wait(address: int, value: int, limit_s: float) -> None:
 
     A full memory barrier separates this thread's earlier stores from the load of the word.
     """
-    assert _syscall is not None
     limit = _TimeSpec(int(limit_s), int(limit_s % 1 * 1e9))
     _syscall(_SYS_FUTEX, address, _WAIT, value & 0xFFFFFFFF, ctypes.addressof(limit), None, 0)
 
 
 def wake(address: int) -> None:
-    assert _syscall is not None
     _syscall(_SYS_FUTEX, address, _WAKE, _EVERYBODY, None, None, 0)
 
 
@@ -72,6 +56,4 @@ def unsupported_here() -> str | None:
     machine = platform.machine().lower()
     if machine not in ("x86_64", "amd64"):
         return f"its flags rely on the store order of x86-64, but this processor is {machine or 'unknown'}"
-    if sys.platform != "linux":
-        return f"{sys.platform} has no futex"
     return shared_memory.unavailable() or futex.unavailable()

@@ -116,14 +116,12 @@ class RankBuffers:
         if found is None:
             if len(self._views) >= _MAX_VIEWS:
                 self._views.clear()
-            found = self._views[key] = self._make_views(dtype, offset, count)
+            stop = offset + count * dtype.itemsize
+            starts = [self._layout.buffers(half) for half in (0, 1)]
+            with torch.inference_mode(False):  # the views are used after the caller's mode has ended
+                found = [[self._memory[start + offset : start + stop].view(dtype) for start in half] for half in starts]
+            self._views[key] = found
         return found
-
-    def _make_views(self, dtype: torch.dtype, offset: int, count: int) -> list[list[torch.Tensor]]:
-        stop = offset + count * dtype.itemsize
-        starts = [self._layout.buffers(half) for half in (0, 1)]
-        with torch.inference_mode(False):  # the views are used after the caller's mode has ended
-            return [[self._memory[start + offset : start + stop].view(dtype) for start in half] for half in starts]
 
 
 # [Note: threads of torch] In every rank, torch divides work on 32,768 or more elements among as many threads as the
@@ -190,6 +188,7 @@ def span(step: int, slice_bytes: int, length_bytes: int) -> tuple[int, int]:
     return start, min(start + slice_bytes, length_bytes)
 
 
+@lru_cache(maxsize=256)
 def route(kind: Kind, rank: int, size: int, root: int, buffer_bytes: int) -> Route:
     """Returns the part of `rank` in an operation that does not reduce data; for REDUCE_SCATTER, only what it publishes.
 

@@ -84,7 +84,6 @@ class ShmTransport(Transport):
         self._direct_bytes = self._buffer_bytes if size == 2 else min(DIRECT_BYTES, self._buffer_bytes)
         self._one_thread_bytes = min(_ONE_THREAD_BYTES, self._direct_bytes)
         self._prepared: dict[tuple[int, torch.dtype, int], _PreparedReduction] = {}
-        self._routes: dict[tuple[int, int], routes.Route] = {}
         self._closed = False
 
     def run(self, operation: Operation, control: Control) -> None:
@@ -97,9 +96,9 @@ class ShmTransport(Transport):
             self._signals.synchronise(control)
         elif kind is _REDUCE_SCATTER:
             with torch.inference_mode(), routes.one_thread():
-                self._move(operation, control, self._route(operation))
+                self._move(operation, control)
         else:
-            self._move(operation, control, self._route(operation))
+            self._move(operation, control)
 
     def close(self) -> None:
         if self._closed:
@@ -110,16 +109,9 @@ class ShmTransport(Transport):
         self._signals.close()
         self._segment.close()
 
-    def _route(self, operation: Operation) -> routes.Route:
-        key = (int(operation.kind), operation.root)
-        found = self._routes.get(key)
-        if found is None:
-            found = routes.route(operation.kind, self.rank, self.size, operation.root, self._buffer_bytes)
-            self._routes[key] = found
-        return found
-
-    def _move(self, operation: Operation, control: Control, path: routes.Route) -> None:
+    def _move(self, operation: Operation, control: Control) -> None:
         """Runs an operation whose ranks publish and take chunks; for REDUCE_SCATTER a rank takes a sum of chunks."""
+        path = routes.route(operation.kind, self.rank, self.size, operation.root, self._buffer_bytes)
         reduces = operation.kind is _REDUCE_SCATTER
         uneven = reduces or operation.kind is _ALL_TO_ALL
         publishes = path.publishes
@@ -198,13 +190,10 @@ class ShmTransport(Transport):
         if prepared is None:
             if len(self._prepared) >= _MAX_PREPARED:
                 self._prepared.clear()
-            prepared = self._prepared[key] = self._make_prepared(operation, tensor)
+            kernel = _kernel(operation, tensor)
+            views = self._buffers.views(kernel.dtype, 0, tensor.nbytes // kernel.dtype.itemsize)
+            prepared = self._prepared[key] = kernel, kernel.dtype is tensor.dtype, tensor.nbytes, views
         return prepared
-
-    def _make_prepared(self, operation: Operation, tensor: torch.Tensor) -> _PreparedReduction:
-        kernel = _kernel(operation, tensor)
-        count = tensor.nbytes // kernel.dtype.itemsize
-        return kernel, kernel.dtype is tensor.dtype, tensor.nbytes, self._buffers.views(kernel.dtype, 0, count)
 
     def _in_one_slice(self, operation: Operation, control: Control, root: int | None) -> None:
         """Reduces a small tensor; the path on which microseconds count."""

@@ -19,7 +19,6 @@ from rpcdist.collectives._transports.sockets.transfers import Receiving, Reducti
 from rpcdist.collectives._transports.transport_base import Control, Pollers, SpinPolicy, TransportTimeout
 from rpcdist.errors import TransportError
 from rpcdist.own_shortage import own_shortage
-from rpcdist.time_limits import CHECK_INTERVAL_S
 
 _KEPT_BYTES: Final = 64 << 20
 
@@ -177,16 +176,10 @@ class PlanRunner:
             else:
                 descriptor = transfer.connection.fileno()
                 masks[descriptor] = masks.get(descriptor, 0) | (select.POLLOUT if transfer.is_send else select.POLLIN)
-        wakeup_fd = self.control.wakeup_fd
-        poller = self.pollers.get(masks, wakeup_fd)
-        while True:
-            ready = {descriptor for descriptor, _ in poller.poll(1000 * CHECK_INTERVAL_S)}
-            self.control.check()
-            if ready - {wakeup_fd}:
-                break
-            if self.control.deadline.expired():
-                self._check_own_shortage(pending)
-                raise TransportTimeout(frozenset(transfer.peer for transfer in pending))
+        ready = self.pollers.wait(masks, self.control)
+        if not ready:
+            self._check_own_shortage(pending)
+            raise TransportTimeout(frozenset(transfer.peer for transfer in pending))
         if arrivals in ready:
             self.connections.waker.drain()
 

@@ -132,11 +132,6 @@ def _merge_rounds(main: Round, other: Round) -> Round:
     )
 
 
-def chain(*plans: Plan) -> Plan:
-    """Joins plans one after the other; each has the same number of rounds on all ranks."""
-    return tuple(round_ for plan in plans for round_ in plan)
-
-
 def split_evenly(count: int, parts: int, multiple: int = 1) -> list[tuple[int, int]]:
     """Returns start and stop of `parts` adjacent parts of `count` elements, as equal as possible.
 
@@ -158,11 +153,6 @@ def barrier(rank: int, size: int) -> Plan:
         rounds.append(Round((SendStep(ahead, NOTHING),), (ReceiveStep(behind, NOTHING),)))
         distance *= 2
     return tuple(rounds)
-
-
-def greeting(rank: int, size: int) -> Plan:
-    """The barrier's first round: every rank sends an empty message to the next."""
-    return barrier(rank, size)[:1]
 
 
 def doubling_all_reduce(rank: int, size: int, count: int) -> Plan:
@@ -189,7 +179,7 @@ def doubling_all_reduce(rank: int, size: int, count: int) -> Plan:
         rounds[-1] = replace(rounds[-1], final=whole)
     if extra:
         rounds.append(_return_result(rank, power, extra, whole))
-    return merge(tuple(rounds), greeting(rank, size))
+    return merge(tuple(rounds), barrier(rank, size)[:1])  # every rank sends a message to the next
 
 
 def _take_extra(rank: int, power: int, extra: int, whole: Region) -> Round:
@@ -305,7 +295,7 @@ def ring_all_reduce(rank: int, size: int, count: int, multiple: int = 1) -> Plan
         multiple: parts start at multiples of this many elements.
     """
     parts = [Region(0, start, stop) for start, stop in split_evenly(count, size, multiple)]
-    return chain(_reduce_parts(rank, size, parts), _gather_parts(rank, size, parts))
+    return _reduce_parts(rank, size, parts) + _gather_parts(rank, size, parts)
 
 
 def _reduce_parts(rank: int, size: int, parts: Sequence[Region]) -> Plan:
@@ -366,22 +356,25 @@ def direct_all_gather(rank: int, size: int, counts: Sequence[int]) -> Plan:
 
 def gather(rank: int, size: int, root: int, counts: Sequence[int]) -> Plan:
     """All ranks send to the root in parallel. Buffer i is rank i's chunk; another rank has only its own."""
-    if rank == root:
-        others = [peer for peer in range(size) if peer != root]
-        moves = Round((), tuple(ReceiveStep(peer, Region(peer, 0, counts[peer])) for peer in others))
-    else:
-        moves = Round((SendStep(root, Region(rank, 0, counts[rank])),))
-    return merge((moves,), barrier(rank, size)) if size > 1 else ()
+    return _star(rank, size, root, counts, to_root=True)
 
 
 def scatter(rank: int, size: int, root: int, counts: Sequence[int]) -> Plan:
     """The root sends to all ranks in parallel. Buffers as in `gather`."""
-    if rank == root:
-        others = [peer for peer in range(size) if peer != root]
-        moves = Round(tuple(SendStep(peer, Region(peer, 0, counts[peer])) for peer in others))
+    return _star(rank, size, root, counts, to_root=False)
+
+
+def _star(rank: int, size: int, root: int, counts: Sequence[int], to_root: bool) -> Plan:
+    if size == 1:
+        return ()
+    moves = [(peer, Region(peer, 0, counts[peer])) for peer in range(size) if peer != root]
+    if rank != root:
+        moves = [(root, Region(rank, 0, counts[rank]))]
+    if to_root == (rank == root):
+        round_ = Round((), tuple(ReceiveStep(*move) for move in moves))
     else:
-        moves = Round((), (ReceiveStep(root, Region(rank, 0, counts[rank])),))
-    return merge((moves,), barrier(rank, size)) if size > 1 else ()
+        round_ = Round(tuple(SendStep(*move) for move in moves))
+    return merge((round_,), barrier(rank, size))
 
 
 def pairwise_all_to_all(rank: int, size: int, sent: Sequence[int], received: Sequence[int]) -> Plan:
@@ -399,7 +392,7 @@ def pairwise_all_to_all(rank: int, size: int, sent: Sequence[int], received: Seq
         ahead, behind = (rank + distance) % size, (rank - distance) % size
         send = SendStep(ahead, Region(ahead, 0, sent[ahead]))
         rounds.append(Round((send,), (ReceiveStep(behind, Region(size + behind, 0, received[behind])),)))
-    return chain(tuple(rounds), barrier(rank, size))
+    return tuple(rounds) + barrier(rank, size)
 
 
 @lru_cache(maxsize=512)

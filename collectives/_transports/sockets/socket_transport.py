@@ -32,7 +32,6 @@ from rpcdist.collectives._transports.transport_base import (
     TransportTimeout,
     ranks_here,
 )
-from rpcdist.time_limits import CHECK_INTERVAL_S
 from rpcdist.transport._tls.tls_socket import NO_SIGPIPE, StreamSocket, has_buffered
 
 SMALL_BYTES: Final = 4 << 10
@@ -78,16 +77,13 @@ class SocketTransport(Transport):
         if self._is_small_exchange(operation):
             self._exchange(operation, control)
             return
-        op = operation.reduce_op
-        reducer = None
-        if op is not None:
-            assert operation.dtype is not None
-            reducer = reduce_kernels.reducer(op, operation.dtype)
+        op, dtype = operation.reduce_op, operation.dtype
+        reducer = None if op is None or dtype is None else reduce_kernels.reducer(op, dtype)
         tensors = self._buffers[operation.kind](operation)
         counts, received = self._counts(operation)
         plan = plan_for(
             operation.kind, self.rank, self.size, operation.root, counts,
-            1 if operation.dtype is None else operation.dtype.itemsize, received,
+            1 if dtype is None else dtype.itemsize, received,
         )  # fmt: skip
         detail = zlib.crc32(repr(counts).encode()) if operation.kind is Kind.REDUCE_SCATTER else 0
         frame = OperationFrame(self.rank, control.fingerprint, control.sequence, detail)
@@ -110,19 +106,15 @@ class SocketTransport(Transport):
         self._messages.clear()
 
     def _counts(self, operation: Operation) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        inputs, outputs = operation.inputs, operation.outputs
-        match operation.kind:
-            case Kind.ALL_REDUCE | Kind.REDUCE | Kind.BROADCAST:
-                return (outputs[0].numel(),), ()
-            case Kind.ALL_GATHER | Kind.GATHER:
-                return (inputs[0].numel(),) * self.size, ()
-            case Kind.SCATTER:
-                return (outputs[0].numel(),) * self.size, ()
-            case Kind.REDUCE_SCATTER:
-                return tuple(tensor.numel() for tensor in inputs), ()
-            case Kind.ALL_TO_ALL:
-                return tuple(tensor.numel() for tensor in inputs), tuple(tensor.numel() for tensor in outputs)
-        return (), ()
+        kind = operation.kind
+        inputs, outputs = ([tensor.numel() for tensor in each] for each in (operation.inputs, operation.outputs))
+        if kind in (Kind.ALL_GATHER, Kind.GATHER):
+            return (inputs[0],) * self.size, ()
+        if kind is Kind.SCATTER:
+            return (outputs[0],) * self.size, ()
+        if kind in (Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL):
+            return tuple(inputs), tuple(outputs if kind is Kind.ALL_TO_ALL else ())
+        return tuple(outputs), ()
 
     # ------------------------------------------------------------ small all_reduces of two ranks
 
@@ -218,15 +210,8 @@ class SocketTransport(Transport):
     def _wait_for(self, connection: StreamSocket, mask: int, control: Control) -> None:
         if mask == select.POLLIN and has_buffered(connection):
             return
-        wakeup_fd = control.wakeup_fd
-        poller = self._pollers.get({connection.fileno(): mask}, wakeup_fd)
-        while True:
-            ready = poller.poll(1000 * CHECK_INTERVAL_S)
-            control.check()
-            if any(descriptor != wakeup_fd for descriptor, _ in ready):
-                return
-            if control.deadline.expired():
-                raise TransportTimeout(frozenset([self._peer]))
+        if not self._pollers.wait({connection.fileno(): mask}, control):
+            raise TransportTimeout(frozenset([self._peer]))
 
     # ------------------------------------------------------------ buffers, in the order that the plans name them
 
