@@ -291,7 +291,6 @@ class Connector:
             handler=wanted.handler or NullHandler(),
             silence_limit_s=self._silence_limit_s,
             opened_by_me=True,
-            has_payload_connections=tcp is not None,
             open_connections=opener,
         )
         host, port = split_address(address)

@@ -167,8 +167,7 @@ class Session:
         channel: carries its envelopes; the session closes it.
         silence_limit_s: silence after which the peer counts as lost, in seconds.
         by_me: whether this process opened the connection.
-        has_payload_connections: whether further connections may carry its large messages.
-        open_connections: opens those connections; None if the peer opens them.
+        open_connections: opens the payload connections of a session over TCP; None if the peer opens them.
     """
 
     _io: IoLoop
@@ -180,7 +179,6 @@ class Session:
     handler: SessionHandler
     silence_limit_s: float
     opened_by_me: bool
-    has_payload_connections: InitVar[bool] = False
     open_connections: InitVar[OpenConnections | None] = None
     last_received: float = field(default_factory=time.monotonic)
     closed_reason: str | None = None
@@ -197,7 +195,7 @@ class Session:
     _next_heartbeat: asyncio.Handle | None = None
     _ended: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def __post_init__(self, has_payload_connections: bool, open_connections: OpenConnections | None) -> None:
+    def __post_init__(self, open_connections: OpenConnections | None) -> None:
         self._direct = self._channel if isinstance(self._channel, SocketChannel) else None
         self.account = account = self.handler.announced_by(self.peer)
         # On a connection that this process opened, the queue has its own calls, and no answers.
@@ -207,7 +205,7 @@ class Session:
         self._incoming = Incoming(self.handler.allocate, self._borrow, account, partial(self.handler.stage, self))
         self.place = self._incoming.place  # see `FrameReceiver`
         self._main = threading.main_thread().ident
-        if has_payload_connections:
+        if self.channel_kind == "tcp":
             self.striping = self._outgoing.striper = Striping(
                 self._io,
                 self._incoming,
@@ -440,11 +438,8 @@ class Session:
         Args:
             on_sent: called with this session and the number of the transfer when the message is in the queue.
         """
-        write = partial(self._writer.write_after, partial(self._send_request, message, buffers, on_sent))
-        if self._direct is not None:
-            return self._direct.read_while_waiting(is_waiting, timeout_s, None, write)
-        write()
-        return False
+        send = partial(self._send_request, message, buffers, on_sent)
+        return self.read_while_waiting(is_waiting, timeout_s, None, send)
 
     def _send_request(
         self, message: WireMessage, buffers: Sequence[LargeBuffer], on_sent: Callable[[Session, int], object]
@@ -509,8 +504,8 @@ class Session:
         self.last_received = time.monotonic()
         self._deliver(delivery)
 
-    def _on_written(self, number: int, is_last: bool) -> None:
-        self._outgoing.striped(number)
+    def _on_written(self, owed_bytes: int, is_last: bool) -> None:
+        self._outgoing.paid(owed_bytes)
         if is_last:
             self._io.call_soon(self._writer.wake)
 

@@ -17,7 +17,6 @@ import mmap
 import os
 import socket
 import struct
-import time
 from functools import partial
 from typing import Final
 
@@ -69,13 +68,11 @@ class Segment:
         """
         with raised_as(SegmentError, "cannot create shared memory: memfd_create failed", OSError):
             descriptor = os.memfd_create("rpcdist", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
+        failed = f"cannot create {size_bytes} bytes of shared memory"
+        with on_error(partial(os.close, descriptor)), raised_as(SegmentError, failed, OSError):
             os.ftruncate(descriptor, size_bytes)
             if not is_for_readers:
                 _seal(descriptor)
-        except OSError as exc:
-            os.close(descriptor)
-            raise SegmentError(f"cannot create {size_bytes} bytes of shared memory: {exc.strerror}") from exc
         return cls(descriptor, size_bytes)
 
     @classmethod
@@ -162,44 +159,23 @@ def accept(sock: socket.socket, timeout_s: float) -> Segment:
 
     Args:
         sock: its own timeout is unchanged afterwards.
-        timeout_s: limit for the whole message.
+        timeout_s: limit for the message, which arrives in one piece.
 
     Raises:
         SegmentError: nothing arrived in time, the peer has ended, or it sent something else.
     """
     before = sock.gettimeout()
+    sock.settimeout(max(MIN_WAIT_S, timeout_s))
     try:
-        message, descriptors = _receive(sock, time.monotonic() + timeout_s)
-    except TimeoutError as exc:
-        raise SegmentError(f"no shared memory was offered within {timeout_s:.3g} s") from exc
-    except OSError as exc:
-        raise SegmentError(f"cannot receive shared memory: {exc}") from exc
+        with raised_as(SegmentError, f"no shared memory was offered within {timeout_s:.3g} s", OSError):
+            message, descriptors, *_ = socket.recv_fds(sock, _OFFER.size, _MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
     finally:
         sock.settimeout(before)
     if len(message) != _OFFER.size or message[: len(_MAGIC)] != _MAGIC or len(descriptors) != 1:
-        _close_all(descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
         raise SegmentError("the peer did not send exactly one descriptor of shared memory")
     return Segment.received(descriptors[0], _OFFER.unpack(message)[1])
-
-
-def _receive(sock: socket.socket, limit: float) -> tuple[bytes, list[int]]:
-    message = b""
-    descriptors: list[int] = []
-    with on_error(partial(_close_all, descriptors)):
-        while len(message) < _OFFER.size:
-            sock.settimeout(max(MIN_WAIT_S, limit - time.monotonic()))
-            wanted = _OFFER.size - len(message)
-            data, more, _, _ = socket.recv_fds(sock, wanted, _MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
-            descriptors += more
-            if not data:
-                break
-            message += data
-    return message, descriptors
-
-
-def _close_all(descriptors: list[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
 
 
 def _seal(descriptor: int, further: int = 0) -> None:

@@ -70,6 +70,7 @@ class StripedTransfer:
         ends: the end of each buffer in the sequence of all bytes.
         count: the number of payload connections.
         indices: the numbers of the stripes that no connection has taken.
+        owed_bytes: its part of the peer's account, see `Outgoing`.
         num_writers: the number of connections that still write; `Striping` counts them.
         is_aborted: whether the transfer was aborted, so that no more of it is sent.
     """
@@ -80,6 +81,7 @@ class StripedTransfer:
     ends: Sequence[int]
     count: int
     indices: Iterator[int]
+    owed_bytes: int
     num_writers: int
     is_aborted: bool = False
 
@@ -286,8 +288,8 @@ class Striping:
 
     Args:
         on_piece: called on any thread when a piece has arrived, with the delivery that it completes, or None.
-        on_written: called on any thread with the number of a transfer whose stripes are all written or dropped, and
-            whether no other transfer waits.
+        on_written: called on any thread with the `owed_bytes` of a transfer whose stripes are all written or dropped,
+            and whether no other transfer waits.
         open: opens the connections; None at the side that waits for them.
         silence_limit_s: limit for the peer to acknowledge bytes on a connection. [Note: silence]
         round_trip_s: the round trip to the peer; None if it is unknown.
@@ -336,7 +338,9 @@ class Striping:
             with suppress(RpcdistError):  # the loop is closed, and the session with it
                 self._io.call_soon(self._begin_opening, opening)
 
-    def take(self, number: int, ordinal: int, buffers: Sequence[LargeBuffer], sizes: Sequence[int]) -> bool:
+    def take(
+        self, number: int, ordinal: int, buffers: Sequence[LargeBuffer], sizes: Sequence[int], owed_bytes: int = 0
+    ) -> bool:
         """Sends the buffers of the message whose announcement was the `ordinal`th; False if it does not take them."""
         total = sum(sizes)
         self.note(total)
@@ -351,7 +355,7 @@ class Striping:
             writers = connections[: num_used(total, count)]
             num = num_stripes(total, count)
             ends, numbers = list(accumulate(sizes)), iter(range(num))
-            transfer = StripedTransfer(number, ordinal, buffers, ends, count, numbers, len(writers))
+            transfer = StripedTransfer(number, ordinal, buffers, ends, count, numbers, owed_bytes, len(writers))
             self._transfers[number] = transfer
         for connection in reversed(writers):  # the last ones carry large messages only, which makes them fast
             connection.put((transfer, transfer.next_stripe() if num == len(writers) else None))
@@ -381,7 +385,7 @@ class Striping:
                 return
             self._transfers.pop(transfer.number, None)
             is_last = not self._transfers
-        self._on_written(transfer.number, is_last)
+        self._on_written(transfer.owed_bytes, is_last)
 
     def on_piece(self, delivery: Delivery | None) -> None:
         """Called when a piece has arrived. An exception raised here ends the session."""

@@ -264,7 +264,7 @@ class Taken:
     def is_busy(self) -> bool:
         return bool(self.taken)
 
-    def take(self, number: int, ordinal: int, buffers: Any, sizes: Any) -> bool:
+    def take(self, number: int, ordinal: int, buffers: Any, sizes: Any, owed_bytes: int) -> bool:
         if sum(sizes) < self.least:
             return False
         self.taken[number] = ordinal

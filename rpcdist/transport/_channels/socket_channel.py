@@ -135,10 +135,6 @@ class SocketChannel:
         """The bytes sent and received so far."""
         return self._num_sent, self._num_received
 
-    def __repr__(self) -> str:
-        state = "closed" if self._closed else "open" if self._ended is None else f"ended: {self._ended}"
-        return f"<SocketChannel to {self._address} [{state}], {sum(map(len, self._rest))} B waiting>"
-
     # ------------------------------------------------------------ reading
 
     async def deliver(self, receiver: FrameReceiver) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import socket
 import ssl
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -55,11 +57,9 @@ class SocketPipe:
         """
         connection = self.connection
         assert isinstance(connection, TlsSocket)
-        try:
+        with self._mapped():
             while not connection.shake_hands():
                 await until_ready(connection, for_writing=connection.has_unsent)
-        except OSError as exc:
-            raise self._broken(exc) from exc
 
     async def read(self) -> bytes | None:
         if self.accepting is not None:
@@ -75,21 +75,15 @@ class SocketPipe:
         return await self._read_exactly(size)
 
     async def write(self, data: bytes) -> None:
-        try:
+        with self._mapped():
             await send_all(self.connection, _LENGTH.pack(len(data)) + data)
-        except OSError as exc:
-            raise self._broken(exc) from exc
 
     async def _read_exactly(self, size: int) -> bytes | None:
         """Reads exactly `size` bytes; None if the connection ends earlier."""
         data = b""
         while len(data) < size:
-            try:
+            with self._mapped():
                 more = await self._read_some(size - len(data))
-            except AuthenticationFailed:
-                raise
-            except OSError as exc:
-                raise self._broken(exc) from exc
             if not more:
                 return None
             data += more
@@ -130,7 +124,7 @@ class SocketPipe:
 
     async def _speaks_tls(self, raw: socket.socket) -> bool:
         """Whether the first bytes are TLS: a plain message begins with its length, so its third byte is 0."""
-        try:
+        with self._mapped():
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _PEEKED_BYTES)  # not readable with fewer bytes
             while True:
                 try:
@@ -138,22 +132,25 @@ class SocketPipe:
                 except BlockingIOError:
                     await until_ready(raw, for_writing=False)
                     continue
-                if 0 < len(first) < _PEEKED_BYTES and first[0] == _TLS_HANDSHAKE:
-                    raise TransportError(f"the connection with {self._address} ended within its first bytes")
                 break
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
-        except TransportError:
-            raise
-        except OSError as exc:
-            raise self._broken(exc) from exc
+        if 0 < len(first) < _PEEKED_BYTES and first[0] == _TLS_HANDSHAKE:
+            raise TransportError(f"the connection with {self._address} ended within its first bytes")
         return first[:2] == bytes((_TLS_HANDSHAKE, _TLS_MAJOR_VERSION)) and first[2:] != b"\0"
 
-    def _broken(self, exc: OSError) -> TransportError:
-        if isinstance(exc, ssl.SSLError) and not isinstance(exc, ssl.SSLEOFError | ssl.SSLZeroReturnError):
-            source = f" This process uses {self._tls_source}." if self._tls_source else ""
-            text = f"TLS with {self._address} failed ({exc.reason or exc}): it {UNTRUSTED_CERTIFICATE}{source}"
-            return AuthenticationFailed(text)
-        return TransportError(f"the connection with {self._address} broke: {exc.strerror or exc}")
+    @contextmanager
+    def _mapped(self) -> Iterator[None]:
+        """Turns the errors of the socket into errors of this package."""
+        try:
+            yield
+        except AuthenticationFailed:
+            raise
+        except OSError as exc:
+            if isinstance(exc, ssl.SSLError) and not isinstance(exc, ssl.SSLEOFError | ssl.SSLZeroReturnError):
+                source = f" This process uses {self._tls_source}." if self._tls_source else ""
+                text = f"TLS with {self._address} failed ({exc.reason or exc}): it {UNTRUSTED_CERTIFICATE}{source}"
+                raise AuthenticationFailed(text) from exc
+            raise TransportError(f"the connection with {self._address} broke: {exc.strerror or exc}") from exc
 
 
 def wrapped(raw: socket.socket, address: str, credentials: Credentials, server_side: bool) -> TlsSocket:

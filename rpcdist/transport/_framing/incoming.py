@@ -22,7 +22,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from itertools import accumulate
 from typing import Final, Protocol
 
@@ -192,6 +192,7 @@ class StripeCursor:
         return ranges
 
 
+@dataclass(slots=True, eq=False)
 class _IncomingTransfer:
     """A message whose buffers are arriving; a buffer is None until its first bytes arrive.
 
@@ -201,34 +202,28 @@ class _IncomingTransfer:
     arrive, and `loose` is a chunk that lies in several pieces of one, which are filled when all of it is there.
     """
 
-    __slots__ = (
-        "allocate", "buffers", "ends", "failure", "filled", "is_chunked", "is_counted", "loose", "message", "missing",
-        "ordinal", "own_bytes", "staged", "stripes",
-    )  # fmt: skip
+    message: WireMessage
+    lent: InitVar[Mapping[int, IncomingBuffer]]
+    allocate: Callable[[int], IncomingBuffer]
+    ordinal: int
+    staged: Mapping[int, StagedBuffer]
+    buffers: list[IncomingBuffer | None] = field(init=False)
+    filled: list[int] = field(init=False)
+    missing: int = field(init=False)
+    own_bytes: int = field(init=False)
+    failure: str | None = None
+    is_chunked: bool = False
+    is_counted: bool = False
+    stripes: dict[int, StripeCursor] = field(default_factory=dict)
+    loose: tuple[memoryview, list[memoryview]] | None = None
+    ends: Sequence[int] = ()  # of the buffers in the sequence of all bytes; computed for stripes
 
-    def __init__(
-        self,
-        message: WireMessage,
-        lent: Mapping[int, IncomingBuffer],
-        allocate: Callable[[int], IncomingBuffer],
-        ordinal: int,
-        staged: Mapping[int, StagedBuffer],
-    ) -> None:
-        sizes = message.large
-        self.ordinal = ordinal
-        self.failure: str | None = None
-        self.is_chunked = False
-        self.is_counted = False
-        self.stripes: dict[int, StripeCursor] = {}
-        self.message = message
-        self.allocate = allocate
-        self.staged = staged
-        self.loose: tuple[memoryview, list[memoryview]] | None = None
-        given: Mapping[int, IncomingBuffer] = staged or lent
-        self.buffers: list[IncomingBuffer | None] = [given.get(index) for index in range(len(sizes))]
+    def __post_init__(self, lent: Mapping[int, IncomingBuffer]) -> None:
+        sizes = self.message.large
+        given: Mapping[int, IncomingBuffer] = self.staged or lent
+        self.buffers = [given.get(index) for index in range(len(sizes))]
         self.filled = [size if index in lent else 0 for index, size in enumerate(sizes)]
         self.missing = sum(sizes) - sum(self.filled)
-        self.ends: list[int] = []  # of the buffers in the sequence of all bytes; computed for stripes
         self.own_bytes = TRANSFER_BYTES + BUFFER_BYTES * len(sizes)
 
     def buffer(self, index: int) -> IncomingBuffer:
@@ -263,8 +258,6 @@ class _IncomingTransfer:
         ranges = cursor.take_all(size)
         if self.failure:
             return []
-        if not self.staged:
-            return [self.buffer(number).view[start:end] for number, start, end in ranges]
         return [part for number, start, end in ranges for part in self.parts(number, start, end)]
 
     def parts(self, index: int, start: int, end: int) -> list[memoryview]:
@@ -333,8 +326,6 @@ class Incoming:
         Raises:
             ProtocolViolation: the transfer number is in use, the peer has announced too much, or a loan does not exist.
         """
-        if not message.large:
-            return message, []
         with self._changed:
             self._num_announced += 1
             try:
@@ -401,9 +392,7 @@ class Incoming:
         try:
             if transfer.failure:
                 return None
-            if transfer.staged:
-                return transfer.one_part(buffer, at, at + size)
-            return transfer.buffer(buffer).view[at : at + size]
+            return transfer.one_part(buffer, at, at + size)
         except MemoryError as exc:
             self._fail(transfer, exc)
             return None
@@ -414,8 +403,7 @@ class Incoming:
             transfer = self._transfers.get(number)
             if transfer is None:  # aborted meanwhile
                 return None
-            if transfer.staged:
-                transfer.chunk_arrived(buffer, size)
+            transfer.chunk_arrived(buffer, size)
             transfer.filled[buffer] += size
             return self._count(transfer, size)
 
@@ -474,14 +462,11 @@ class Incoming:
         del self._by_ordinal[transfer.ordinal]
         self.announced.subtract(transfer.own_bytes + (transfer.missing if transfer.is_counted else 0))
 
-    def abort(self, number: int) -> WireMessage | None:
-        """Forgets a transfer; returns its message, which will not be delivered."""
+    def abort(self, number: int) -> None:
+        """Forgets a transfer, whose message will not be delivered."""
         with self._changed:
-            transfer = self._transfers.get(number)
-            if transfer is None:
-                return None
-            self._forget(transfer)
-            return transfer.message
+            if (transfer := self._transfers.get(number)) is not None:
+                self._forget(transfer)
 
     def end_announcements(self) -> None:
         """Records that no further announcement will arrive, which ends the waits for one."""

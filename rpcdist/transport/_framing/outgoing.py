@@ -124,7 +124,6 @@ class Outgoing:
         self._account = account
         self._owed_bytes = self._owed_small_bytes = 0  # in buffers, and in frames
         self._owing = threading.Lock()  # protects these three
-        self._striped: dict[int, int] = {}  # parts of the account that the payload connections write, by transfer
         self.is_overdrawn = False
         self._frames: deque[_Entry] = deque()
         self._transfers: deque[_OutgoingTransfer] = deque()
@@ -206,9 +205,9 @@ class Outgoing:
             self._owe(-owed)
             transfer = transfer.then
 
-    def striped(self, number: int) -> None:
-        """Records that the payload connections have written or dropped a transfer."""
-        self._owe(-self._striped.pop(number, 0))
+    def paid(self, owed_bytes: int) -> None:
+        """Records that the payload connections have written or dropped a transfer, with its part of the account."""
+        self._owe(-owed_bytes)
 
     def close(self) -> None:
         """Removes the waiting bytes from the account, since the session has ended."""
@@ -414,15 +413,10 @@ class Outgoing:
 
     def _stripe(self, transfer: _OutgoingTransfer) -> bool:
         """Whether the payload connections take it. Parts of a stream stay on one connection, to keep their order."""
-        striper, number = self.striper, transfer.number
+        striper, number, owed = self.striper, transfer.number, transfer.owed_bytes
         if striper is None or transfer.stream or transfer.then or transfer.loans or number in self._aborted:
             return False
-        if transfer.owed_bytes:
-            self._striped[number] = transfer.owed_bytes  # before it may be written
-        if striper.take(number, self._num_announced, transfer.buffers, transfer.sizes):
-            return True
-        self._striped.pop(number, None)
-        return False
+        return striper.take(number, self._num_announced, transfer.buffers, transfer.sizes, owed)
 
     def _schedule(self, transfer: _OutgoingTransfer) -> None:
         """Gives a transfer its next turn; if it is finished, releases the entries that it held back."""

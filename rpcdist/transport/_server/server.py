@@ -250,7 +250,6 @@ class Server:
 
     async def _serve(self, channel: GrpcServerChannel | SocketChannel, handshake: ServerHandshake) -> None:
         peer, keys, role = handshake.peer, handshake.session, handshake.role
-        is_tcp = isinstance(channel, SocketChannel) and not channel.passes_descriptors
         session = Session(
             self._io,
             channel,
@@ -260,7 +259,6 @@ class Server:
             handler=await self._roles.handler(role) or NullHandler(),
             silence_limit_s=self._silence_limit_s,
             opened_by_me=False,
-            has_payload_connections=is_tcp,
         )
         if session.striping is not None:
             self._stripes.expect(session.id, peer, session.striping)

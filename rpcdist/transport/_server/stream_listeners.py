@@ -165,15 +165,12 @@ class StreamListeners:
             if not await self.admission.admit(pipe, origin, handshake, turn_away):
                 return
             names_senders(connection, on=False)
-            proven = pipe.connection
-            if handshake.role != SOCKET_ROLE:
-                self._ours.remove(connection)
-                channel = SocketChannel(proven, handshake.peer.name)
-            elif self.roles.hand_over(handshake.purpose, proven):
-                self._ours.remove(connection)
+            if handshake.role == SOCKET_ROLE and not self.roles.hand_over(handshake.purpose, pipe.connection):
                 return
-            else:
+            self._ours.remove(connection)
+            if handshake.role == SOCKET_ROLE:
                 return
+            channel = SocketChannel(pipe.connection, handshake.peer.name)
         finally:
             if pipe.connection is not connection and connection in self._ours:
                 pipe.connection.close()
