@@ -88,40 +88,17 @@ class Marshal:
         self.send_gpu_news = self._gpus.send_report
         self.moves_cpu = self._gpus.moves_cpu
 
-    def encode(
-        self,
-        value: value_pb2.Value,
-        obj: object,
-        to: int,
-        autograd: CallContext | None = None,
-        *,
-        session: AnySession | None = None,
-        device_map: DeviceMap | None = None,
-    ) -> tuple[list[LargeBuffer], Sequence[Share]]:
-        """Encodes an object for a worker.
-
-        Args:
-            value: the message to fill.
-            autograd: records the tensors that require grad, unless it is None.
-            session: for the result of a call, the session of the call.
-            device_map: a device map for this call alone, or its inverse for the result.
-
-        Returns:
-            The large buffers, and the shares, for `give_back`.
-        """
-        return self.fill(value, self.write(obj, to, session, device_map), autograd)
-
     def write(
         self, obj: object, to: int, session: AnySession | None = None, device_map: DeviceMap | None = None
     ) -> Written:
-        """The first step of encoding an object for a worker, before `put` or `fill`."""
+        """The first step of encoding an object for a worker, before `put` or `fill`; see `Written`."""
         writer = write_plain(obj, self._rref_type, plain_only=not self.allow_pickle)
         return Written(obj, to, session, writer, device_map)
 
     def put(
         self, message: CallMessage | ReplyMessage, written: Written, autograd: CallContext | None = None
     ) -> tuple[Sequence[LargeBuffer], Sequence[Share]]:
-        """Puts the value into a call or a reply, in the compact form if both allow it. See `encode`."""
+        """Puts the value into a call or a reply, in the compact form if both allow it; see `fill`."""
         writer = written.writer
         if (
             writer is not None
@@ -141,7 +118,14 @@ class Marshal:
     def fill(
         self, value: value_pb2.Value, written: Written, autograd: CallContext | None = None
     ) -> tuple[list[LargeBuffer], Sequence[Share]]:
-        """See `encode`."""
+        """Puts the value into a message.
+
+        Args:
+            autograd: records the tensors that require grad, unless it is None.
+
+        Returns:
+            The large buffers, and the shares, for `give_back`.
+        """
         obj, to, session, writer, device_map = written
         record = None if autograd is None else partial(_record, autograd, value, to)
         fill = partial(
@@ -226,16 +210,10 @@ class Marshal:
             self.give_back(forks)
             raise Overloaded(refusal)
 
-    def arrived(
-        self,
-        value: value_pb2.Value,
-        buffers: Sequence[ReceiveBuffer],
-        sender: Identity,
-        autograd: CallContext | None = None,
-    ) -> ArrivedValue:
+    def arrived(self, value: value_pb2.Value, buffers: Sequence[ReceiveBuffer], sender: Identity) -> ArrivedValue:
         """A value that has arrived; its shares are received at once, the rest is decoded later. On the I/O loop."""
         gpus = self._gpus.arriving(value, sender)
-        return ArrivedValue(value, buffers, self._rrefs, sender, not self.allow_pickle, autograd, gpus)
+        return ArrivedValue(value, buffers, self._rrefs, sender, not self.allow_pickle, _gpus=gpus)
 
     def arrived_with(
         self, message: CallMessage | ReplyMessage, buffers: Sequence[ReceiveBuffer], sender: Identity
@@ -248,7 +226,7 @@ class Marshal:
     def failure(
         self, exc: BaseException, session: AnySession, device_map: DeviceMap | None = None
     ) -> tuple[rpc_pb2.Failure, list[LargeBuffer], Sequence[Share]]:
-        """The message for an exception of this worker, with large buffers and shares as in `encode`; raises nothing."""
+        """The message for an exception of this worker, with large buffers and shares as in `fill`; raises nothing."""
         shared: list[Share] = []
 
         def fill(value: value_pb2.Value, parts: PickledParts) -> list[LargeBuffer]:

@@ -64,9 +64,8 @@ class StreamSender:
     def item(self, item: object) -> None:
         message = rpc_pb2.Message()
         message.stream_item.id = self.id
-        peer = self.session.peer.id
-        value, session = message.stream_item.value, self.session
-        large, forks = self.marshal.encode(value, item, peer, self.autograd, session=session, device_map=self.back)
+        written = self.marshal.write(item, self.session.peer.id, self.session, self.back)
+        large, forks = self.marshal.fill(message.stream_item.value, written, self.autograd)
         self.marshal.check_room(self.session, message.ByteSize(), large, forks)
         self.marshal.send(self.session, message, large, forks)
 
