@@ -17,9 +17,8 @@ alone.
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Final
 
 from rpcdist.deadline import Deadline, acquire
@@ -30,14 +29,6 @@ COUNTED_FROM_BYTES: Final = 4096
 
 _Waiter = tuple[int, Callable[[], object]]
 """The bytes of a call that waits, and the function to call when it is admitted."""
-
-
-@dataclass(slots=True, eq=False)
-class _Line:
-    """The calls to one worker."""
-
-    num_bytes: int = 0
-    waiters: OrderedDict[int, _Waiter] = field(default_factory=OrderedDict)  # by call, in the order of arrival
 
 
 class InFlightBytes:
@@ -55,12 +46,13 @@ class InFlightBytes:
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.admitted: dict[int, int] = {}
-        self._lines: dict[int, _Line] = {}  # by worker
+        self._num_bytes: Counter[int] = Counter()  # of the admitted calls, by worker
+        self._waiters: dict[int, OrderedDict[int, _Waiter]] = {}  # by worker and call, in the order of arrival
         self._lock = threading.Lock()
 
     def usage(self) -> dict[int, tuple[int, int]]:
-        lines = self._lines.copy()  # in a single step: inspection takes no lock of the call path
-        return {worker: (line.num_bytes, len(line.waiters)) for worker, line in lines.items()}
+        waiters = self._waiters.copy()  # in a single step: inspection takes no lock of the call path
+        return {worker: (size, len(waiters.get(worker, ()))) for worker, size in dict(self._num_bytes).items()}
 
     def wait(self, to: int, call: int, num_bytes: int, deadline: Deadline) -> bool:
         """Waits until a call to a worker is admitted; False if its deadline passes first."""
@@ -82,44 +74,41 @@ class InFlightBytes:
         `admitted` is called on the thread that ends another call, unless `end` comes first.
         """
         with self._lock:
-            line = self._lines.setdefault(to, _Line())
-            if line.waiters or not self._has_room(line, num_bytes):
-                line.waiters[call] = num_bytes, admitted
+            if to in self._waiters or not self._has_room(to, num_bytes):
+                self._waiters.setdefault(to, OrderedDict())[call] = num_bytes, admitted
                 return False
-            self._admit(line, call, num_bytes)
+            self._admit(to, call, num_bytes)
             return True
 
     def take_anyway(self, to: int, call: int, num_bytes: int) -> None:
         with self._lock:
-            self._admit(self._lines.setdefault(to, _Line()), call, num_bytes)
+            self._admit(to, call, num_bytes)
 
     def end(self, to: int, call: int) -> None:
         """Records that a call to a worker has ended, admitted or not; idempotent."""
         with self._lock:
-            line = self._lines.get(to)
-            if line is None:
-                return
-            found = self.admitted.pop(call, None)
-            if found is not None:
-                line.num_bytes -= found
-            else:
-                line.waiters.pop(call, None)
+            waiters = self._waiters.get(to, OrderedDict())
+            self._num_bytes[to] -= self.admitted.pop(call, 0)
+            waiters.pop(call, None)
             admitted = []
-            while line.waiters:
-                first, (num_bytes, wake) = next(iter(line.waiters.items()))
-                if not self._has_room(line, num_bytes):
+            while waiters:
+                first, (num_bytes, wake) = next(iter(waiters.items()))
+                if not self._has_room(to, num_bytes):
                     break
-                del line.waiters[first]
-                self._admit(line, first, num_bytes)
+                del waiters[first]
+                self._admit(to, first, num_bytes)
                 admitted.append(wake)
-            if not line.num_bytes and not line.waiters:
-                del self._lines[to]
+            if not waiters:
+                self._waiters.pop(to, None)
+            if not self._num_bytes[to]:
+                del self._num_bytes[to]
         for wake in admitted:
             wake()
 
-    def _has_room(self, line: _Line, num_bytes: int) -> bool:
-        return not line.num_bytes or line.num_bytes + num_bytes <= self.limit_bytes
+    def _has_room(self, to: int, num_bytes: int) -> bool:
+        there = self._num_bytes[to]
+        return not there or there + num_bytes <= self.limit_bytes
 
-    def _admit(self, line: _Line, call: int, num_bytes: int) -> None:
-        line.num_bytes += num_bytes
+    def _admit(self, to: int, call: int, num_bytes: int) -> None:
+        self._num_bytes[to] += num_bytes
         self.admitted[call] = num_bytes
