@@ -17,6 +17,7 @@ from rpcdist.optim._local_optimizer import decode_outcome, encode_step
 from rpcdist.rpc import Future, WorkerInfo
 from rpcdist.rpc._agent import Agent
 from rpcdist.rpc._autograd_hooks import outside_contexts
+from rpcdist.rpc._calling.new_calls import Invocation
 from rpcdist.rpc._current import current_agent
 from rpcdist.rpc._executors.blocking import check_off_loop
 from rpcdist.rpc._values.exceptions import add_note, text_of
@@ -166,7 +167,7 @@ def ask_owners_async(what: str, calls: Sequence[OwnerCall], then: Callable[[list
 def _begin(agent: Agent, call: OwnerCall) -> Callable[[], Any]:
     """Makes a call; returns a function that waits for its outcome."""
     try:
-        return agent.caller.begin(call.owner.id, call.function, call.args)
+        return agent.caller.begin(call.owner.id, Invocation(call.function, call.args))
     except Exception as exc:
         error = exc
         return lambda: error

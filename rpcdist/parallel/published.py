@@ -41,6 +41,7 @@ from rpcdist.parallel._published._parts import (
 )
 from rpcdist.parallel._published._reader import SmallTensors, VersionReader, copy_tensors
 from rpcdist.parallel._published._shard_connection import ShardConnection, actor_name, follow, known
+from rpcdist.rpc._calling.new_calls import Invocation
 from rpcdist.rpc._current import current_agent
 from rpcdist.rpc._executors.blocking import async_form, off_loop
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
@@ -233,9 +234,8 @@ class Published:
         agent = current_agent()
         description = origin.describe(known(self.name).newest(origin.shard))
         others = [worker for worker in rpc.workers() if worker.id != agent.worker_id]
-        asked = agent.caller.start_each(
-            others, follow, (self.name, origin.shard, description), None, deadline.timeout_s()
-        )
+        what = Invocation(follow, (self.name, origin.shard, description), None, deadline.timeout_s())
+        asked = agent.caller.start_each(others, what)
         for worker, answer in zip(others, asked, strict=True):
             try:
                 origin.start_at(answer.wait())

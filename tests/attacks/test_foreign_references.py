@@ -18,6 +18,7 @@ from rpcdist import rpc
 from rpcdist._proto import rpc_pb2, rref_pb2, value_pb2
 from rpcdist.errors import ProtocolViolation, RRefError
 from rpcdist.ids import UniqueId, new_number
+from rpcdist.rpc._calling.new_calls import Invocation
 from rpcdist.rpc._marshal.arrived_value import ArrivedValue
 from rpcdist.rpc._rref import proxied
 from rpcdist.rpc._rref.messages import ReferenceShare, id_to_pb
@@ -76,7 +77,7 @@ def fetch(cluster: InProcessCluster, share: ReferenceShare, at: str = "attacker"
 def call_method(cluster: InProcessCluster, share: ReferenceShare, at: str = "attacker") -> Any:
     named: Any = SimpleNamespace(state=SimpleNamespace(rref=share.rref, id=share.fork))
     with cluster.use(at) as agent:
-        return agent.caller.sync(OWNER, proxied._local_invoke, ("tell", (), {}), None, LIMIT_S, named)
+        return agent.caller.sync(OWNER, Invocation(proxied._local_invoke, ("tell", (), {}), None, LIMIT_S, named))
 
 
 def say(cluster: InProcessCluster, to: str, *messages: rref_pb2.RRefMessage, at: str = "attacker") -> None:
@@ -176,7 +177,7 @@ def creates_as_another(agent: Any, share: ReferenceShare) -> None:
     reports = SimpleNamespace(
         on_created=lambda share: outcome.append(None), on_creation_failed=lambda share, exc: outcome.append(exc)
     )
-    agent.caller.remote(OWNER, share, Secret, (), None, LIMIT_S, reports, None, False)
+    agent.caller.remote(OWNER, Invocation(Secret, timeout_s=LIMIT_S), share, reports)
     agent.router.flush(OWNER)
     eventually(lambda: outcome, "the owner has answered", LIMIT_S)
     if outcome[0] is not None:

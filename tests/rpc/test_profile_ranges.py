@@ -334,7 +334,7 @@ def test_idempotent_functions_are_called_again_under_torchs_older_profiler(
         start = agent.retries.start_call
 
         def note(_: object, *args: Any, **kwargs: Any) -> Any:
-            retried.append(args[1])
+            retried.append(args[1].func)
             return start(*args, **kwargs)
 
         monkeypatch.setattr(type(agent.retries), "start_call", note)

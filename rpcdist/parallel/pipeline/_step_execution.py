@@ -36,6 +36,7 @@ from rpcdist.parallel.pipeline._step_messages import (
     push,
 )
 from rpcdist.profile_ranges import span_taps
+from rpcdist.rpc._calling.new_calls import Invocation
 from rpcdist.rpc._current import current_agent
 
 _engine: Final[Any] = Variable._execution_engine  # torch's stubs lack its methods
@@ -224,7 +225,8 @@ class StepExecution:
         timeout_s = self._deadline.remaining_s() if self._deadline.is_finite else 0
         # Not a future, which the pool would complete: this thread waits for the call, unless the step fails.
         receiver_id = self._agent.directory.resolve(self._config.workers[worker])
-        self._sent.append((action, self._agent.caller.begin(receiver_id, push, arguments, timeout_s, device_map)))
+        pushed = Invocation(push, arguments, None, timeout_s, None, device_map)
+        self._sent.append((action, self._agent.caller.begin(receiver_id, pushed)))
 
     def _wait_for_copies(self) -> None:
         """Waits until the copies of losses and outputs are on the CPU."""

@@ -22,7 +22,7 @@ from rpcdist.profile_ranges import profile, profiles_itself, profiling_key
 from rpcdist.rpc._actors.actor_names import MAX_NAME_CHARS
 from rpcdist.rpc._api.restarting_actor import RestartingActor
 from rpcdist.rpc._calling.caller import Destination
-from rpcdist.rpc._calling.new_calls import by_keyword, positional
+from rpcdist.rpc._calling.new_calls import Invocation, by_keyword, positional
 from rpcdist.rpc._calling.result_streams import StartingStream, Stream, check_is_stream
 from rpcdist.rpc._current import current_agent
 from rpcdist.rpc._executors.blocking import async_form, check_off_loop, off_loop
@@ -60,28 +60,18 @@ get_actor_async = async_form(get_actor)
 
 
 @off_loop("await rpc.remote_async(..., name=...)", "rpc.remote(..., name=...)")
-def named_remote(
-    to: Destination,
-    func: Callable[..., Any],
-    args: Any,
-    kwargs: Any,
-    timeout: float,
-    is_serial: bool,
-    name: str,
-    device_map: DeviceMap | None,
-) -> RRef[Any]:
+def named_remote(to: Destination, what: Invocation, is_serial: bool, name: str) -> RRef[Any]:
     """`rpc.remote` with a name: waits until the actor exists, and raises the error of its creation."""
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS:
         raise ConfigError(
             f"the name of an actor must be a string of 1 to {MAX_NAME_CHARS} characters, not {name!r:.100}"
         )
     agent = current_agent()
-    owner, names = agent.directory.resolve(to), agent.actor_names
+    owner, names, timeout = agent.directory.resolve(to), agent.actor_names, what.timeout_s
     names.reserve(name, owner, timeout)
     try:
-        calls = agent.rref_calls
-        rref: RRef[Any] = calls.remote(owner, func, args, timeout, kwargs, is_serial=is_serial, device_map=device_map)
-        agent.caller.sync(owner, keep_actor, (name, rref), None, timeout)
+        rref: RRef[Any] = agent.rref_calls.remote(owner, what, is_serial)
+        agent.caller.sync(owner, Invocation(keep_actor, (name, rref), None, timeout))
         names.confirm(name, timeout)
     except BaseException:
         try:
@@ -161,14 +151,14 @@ def rpc_sync(
         UnknownWorker: no worker has this name or rank.
         Exception: the function's own exception, with the remote traceback as `__cause__`.
     """
-    own_map = None if device_map is None else _own_map(to, device_map)
+    what = Invocation(func, args, kwargs, timeout, None, None if device_map is None else _own_map(to, device_map))
     if profile.running and profile.here() is not None and asyncio._get_running_loop() is None:
-        with _profiled("sync", to, func) as start:
-            return start(args, kwargs, timeout, own_map).wait()
+        with _profiled("sync", to, what) as start:
+            return start().wait()
     if getattr(func, IDEMPOTENT_MARK, None) is True:
         check_off_loop("rpc_sync", "await rpc.rpc_async(...)")
-        return current_agent().retries.start_call(to, func, args, kwargs, timeout, own_map).wait()
-    return current_agent().caller.sync(to, func, args, kwargs, timeout, device_map=own_map)
+        return current_agent().retries.start_call(to, what).wait()
+    return current_agent().caller.sync(to, what)
 
 
 @overload
@@ -215,14 +205,14 @@ def rpc_async(
     The arguments are those of `rpc_sync`. Do not modify their tensors before the future is done. Errors in the
     arguments (`UnknownWorker`, a value that cannot be pickled) are raised at once, all others through the future.
     """
-    own_map = None if device_map is None else _own_map(to, device_map)
+    what = Invocation(func, args, kwargs, timeout, None, None if device_map is None else _own_map(to, device_map))
     if profile.running and profile.here() is not None:
-        with _profiled("async", to, func) as start:
-            future: Future[Any] = start(args, kwargs, timeout, own_map)
+        with _profiled("async", to, what) as start:
+            future: Future[Any] = start()
     else:
         agent = current_agent()
         calls = agent.retries if getattr(func, IDEMPOTENT_MARK, None) is True else agent.caller
-        future = calls.start_call(to, func, args, kwargs, timeout, device_map=own_map)
+        future = calls.start_call(to, what)
     note_started(future)
     return future
 
@@ -280,10 +270,10 @@ def rpc_stream(
         TypeError: not a generator function; on an event loop, the first item raises this.
     """
     caller = current_agent().caller
-    own_map = None if device_map is None else _own_map(to, device_map)
+    what = Invocation(func, args, kwargs, timeout, None, None if device_map is None else _own_map(to, device_map))
     if asyncio._get_running_loop() is not None:
-        return StartingStream(caller.start_call(to, func, args, kwargs, timeout, device_map=own_map), func)
-    return check_is_stream(caller.sync(to, func, args, kwargs, timeout, device_map=own_map), func)
+        return StartingStream(caller.start_call(to, what), func)
+    return check_is_stream(caller.sync(to, what), func)
 
 
 @overload
@@ -365,15 +355,14 @@ def remote(
             raise ConfigError("max_restarts= and device_map= exclude each other: use RpcOptions.set_device_map")
         kind: Any = func
         return RestartingActor(to, kind, tuple(args or ()), dict(kwargs or {}), timeout, max_restarts, checkpoint_every)
-    own_map = None if device_map is None else _own_map(to, device_map)
+    what = Invocation(func, args, kwargs, timeout, None, None if device_map is None else _own_map(to, device_map))
     if name is not None:
-        return named_remote(to, func, args, kwargs, timeout, serial, name, own_map)
-    calls = current_agent().rref_calls
+        return named_remote(to, what, serial, name)
     if profile.running and profile.here() is not None and not serial:
-        with _profiled("remote", to, func) as start:
-            profiled: RRef[Any] = start(args, kwargs, timeout, own_map)
+        with _profiled("remote", to, what) as start:
+            profiled: RRef[Any] = start()
             return profiled
-    rref: RRef[Any] = calls.remote(to, func, args, timeout, kwargs, is_serial=serial, device_map=own_map)
+    rref: RRef[Any] = current_agent().rref_calls.remote(to, what, serial)
     return rref
 
 
@@ -381,33 +370,34 @@ def remote(
 
 
 @contextmanager
-def _profiled(mode: str, to: Destination, func: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+def _profiled(mode: str, to: Destination, what: Invocation) -> Iterator[Callable[[], Any]]:
     """Opens a range of `profile` on this thread; yields a function that starts the call and has the callee profile it.
 
-    The function takes `args`, `kwargs`, the timeout and the device map. It calls `run_profiled` at the callee, or, if
-    this worker itself would refuse that, the user's function. Coroutines and generators run on other threads, so the
-    profile has no events of theirs.
+    It calls `run_profiled` at the callee, or, if this worker itself would refuse that, the user's function. Coroutines
+    and generators run on other threads, so the profile has no events of theirs.
     """
     found, agent = profile.here(), current_agent()
     assert found is not None
     me, callee = agent.directory.me, agent.directory.resolve(to)
+    func, timeout = what.func, what.timeout_s
     name = getattr(func, "__qualname__", type(func).__qualname__)
     key = profiling_key(mode, name, me.name, agent.directory.name_of(callee))
     calls = agent.retries if getattr(func, IDEMPOTENT_MARK, None) is True else agent.caller
 
-    def start(args: Any, kwargs: Any, timeout: float, own_map: DeviceMap | None) -> Any:
+    def start() -> Any:
         if not callable(func) or not _is_allowed(agent.options):
             if mode == "remote":
-                return agent.rref_calls.remote(callee, func, args, timeout, kwargs, device_map=own_map)
-            future = calls.start_call(callee, func, args, kwargs, timeout, device_map=own_map)
+                return agent.rref_calls.remote(callee, what)
+            future = calls.start_call(callee, what)
             future._when_done(partial(ended, None))
             return future
-        packed = found.options(), func, positional(args), dict(by_keyword(kwargs))
+        packed = found.options(), func, positional(what.args), dict(by_keyword(what.kwargs))
+        profiled = what._replace(func=run_profiled, args=packed, kwargs=None)
         if mode == "remote":
-            pair = agent.rref_calls.remote(callee, run_profiled, packed, timeout, device_map=own_map)
+            pair = agent.rref_calls.remote(callee, profiled)
             try:
-                rref = agent.rref_calls.remote(callee, part_of, (pair, 0), timeout)
-                events = agent.caller.start_call(callee, part_of, (pair, 1), None, timeout)
+                rref = agent.rref_calls.remote(callee, Invocation(part_of, (pair, 0), None, timeout))
+                events = agent.caller.start_call(callee, Invocation(part_of, (pair, 1), None, timeout))
             except Exception:
                 created = pair._get_future()
                 if not created.done() or created.exception() is None:
@@ -419,7 +409,7 @@ def _profiled(mode: str, to: Destination, func: Callable[..., Any]) -> Iterator[
             rref._profiled = _part(events, lambda rows: None)
             events.is_quiet = rref._profiled.is_quiet = True  # uses of the reference raise the error
             return rref
-        future = calls.start_call(callee, run_profiled, packed, None, timeout, device_map=own_map)
+        future = calls.start_call(callee, profiled)
         future._when_done(partial(ended, lambda pair: _item(pair, 1)))
         return _part(future, lambda pair: _item(pair, 0))
 

@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar, overload
 
 from rpcdist.errors import ConfigError, listed
 from rpcdist.rpc._calling.caller import Destination
-from rpcdist.rpc._calling.new_calls import NewCall
+from rpcdist.rpc._calling.new_calls import Invocation, NewCall
 from rpcdist.rpc._current import current_agent
 from rpcdist.rpc._executors.blocking import check_off_loop
 from rpcdist.rpc._futures.waiting import wait_all, wait_all_from
@@ -94,7 +94,7 @@ def call_each(
     """
     check_off_loop("call_each", "await rpc.call_each_async(...)")
     unsent: list[NewCall] | None = None if return_exceptions else []
-    futures = _start(workers, func, args, kwargs, timeout, unsent)
+    futures = _start(workers, Invocation(func, args, kwargs, timeout), unsent)
     if unsent:
         return current_agent().caller.send_each(unsent, partial(wait_all_from, futures, None))
     if not return_exceptions:
@@ -133,24 +133,19 @@ async def call_each_async(
     **kwargs: Any,
 ) -> list[Any]:
     """`call_each` for coroutines. Cancelling the task cancels all calls."""
-    futures = _start(workers, func, args, kwargs, timeout)
+    futures = _start(workers, Invocation(func, args, kwargs, timeout))
     return await asyncio.gather(*futures, return_exceptions=return_exceptions)
 
 
 def _start(
-    workers: str | Iterable[Destination],
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    timeout: float,
-    unsent: list[NewCall] | None = None,
+    workers: str | Iterable[Destination], what: Invocation, unsent: list[NewCall] | None = None
 ) -> list[Future[Any]]:
     agent = current_agent()
     chosen = chosen_workers(workers)
-    if getattr(func, IDEMPOTENT_MARK, None) is not True:
-        return agent.caller.start_each(chosen, func, args, kwargs, timeout, unsent)
+    if getattr(what.func, IDEMPOTENT_MARK, None) is not True:
+        return agent.caller.start_each(chosen, what, unsent)
     ids = [agent.directory.resolve(worker) for worker in chosen]
-    return [agent.retries.start_call(worker_id, func, args, kwargs, timeout) for worker_id in ids]
+    return [agent.retries.start_call(worker_id, what) for worker_id in ids]
 
 
 class AllGatherStates:

@@ -34,6 +34,7 @@ from rpcdist.giving_up import check_not_given_up, wake_if_given_up
 from rpcdist.ids import Identity
 from rpcdist.rpc._api.many_workers import chosen_workers
 from rpcdist.rpc._calling.caller import Destination
+from rpcdist.rpc._calling.new_calls import Invocation
 from rpcdist.rpc._current import agent_local, current_agent
 from rpcdist.rpc._executors.blocking import async_form, off_loop
 from rpcdist.rpc._membership.roster_news import MembershipChange
@@ -219,7 +220,7 @@ def _follow(agent: Agent, leader: Identity, members: Members, number: int, limit
             raise StoreTimeout(
                 f"worker {leader.name!r}, the first member of {title}, did not call new_group within {limit}"
             )
-        asking = agent.caller.start_call(leader.id, _where_is, (asked, number), None, deadline.timeout_s())
+        asking = agent.caller.start_call(leader.id, Invocation(_where_is, (asked, number), None, deadline.timeout_s()))
         wake_if_given_up(asking.cancel)
         try:
             found = asking.wait()

@@ -26,6 +26,7 @@ from rpcdist.errors import (
 from rpcdist.ids import Identity
 from rpcdist.rpc._actors.checkpointed import ActorState, Checkpointed
 from rpcdist.rpc._calling.caller import Destination
+from rpcdist.rpc._calling.new_calls import Invocation
 from rpcdist.rpc._current import current_agent
 from rpcdist.rpc._rref.handles import failed_future
 from rpcdist.rpc._rref.proxied import MethodProxy, Mode, method_name
@@ -255,9 +256,8 @@ class RestartingActor(Generic[T]):
         owner = directory.resolve(self._worker)
         self._owner: Identity = directory.member(owner).identity
         made_of = self._kind, self._args, self._kwargs, self._state, num_restarts
-        self._rref: RRef[Checkpointed] = self._agent.rref_calls.remote(
-            owner, Checkpointed, made_of, self._timeout, is_serial=True
-        )
+        what = Invocation(Checkpointed, made_of, None, self._timeout)
+        self._rref: RRef[Checkpointed] = self._agent.rref_calls.remote(owner, what, is_serial=True)
         self._creation = self._rref._get_future()
         self._creation.is_quiet = True  # the calls raise its error
         self._in_doubt = self._is_gone = self._is_broken = False

@@ -20,21 +20,18 @@ from rpcdist.rpc._autograd_hooks import current_autograd
 from rpcdist.rpc._calling.call_table import INFINITE, CallTable, PendingCall, Submit
 from rpcdist.rpc._calling.creations import NOT_INCLUDED, Creation
 from rpcdist.rpc._calling.in_flight import COUNTED_FROM_BYTES, InFlightBytes
-from rpcdist.rpc._calling.new_calls import CallFuture, NewCall, NewCalls, SyncReplySink
+from rpcdist.rpc._calling.new_calls import CallFuture, Invocation, NewCall, NewCalls, SyncReplySink
 from rpcdist.rpc._calling.result_streams import StreamTable
 from rpcdist.rpc._executors.blocking import check_off_loop, hooks
 from rpcdist.rpc._inspection.call_records import CallRecorder
 from rpcdist.rpc._marshal.arrived_value import Arrived
 from rpcdist.rpc._marshal.marshal import Marshal
-from rpcdist.rpc._peers.device_maps import DeviceMap
 from rpcdist.rpc._peers.directory import Directory
 from rpcdist.rpc._peers.network import AnySession, Lifetime, PoolJob
 from rpcdist.rpc._peers.router import Router
-from rpcdist.rpc._rref.handles import Handle
 from rpcdist.rpc._rref.messages import ReferenceShare
 from rpcdist.rpc._rref.shell import RRefShell
 from rpcdist.rpc._values.buffers import ReceiveBuffer, takes_long
-from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.rpc.future import Future
 from rpcdist.rpc.worker_info import WorkerInfo
 from rpcdist.transport.common_buffers import CommonBuffers, FreeMemory, free_memory
@@ -76,24 +73,13 @@ class Caller:
 
     # ------------------------------------------------------------ making calls
 
-    def sync(
-        self,
-        to: Destination,
-        func: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-        timeout_s: float,
-        target_ref: Handle | None = None,
-        device_map: DeviceMap | None = None,
-    ) -> Any:
-        """Calls a function, and waits for its result. `target_ref`: see `NewCalls`."""
+    def sync(self, to: Destination, what: Invocation) -> Any:
+        """Calls a function, and waits for its result."""
         if asyncio._get_running_loop() is not None:
             raise BlockingInLoop("rpc_sync", "await rpc.rpc_async(...)")
         reply_sink = SyncReplySink()
-        to = self._resolve(to, timeout_s)
-        call, message, large = self.new_calls.of_function(
-            to, func, args, kwargs, timeout_s, reply_sink, target_ref=target_ref, device_map=device_map
-        )
+        to = self._resolve(to, what.timeout_s)
+        call, message, large = self.new_calls.of_function(to, what, reply_sink)
         if torch_profiler._is_profiler_enabled:
             with record_function(call.what()):
                 return self._send_and_wait(call, message, large, reply_sink)
@@ -116,65 +102,38 @@ class Caller:
                 self._withdraw(call)
             raise
 
-    def begin(
-        self,
-        to: int,
-        func: Callable[..., Any],
-        args: Any,
-        timeout_s: float = UNSET_RPC_TIMEOUT,
-        device_map: DeviceMap | None = None,
-    ) -> Callable[[], Any]:
+    def begin(self, to: int, what: Invocation) -> Callable[[], Any]:
         """Makes and sends a call; returns a function that waits for the result, for a thread that will call it."""
         reply_sink = SyncReplySink()
-        call, message, large = self.new_calls.of_function(
-            to, func, args, None, timeout_s, reply_sink, device_map=device_map
-        )
+        call, message, large = self.new_calls.of_function(to, what, reply_sink)
         self._start_in_turn(call, message, large)
         return lambda: reply_sink.wait(call)
 
-    def start_call(
-        self,
-        to: Destination,
-        func: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-        timeout_s: float,
-        target_ref: Handle | None = None,
-        device_map: DeviceMap | None = None,
-    ) -> Future[Any]:
-        """Calls a function; cancelling the future cancels the call. `target_ref`: see `NewCalls`."""
+    def start_call(self, to: Destination, what: Invocation) -> Future[Any]:
+        """Calls a function; cancelling the future cancels the call."""
         future = CallFuture()
-        to = self._resolve(to, timeout_s)
-        call, message, large = self.new_calls.of_function(
-            to, func, args, kwargs, timeout_s, future, target_ref=target_ref, device_map=device_map
-        )
+        to = self._resolve(to, what.timeout_s)
+        call, message, large = self.new_calls.of_function(to, what, future)
         future.expect(call)
         self._start_in_turn(call, message, large)
         return future
 
     def start_each(
-        self,
-        workers: Sequence[Destination],
-        func: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-        timeout_s: float,
-        unsent: list[NewCall] | None = None,
+        self, workers: Sequence[Destination], what: Invocation, unsent: list[NewCall] | None = None
     ) -> list[Future[Any]]:
         """`start_call` for several workers; common parts of the calls are encoded once.
 
         Args:
             workers: their names, ranks or descriptions.
-            func: this and the rest as for `start_call`.
             unsent: gets the short calls, which `send_each` must send; None sends them now.
         """
         futures: list[Future[Any]] = []
         made: NewCall | None = None
-        receivers = [self._resolve(worker, timeout_s) for worker in workers]
+        receivers = [self._resolve(worker, what.timeout_s) for worker in workers]
         for to in receivers:
             future = CallFuture()
             again = None if made is None else self.new_calls.for_another(made, to, future)
-            made = again or self.new_calls.of_function(to, func, args, kwargs, timeout_s, future)
+            made = again or self.new_calls.of_function(to, what, future)
             if made[2] and again is None and len(workers) > 1 and self.new_calls.is_for_all(made):
                 made = (made[0], made[1], CommonBuffers(made[2], self._common_memory, frozenset(receivers)))
             future.expect(made[0])
@@ -210,23 +169,11 @@ class Caller:
         return wait(first, send)
 
     def remote(
-        self,
-        to: int,
-        share: ReferenceShare,
-        func: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-        timeout_s: float,
-        listener: RRefShell,
-        target_ref: Handle | None = None,
-        is_serial: bool = False,
-        device_map: DeviceMap | None = None,
+        self, to: int, what: Invocation, share: ReferenceShare, listener: RRefShell, is_serial: bool = False
     ) -> Creation:
-        """Asks a worker to run a function and keep its result under the ids of `share`. The rest: see `NewCalls`."""
+        """Asks a worker to run a function and keep its result under the ids of `share`."""
         creation = Creation(share, listener, self.submit)
-        call, message, large = self.new_calls.of_function(
-            to, func, args, kwargs, timeout_s, creation, share, target_ref, is_serial, device_map
-        )
+        call, message, large = self.new_calls.of_function(to, what, creation, share, is_serial)
         self._send_in_turn(call, message, large)
         creation.began(call)
         return creation

@@ -12,7 +12,7 @@ from _thread import allocate_lock, get_ident
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import FunctionType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -65,6 +65,24 @@ def by_keyword(kwargs: Any) -> Mapping[str, Any]:
     return kwargs
 
 
+class Invocation(NamedTuple):
+    """A function and its arguments, as users give them.
+
+    Attributes:
+        timeout_s: see `NewCalls.timeout_of`.
+        target_ref: a reference to a value of the callee, which becomes the function's first argument there. The call
+            only names it, so the owner counts no new share; the call holds the reference until it ends.
+        device_map: replaces the device map of the options for this call.
+    """
+
+    func: Callable[..., Any]
+    args: Any = None
+    kwargs: Any = None
+    timeout_s: float = UNSET_RPC_TIMEOUT
+    target_ref: Handle | None = None
+    device_map: DeviceMap | None = None
+
+
 NewCall = tuple[PendingCall, CallMessage, Sequence[LargeBuffer]]
 """A call that was not sent yet, its message, and the large buffers of the message."""
 
@@ -88,24 +106,17 @@ class NewCalls:
     def of_function(
         self,
         to: int,
-        func: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-        timeout_s: float,
+        what: Invocation,
         reply_sink: ReplySink,
         result: ReferenceShare | None = None,
-        target_ref: Handle | None = None,
         is_serial: bool = False,
-        device_map: DeviceMap | None = None,
     ) -> NewCall:
         """A call of a function.
 
         Args:
-            timeout_s: as users give it.
             result: for `remote()`: the ids under which the callee keeps the result.
-            target_ref: a reference to a value of the callee, which becomes the function's first argument there. The
-                call only names it, so the owner counts no new share; the call holds the reference until it ends.
         """
+        func, args, kwargs, timeout_s, target_ref, device_map = what
         if not callable(func):
             kind = type(func).__name__
             raise TypeError(

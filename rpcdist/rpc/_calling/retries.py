@@ -6,13 +6,12 @@ import threading
 from collections.abc import Callable, Iterator
 from contextvars import copy_context
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from rpcdist.deadline import backoff
 from rpcdist.errors import OwnerLost, WorkerLost
 from rpcdist.rpc._calling.caller import Caller, Destination
-from rpcdist.rpc._peers.device_maps import DeviceMap
+from rpcdist.rpc._calling.new_calls import Invocation
 from rpcdist.rpc._peers.directory import Directory
 from rpcdist.rpc.future import Future
 from rpcdist.time_limits import FIRST_PAUSE_S, LONGEST_PAUSE_S
@@ -35,18 +34,9 @@ class Retries:
     _open: set[_Retried] = field(default_factory=set)
     _idle: RareWaits = field(default_factory=RareWaits)
 
-    def start_call(
-        self,
-        to: Destination,
-        func: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-        timeout_s: float,
-        device_map: DeviceMap | None = None,
-    ) -> Future[Any]:
+    def start_call(self, to: Destination, what: Invocation) -> Future[Any]:
         """Like `Caller.start_call`. Errors in the arguments are raised at once, as there."""
-        start = partial(self.caller.start_call, to, func, args, kwargs, device_map=device_map)
-        retried = _Retried(self, to, start, timeout_s)
+        retried = _Retried(self, to, what)
         self._open.add(retried)
         try:
             retried.attempt()
@@ -72,14 +62,12 @@ class Retries:
 class _Retried:
     """One retried call. At any time it has a call in flight, or a timer, or has ended."""
 
-    def __init__(
-        self, owner: Retries, to: Destination, start: Callable[[float], Future[Any]], timeout_s: float
-    ) -> None:
+    def __init__(self, owner: Retries, to: Destination, what: Invocation) -> None:
         self.future: Future[Any] = Future(on_cancel=self._cancel)
         self._owner = owner
         self._to = to
-        self._start = start
-        self._deadline = owner.caller.deadline_of(timeout_s)
+        self._what = what
+        self._deadline = owner.caller.deadline_of(what.timeout_s)
         self._pauses: Iterator[float] = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, self._deadline)
         self._context = copy_context()  # the calling thread's context, for all later attempts
         self._lock = threading.Lock()
@@ -88,7 +76,8 @@ class _Retried:
         self._ended = False
 
     def attempt(self) -> None:
-        current = self._context.copy().run(self._start, self._deadline.timeout_s())
+        what = self._what._replace(timeout_s=self._deadline.timeout_s())
+        current = self._context.copy().run(self._owner.caller.start_call, self._to, what)
         with self._lock:
             self._timer = None
             self._current = current

@@ -22,9 +22,9 @@ from rpcdist.rpc._actors.serial_calls import CallOrder
 from rpcdist.rpc._autograd_hooks import AutogradHooks
 from rpcdist.rpc._calling.caller import Caller, Destination
 from rpcdist.rpc._calling.creations import NOT_INCLUDED, Creation
+from rpcdist.rpc._calling.new_calls import Invocation
 from rpcdist.rpc._calling.retries import Retries
 from rpcdist.rpc._futures.waiting import note_started
-from rpcdist.rpc._peers.device_maps import DeviceMap
 from rpcdist.rpc._peers.directory import Directory
 from rpcdist.rpc._peers.network import AnySession, Lifetime, calling_worker
 from rpcdist.rpc._peers.router import Router
@@ -82,30 +82,28 @@ class RRefCalls:
         return future
 
     def call(self, to: Destination, func: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> Any:
-        return self._caller.sync(to, func, args, None, timeout_s)
+        return self._caller.sync(to, Invocation(func, args, timeout_s=timeout_s))
 
     def rpc_sync(self, rref: Any, func: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> Any:
         if running_actor.get() is not None and func is proxied._local_invoke:
             self._check_not_inside(rref._handle.state, args[0], timeout_s)
-        owner, args, on = self._on_value(rref, args)
-        return self._caller.sync(owner, func, args, None, timeout_s, on)
+        return self._caller.sync(*self._on_value(rref, func, args, timeout_s))
 
     def rpc_async(self, rref: Any, func: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> Future[Any]:
-        owner, args, on = self._on_value(rref, args)
+        owner, what = self._on_value(rref, func, args, timeout_s)
         if profile.running and (found := profile.here()) is not None:  # without the events of the owner
             key = profiling_key("async", func.__name__, self.my_name, self._directory.name_of(owner))
             with profiler.record_function(key):
                 ended = found.add(key, self.me.worker)
-                future = self._caller.start_call(owner, func, args, None, timeout_s, on)
+                future = self._caller.start_call(owner, what)
             future._when_done(partial(ended, None))
         else:
-            future = self._caller.start_call(owner, func, args, None, timeout_s, on)
+            future = self._caller.start_call(owner, what)
         note_started(future)
         return future
 
     def remote_on(self, rref: Any, func: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> Any:
-        owner, args, on = self._on_value(rref, args)
-        return self.remote(owner, func, args, timeout_s, None, on)
+        return self.remote(*self._on_value(rref, func, args, timeout_s))
 
     # ------------------------------------------------------------ calls of actors
 
@@ -130,17 +128,18 @@ class RRefCalls:
         on: Handle | None = rref._handle if state.id != state.rref else None
         if on is None:  # made here from a value: it may not be in the reference tables, so send it as an argument
             packed = (rref, *packed)
+        what = Invocation(proxied._invoke_in_turn, packed, None, timeout_s, on)
         end = partial(self._end_turn, order, number.number, owner, rref)
         try:
             if mode == "rpc_sync":
-                result = self._caller.sync(owner, proxied._invoke_in_turn, packed, None, timeout_s, on)
+                result = self._caller.sync(owner, what)
                 end(None)
                 return result
             if mode == "remote":
-                result = self.remote(owner, proxied._invoke_in_turn, packed, timeout_s, None, on)
+                result = self.remote(owner, what)
                 future = result._get_future()
             else:
-                result = future = self._caller.start_call(owner, proxied._invoke_in_turn, packed, None, timeout_s, on)
+                result = future = self._caller.start_call(owner, what)
                 note_started(future)
         except BaseException as exc:
             end(exc)
@@ -158,8 +157,7 @@ class RRefCalls:
 
     def _end_turn(self, order: CallOrder, number: int, owner: int, rref: Any, error: BaseException | None) -> None:
         def report(stream: int, numbers: tuple[int, ...]) -> Future[Any]:
-            over = (rref, stream, numbers)
-            return self._retries.start_call(owner, proxied._turns_over, over, None, UNSET_RPC_TIMEOUT)
+            return self._retries.start_call(owner, Invocation(proxied._turns_over, (rref, stream, numbers)))
 
         order.end(number, error is None, report)
 
@@ -190,24 +188,16 @@ class RRefCalls:
 
         state.owned._when_done(is_there)  # the value determines the actor
 
-    def _on_value(self, rref: Any, args: tuple[Any, ...]) -> tuple[int, tuple[Any, ...], Handle | None]:
-        """The owner, the arguments, and the reference to name in the call, if this worker is not the owner."""
+    def _on_value(
+        self, rref: Any, func: Callable[..., Any], args: tuple[Any, ...], timeout_s: float
+    ) -> tuple[int, Invocation]:
+        """The owner, and the call of a function of the value, which names the reference unless this is the owner."""
         state = self._rrefs.check_sharable(rref)
         if state.owned is not None:
-            return state.owner.worker, (rref, *args), None
-        return self._rrefs.owner_of(state), args, rref._handle
+            return state.owner.worker, Invocation(func, (rref, *args), None, timeout_s)
+        return self._rrefs.owner_of(state), Invocation(func, args, None, timeout_s, rref._handle)
 
-    def remote(
-        self,
-        to: Destination,
-        func: Callable[..., Any],
-        args: Any,
-        timeout_s: float,
-        kwargs: Any = None,
-        on: Handle | None = None,
-        is_serial: bool = False,
-        device_map: DeviceMap | None = None,
-    ) -> Any:
+    def remote(self, to: Destination, what: Invocation, is_serial: bool = False) -> Any:
         """Calls a function whose result stays on that worker; returns a reference to the result at once.
 
         Args:
@@ -215,18 +205,17 @@ class RRefCalls:
         """
         owner = self._directory.resolve(to)
         if owner != self.me.worker and not self._router.is_reachable(owner):
-            self._router.reach(owner, lambda: self._rrefs.is_lost(owner), self._caller.deadline_of(timeout_s))
+            self._router.reach(owner, lambda: self._rrefs.is_lost(owner), self._caller.deadline_of(what.timeout_s))
         # A method of an actor may return that actor, so calls of the result are numbered, too.
+        on = what.target_ref
         rref, share = self._rrefs.create_remote(owner, is_serial or (on is not None and on.state.is_serial))
         try:
-            rref._creation = self._caller.remote(
-                owner, share, func, args, kwargs, timeout_s, self._rrefs, on, is_serial, device_map
-            )
+            rref._creation = self._caller.remote(owner, what, share, self._rrefs, is_serial)
         except BaseException as exc:
             self._rrefs.on_creation_failed(share, exc)
             raise
-        if isinstance(func, type):
-            rref._kind = func.__name__
+        if isinstance(what.func, type):
+            rref._kind = what.func.__name__
         return rref
 
     def backward(self, context_id: int, root: torch.Tensor, retain_graph: bool) -> None:
