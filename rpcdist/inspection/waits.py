@@ -19,6 +19,7 @@ from rpcdist.inspection.facts import (
     Frame,
     GroupFacts,
     OperationFacts,
+    PassFacts,
     SilentWorker,
     ThreadState,
     WorkerFacts,
@@ -191,12 +192,14 @@ class _WaitGraph:
         self._by_thread: dict[WaitNode, WaitNode] = {}  # the call that each thread serves
         self._by_call: dict[tuple[str, int], WaitNode] = {}  # the served call, by session and number
         self._operations: dict[WaitNode, tuple[GroupFacts, OperationFacts]] = {}
+        self._passes: dict[WaitNode, PassFacts] = {}
         self._of_worker: dict[str, list[WaitNode]] = {}  # the calls that each worker serves
         self._read: dict[tuple[str, int], list[str]] = {}  # the sessions of the streams that each worker reads
         for facts in workers:
             name = facts.worker
             self._made |= {WaitNode("made", name, call.id): call for call in facts.calls_made}
             self._threads |= {WaitNode("thread", name, thread.id): thread for thread in facts.threads}
+            self._passes |= {WaitNode("pass", name, current.id): current for current in facts.backward_passes}
             for served in facts.calls_served:
                 node = WaitNode("served", name, (served.session, served.id))
                 self._served[node] = served
@@ -229,10 +232,7 @@ class _WaitGraph:
         for node, (_, operation) in self._operations.items():
             if operation.age_s >= self._older_than_s:
                 yield node
-        for facts in self._facts.values():
-            for current in facts.backward_passes:
-                if current.parent == "":
-                    yield WaitNode("pass", facts.worker, current.id)
+        yield from (node for node, current in self._passes.items() if current.parent == "")
         waiters: list[tuple[WaitNode, ThreadState | CallServed]] = [*self._threads.items(), *self._served.items()]
         awaited = {WaitNode("made", node.worker, id) for node, waiter in waiters for id in waiter.waits_for}
         for made_node, made in self._made.items():
@@ -377,14 +377,12 @@ class _WaitGraph:
             yield WaitNode("silent", name)
 
     def _after_pass(self, node: WaitNode) -> Iterator[WaitNode]:
-        facts = self._facts[node.worker]
-        current = next((one for one in facts.backward_passes if one.id == node.key), None)
-        waits = dict(current.waits_for) if current is not None else {}
+        waits = dict(self._passes[node].waits_for)
         for name in waits:
             if name in self._silent:
                 yield WaitNode("silent", name)
-            elif name in self._facts and any(one.id == node.key for one in self._facts[name].backward_passes):
-                yield WaitNode("pass", name, node.key)
+            elif (theirs := WaitNode("pass", name, node.key)) in self._passes:
+                yield theirs
         if not waits:
             for one, thread in self._threads.items():
                 if one.worker == node.worker and _is_in(thread, _AUTOGRAD_FILES) and not thread.waits_for:
@@ -399,7 +397,7 @@ class _WaitGraph:
         match node.kind:
             case "thread":
                 thread = self._threads[node]
-                text = self._thread_text(thread, after)
+                text = self._thread_text(thread)
                 stack = _users_part(thread.stack)
             case "made":
                 made = self._made[node]
@@ -424,13 +422,16 @@ class _WaitGraph:
                 if after is not None:
                     text += f", which {after.worker} has not called"
             case "pass":
-                text = self._pass_text(node)
+                current = self._passes[node]
+                waits = "; ".join(f"{name} {why}" for name, why in current.waits_for) or "it runs here"
+                text = f"is in the backward pass of autograd context {current.context}"
+                text += f"{_left(current.remaining_s)}: {waits}"
             case "silent":
                 one = self._silent[node.worker]
                 text, details = f"did not answer: {one.detail}", one.stacks
         return WaitLink(node.worker, text, stack, details)
 
-    def _thread_text(self, thread: ThreadState, after: WaitNode | None) -> str:
+    def _thread_text(self, thread: ThreadState) -> str:
         what = "a callback on thread" if thread.is_callback else "thread"
         text = f"{what} {thread.name or thread.id}"
         if thread.lock:
@@ -485,13 +486,6 @@ class _WaitGraph:
         if call.to not in self._facts:
             return f"{call.to} was not queried"
         return f"{call.to} has no such call, or has already answered it"
-
-    def _pass_text(self, node: WaitNode) -> str:
-        current = next((one for one in self._facts[node.worker].backward_passes if one.id == node.key), None)
-        if current is None:
-            return "has no part in the backward pass any more"
-        waits = "; ".join(f"{name} {why}" for name, why in current.waits_for) or "it runs here"
-        return f"is in the backward pass of autograd context {current.context}{_left(current.remaining_s)}: {waits}"
 
     def name(self, node: WaitNode) -> str:
         """Names a node in a sentence."""
