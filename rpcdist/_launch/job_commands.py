@@ -27,26 +27,14 @@ def add_launch_commands(commands: argparse._SubParsersAction[argparse.ArgumentPa
         "function", nargs="?", metavar="MODULE:FUNCTION", help="called with its rank in --workers processes"
     )
     add.add_argument("--workers", type=int, metavar="N", help="how many")
-    add.add_argument(
-        "--role",
-        action="append",
-        default=[],
-        metavar="NAME=N:MODULE:FUNCTION",
-        help="instead of a function: the N processes of a role; repeat it for each role, first the role of rank 0",
-    )
-    add.add_argument(
-        "--daemon", action="append", default=[], metavar="NAME", help="the job does not wait for this role"
-    )
-    add.add_argument(
-        "--max-restarts",
-        action="append",
-        default=[],
-        metavar="[NAME=]N",
-        help="restarts a lost rank (of this role), at most this often",
-    )
-    add.add_argument(
-        "--env", action="append", default=[], metavar="NAME=VALUE", help="sets an environment variable for all ranks"
-    )
+    role = "instead of a function: the N processes of a role; repeat it for each role, first the role of rank 0"
+    for option, metavar, text in (
+        ("--role", "NAME=N:MODULE:FUNCTION", role),
+        ("--daemon", "NAME", "the job does not wait for this role"),
+        ("--max-restarts", "[NAME=]N", "restarts a lost rank (of this role), at most this often"),
+        ("--env", "NAME=VALUE", "sets an environment variable for all ranks"),
+    ):
+        add.add_argument(option, action="append", default=[], metavar=metavar, help=text)
     add.add_argument(
         "--log-dir", metavar="FOLDER", help="writes the output of each rank to a separate file in this folder"
     )

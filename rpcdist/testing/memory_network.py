@@ -133,13 +133,6 @@ class MemoryChannel:
         self._arrived.put_nowait(data)
 
 
-def channel_pair(there: Path, back: Path) -> tuple[MemoryChannel, MemoryChannel]:
-    """The two ends of a new channel: the first end writes to the path `there`, the second to `back`."""
-    near, far = MemoryChannel(there), MemoryChannel(back)
-    near._far, far._far = far, near
-    return near, far
-
-
 ReplyT = TypeVar("ReplyT", bound=Message)
 Method = Callable[[Identity, Any], Awaitable[Message]]
 
@@ -228,7 +221,8 @@ class MemoryNode:
             raise AuthenticationFailed(refusal)
         if self._wires.node_at(self, address) is not target:  # the connection was cut before it was established
             raise ConnectFailed(address, "connection refused")
-        near, far = channel_pair(there, back)
+        near, far = MemoryChannel(there), MemoryChannel(back)
+        near._far, far._far = far, near
         id = secrets.token_bytes(16)
         target.open_session(far, self.identity, role, id, taker, by_me=False)
         session = self.open_session(near, target.identity, role, id, handler or NullHandler(), by_me=True)

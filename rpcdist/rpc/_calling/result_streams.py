@@ -287,6 +287,7 @@ class Stream(Generic[T]):
         self.close()
 
 
+@dataclass(eq=False, repr=False)
 class StreamTable:
     """The streams that this worker consumes.
 
@@ -294,12 +295,11 @@ class StreamTable:
         send: sends a message about a call to a worker, unless the worker is gone.
     """
 
-    def __init__(self, send: Callable[[int, rpc_pb2.Message], None], marshal: Marshal) -> None:
-        self._send = send
-        self._marshal = marshal
-        self._streams: dict[int, tuple[StreamState, AnySession]] = {}
-        self._dropped: deque[StreamState] = deque()
-        self._idle = RareWaits()
+    _send: Callable[[int, rpc_pb2.Message], None]
+    _marshal: Marshal
+    _streams: dict[int, tuple[StreamState, AnySession]] = field(default_factory=dict)
+    _dropped: deque[StreamState] = field(default_factory=deque)
+    _idle: RareWaits = field(default_factory=RareWaits)
 
     def __len__(self) -> int:
         return len(self._streams)

@@ -166,8 +166,7 @@ class Directory:
         with self._lock:
             self._suspected[identity] = error.reason
             events = self._recount({identity.id}, {})
-        for event in events:
-            self._on_event(event)
+        self._publish([], events)
 
     def on_found(self, identity: Identity) -> None:
         """Records that a worker that was declared lost here lives. On the I/O loop."""
@@ -176,8 +175,7 @@ class Directory:
                 self._changed.notify_all()
                 return
             events = self._recount({identity.id}, {})
-        for event in events:
-            self._on_event(event)
+        self._publish([], events)
 
     def _recount(self, ids: set[int], departures: Mapping[Identity, str]) -> list[MemberEvent]:
         """Compares which of these workers live now with which lived before; needs the lock."""

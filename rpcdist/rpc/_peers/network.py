@@ -104,6 +104,7 @@ Handler = Callable[..., object]
 class of messages also with a list of `PoolJob`, to which it adds work for the pool."""
 
 
+@dataclass(slots=True, eq=False)
 class Lifetime:
     """The state of an agent's life; set once, by the agent; read by any thread.
 
@@ -112,10 +113,8 @@ class Lifetime:
         all_leave: whether all workers leave by agreement, so that the end of connections does not mean a loss.
     """
 
-    __slots__ = ("all_leave", "is_closed")
-
-    def __init__(self) -> None:
-        self.is_closed = self.all_leave = False
+    is_closed: bool = False
+    all_leave: bool = False
 
 
 def line_of(session: AnySession, is_nested: bool) -> Hashable:

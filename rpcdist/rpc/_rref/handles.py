@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from rpcdist.at_exit import AtEnd
@@ -68,24 +69,23 @@ def failed_future(error: Exception) -> Future[Any]:
     return future
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class HandleState:
     """The state of a fork or local handle. Guarded by the shell's lock; single fields can be read without it."""
 
-    __slots__ = ("confirmed", "deleted", "error", "id", "is_serial", "owned", "owner", "owner_name", "rref", "waiters")
+    rref: RRefId
+    id: UniqueId
+    owner: ProcessId
+    owner_name: str
+    owned: Future[Any] | None  # the value's future at the owner; None at users
+    confirmed: bool = field(init=False)
+    error: Exception | None = None
+    deleted: bool = False
+    is_serial: bool = False  # whether the value is an actor
+    waiters: list[Callable[[], object]] = field(default_factory=list)  # called when it is confirmed or has failed
 
-    def __init__(
-        self, rref: RRefId, id: UniqueId, owner: ProcessId, owner_name: str, owned: Future[Any] | None
-    ) -> None:
-        self.rref = rref
-        self.id = id
-        self.owner = owner
-        self.owner_name = owner_name
-        self.owned = owned  # the value's future at the owner; None at users
-        self.confirmed = owned is not None
-        self.error: Exception | None = None
-        self.deleted = False
-        self.is_serial = False  # whether the value is an actor
-        self.waiters: list[Callable[[], object]] = []  # called when the handle is confirmed or has failed
+    def __post_init__(self) -> None:
+        self.confirmed = self.owned is not None
 
     def take_waiters(self) -> list[Callable[[], object]]:
         waiters, self.waiters = self.waiters, []

@@ -343,8 +343,9 @@ class Dispatcher:
                 keep_for_current_streams(gpu_tensors((args, kwargs)))
         del args, kwargs  # lent memory should be returned with the first answer
         if result is not None and inspect.iscoroutine(result):
-            if inspect.iscoroutinefunction(function):
-                self._remember(self._coroutine_functions, name)
+            names = self._coroutine_functions
+            if name and len(names) < MAX_KNOWN_NAMES and inspect.iscoroutinefunction(function):
+                names.add(name)
             self._start_coroutine(active, result)
             return None
         if hasattr(function, ASYNC_MARK):
@@ -383,10 +384,6 @@ class Dispatcher:
         return None
 
     # ------------------------------------------------------------ user loop
-
-    def _remember(self, names: set[str], name: str) -> None:
-        if name and len(names) < MAX_KNOWN_NAMES:
-            names.add(name)
 
     def _start_coroutine(self, active: ActiveCall, coroutine: Coroutine[Any, Any, Any] | None) -> None:
         async def run() -> object:
