@@ -50,7 +50,7 @@ from rpcdist.rpc._inspection.live_notes import NoteTaker
 from rpcdist.rpc._marshal.marshal import Marshal
 from rpcdist.rpc._membership.barrier import Gatherings
 from rpcdist.rpc._membership.coordinator import Coordinator, CoordinatorSearch
-from rpcdist.rpc._membership.roster_news import MembershipNews, MembershipWatch
+from rpcdist.rpc._membership.roster_news import GOODBYE, MembershipNews, MembershipWatch
 from rpcdist.rpc._membership.shutdown import STOP, ShutdownRounds, StopRequests
 from rpcdist.rpc._peers.connections import PROBE_ROLE, Connections, LeaseWatch
 from rpcdist.rpc._peers.control import ControlReceiver
@@ -64,7 +64,7 @@ from rpcdist.rpc._serving.active_calls import Callables
 from rpcdist.rpc._serving.dispatcher import Dispatcher, describe_job
 from rpcdist.rpc.options import RpcOptions
 from rpcdist.rpc.worker_info import WorkerInfo
-from rpcdist.time_limits import CLOSE_LIMIT_S, SLOW_ANSWER_LIMIT_S, TICK_S
+from rpcdist.time_limits import CLOSE_LIMIT_S, CONNECTION_CLOSE_LIMIT_S, SLOW_ANSWER_LIMIT_S, TICK_S
 from rpcdist.transport.io_loop import Timer
 from rpcdist.transport.session import NullHandler
 from rpcdist.transport.wire_messages import CallMessage, CompactPass, ReplyMessage
@@ -457,6 +457,8 @@ class Agent:
         if self._tick_handle is not None:
             self._tick_handle.cancel()
         self.notes.stop()
+        if not self.is_static_group and self.coordinator.service is None:
+            await self.connections.send_last(GOODBYE, CONNECTION_CLOSE_LIMIT_S)
         self.connections.close("the peer shut down RPC")
 
     def release(self) -> None:

@@ -257,6 +257,23 @@ def test_init_says_whom_it_waits_for(caplog: pytest.LogCaptureFixture, monkeypat
     ]
 
 
+def test_most_workers_of_a_large_world_do_not_ask_whom_they_wait_for(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answers, with the whole list for each of them, would delay the coordinator."""
+    monkeypatch.setattr(coordinator, "INIT_NOTICE_S", UNIT_S)
+    here: Any = HereOnly()
+    service = MembershipService()
+    monkeypatch.setattr(service, "members", None)
+    late = Identity("late", 64, 9)
+    joining = Coordinator(here, "10.0.0.1:29500", late, service)
+    assert joining.join(Member(late, "127.0.0.1:1", ""), 100, 2 * UNIT_S).outcome == Outcome.TIMED_OUT
+    assert [record.message for record in caplog.records] == [
+        f"init_rpc of 'late' (rank 64) still waits after {UNIT_S:g} s for other workers, or for the coordinator "
+        "(rank 0) at 10.0.0.1:29500; the logs of the ranks below 64 name the missing workers"
+    ]
+
+
 async def test_who_waits_too_long_hears_who_is_missing() -> None:
     service = MembershipService()
     patient = ask(service, B, 4)

@@ -11,6 +11,7 @@ import asyncio
 import hashlib
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from rpcdist.errors import CallRefused, ConfigError, DeadlineExceeded, RpcdistError, WorkerLost, abridged
@@ -39,6 +40,13 @@ def names_in(answer: object) -> list[str]:
 def names_for(names: Sequence[str]) -> Group:
     """The form in which a participant other than the host names a group; `names` are in order."""
     return tuple(names) if len(names) <= MAX_NAMED else hashlib.sha256("\0".join(names).encode()).hexdigest()
+
+
+@lru_cache(maxsize=16)
+def in_order(names: frozenset[str]) -> tuple[list[str], Group]:
+    """The participants in order, and in the form for others than the host: most gatherings have the same few groups."""
+    chosen = sorted(names)
+    return chosen, names_for(chosen)
 
 
 class _GatherRound:
@@ -89,9 +97,6 @@ class Gatherings:
     _rounds: dict[Group, list[_GatherRound]] = field(default_factory=dict)
     _last_came: dict[Group, set[str]] = field(default_factory=dict)
     _loop: asyncio.AbstractEventLoop | None = None
-    # The last participants, as a set, in order, and in the form for others than the host: most gatherings have the
-    # same.
-    _last: tuple[frozenset[str], list[str], Group] = field(default_factory=lambda: (frozenset(), [], []))
 
     def __post_init__(self) -> None:
         self._me = self._directory.me
@@ -129,11 +134,7 @@ class Gatherings:
                 self._directory.refresh()
             names = [info.name for info in self._directory.infos(present=not self._is_static)]
         everybody = frozenset(names)
-        last = self._last
-        if last[0] != everybody:
-            in_order = sorted(everybody)
-            last = self._last = everybody, in_order, names_for(in_order)
-        _, chosen, short = last
+        chosen, short = in_order(everybody)
         if me not in everybody:
             raise ConfigError(f"worker {me!r} is not among the names of this gathering, {chosen}; add it to them")
         host = self._directory.resolve(chosen[0])

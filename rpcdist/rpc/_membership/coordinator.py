@@ -28,7 +28,7 @@ from rpcdist.errors import (
 )
 from rpcdist.ids import Identity
 from rpcdist.rpc._membership.roster_messages import Outcome, join_request, members_of, return_request
-from rpcdist.rpc._membership.roster_service import MembershipService
+from rpcdist.rpc._membership.roster_service import NEWS_AT_ONCE, MembershipService
 from rpcdist.rpc._peers.connections import PROBE_ROLE
 from rpcdist.rpc._peers.directory import COORDINATOR, Directory, Member, Roster
 from rpcdist.rpc._peers.network import Lifetime, Network, ReplyT
@@ -136,6 +136,13 @@ class Coordinator:
 
     async def _log_missing(self, world_size: int | None) -> None:
         waits = f"init_rpc of {self._me.name!r} (rank {self._me.id}) still waits after {INIT_NOTICE_S:g} s"
+        if world_size and self._me.id >= NEWS_AT_ONCE:  # the lists for all of a large world would delay the coordinator
+            logger.warning(
+                "%s for other workers, or for the coordinator (rank %d) at %s; the logs of the ranks below %d name the "
+                "missing workers",
+                waits, self.rank, self.address, NEWS_AT_ONCE,
+            )  # fmt: skip
+            return
         try:
             members = (await self.members_async()).members
         except RpcdistError as exc:

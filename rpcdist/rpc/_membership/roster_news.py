@@ -13,9 +13,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from rpcdist._proto import membership_pb2 as pb
+from rpcdist._proto import rpc_pb2
 from rpcdist.ids import Identity
 from rpcdist.rpc._membership.roster_messages import news_message, news_of
 from rpcdist.rpc._membership.roster_service import NEWS_AT_ONCE, MembershipService
@@ -27,6 +28,10 @@ from rpcdist.rpc.worker_info import WorkerInfo
 from rpcdist.time_limits import NEWS_PAUSE_S
 
 logger = logging.getLogger(__name__)
+
+GOODBYE: Final = rpc_pb2.Message(membership=pb.MembershipMessage())
+"""The last message of a worker that leaves, to the workers that are connected to it. In a large world, the news of rank
+0 comes later, and they would declare the worker lost when their connections end."""
 
 
 @dataclass(eq=False, repr=False)
@@ -96,7 +101,13 @@ class MembershipNews:
             self._send(identity.id, message)
 
     def on_message(self, sender: Identity, message: pb.MembershipMessage, buffers: Sequence[ReceiveBuffer]) -> None:
-        if (service := self._service) is not None:
+        service = self._service
+        if not message.version:  # `GOODBYE`
+            if service is not None:
+                service.left(sender)
+            else:
+                self._directory.on_left(sender)
+        elif service is not None:
             service.note_known(sender, message.version)
             if message.version < service.table.version:
                 self._send_soon(is_urgent=len(service.table) <= NEWS_AT_ONCE)

@@ -250,9 +250,12 @@ class MembershipService:
             raise CallRefused(
                 f"{peer.name!r} cannot remove worker {identity.name!r} from the job: only its own process may"
             )
+        self.left(identity)
+        return pb.LeaveReply()
+
+    def left(self, identity: Identity) -> None:
         if self.table.leave(identity):
             self._has_changed(is_urgent=False)
-        return pb.LeaveReply()
 
     async def members(self, peer: Identity, request: pb.MembersRequest) -> pb.JoinReply:
         """The living workers.

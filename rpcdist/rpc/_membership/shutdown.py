@@ -114,7 +114,8 @@ class ShutdownRounds:
         self._review(is_new)
         try:
             while not await ends_within(round_.ended.wait(), DEPARTURE_REVIEW_S):
-                self._review(time.monotonic() - self._watched_at >= DEPARTURE_REVIEW_S)
+                if time.monotonic() - self._watched_at >= DEPARTURE_REVIEW_S:  # one review for all that wait
+                    self._review(True)
         except asyncio.CancelledError:
             if not round_.ended.is_set():
                 round_.had_work.pop(name, None)
@@ -148,9 +149,10 @@ class ShutdownRounds:
                     self._watch(identity.id)
 
     def _is_complete(self, round_: _DepartureRound) -> bool:
-        living = self._directory.living()
         # The names are compared only if their number suffices.
-        return len(round_.had_work) >= len(living) and all(one.identity.name in round_.had_work for one in living)
+        if len(round_.had_work) < self._directory.num_living:
+            return False
+        return all(one.identity.name in round_.had_work for one in self._directory.living())
 
     def _absent(self, round_: _DepartureRound) -> list[str]:
         return sorted({member.identity.name for member in self._directory.living()} - round_.came)

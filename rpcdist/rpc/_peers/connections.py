@@ -20,6 +20,7 @@ from rpcdist.rpc._peers.network import Demultiplexer
 from rpcdist.rpc._peers.router import REPLACED, Router
 from rpcdist.time_limits import HEARTBEATS_PER_PEER_TIMEOUT, LEASE_IN_PEER_TIMEOUTS
 from rpcdist.transport.session import Session
+from rpcdist.transport.wire_messages import WireMessage
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +91,14 @@ class Connections:
         await asyncio.gather(*(session.drain(timeout_s) for session in self.sessions()))
         if wait_for_others:
             await asyncio.gather(*(session.ended(deadline.remaining_s()) for session in list(self.taken)))
+
+    async def send_last(self, message: WireMessage, timeout_s: float) -> None:
+        """Sends a message to the workers that are connected to this one, unless others wait there, and waits until it
+        is written."""
+        sessions = [session for session in self.taken if not session.num_queued]
+        for session in sessions:
+            session.send(message)
+        await asyncio.gather(*(session.drain(timeout_s) for session in sessions))
 
     def close(self, reason: str) -> None:
         self._router.close(reason)

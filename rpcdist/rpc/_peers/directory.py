@@ -177,6 +177,16 @@ class Directory:
             events = self._recount({identity.id}, {})
         self._publish([], events)
 
+    def on_left(self, identity: Identity) -> None:
+        """Records that a worker leaves, as it has told this one. On the I/O loop."""
+        with self._lock:
+            if not self._is_present(identity):
+                return
+            self._present.discard(identity.id)
+            events = self._recount({identity.id}, {})
+        for event in events:
+            self._on_event(event)
+
     def _recount(self, ids: set[int], departures: Mapping[Identity, str]) -> list[MemberEvent]:
         """Compares which of these workers live now with which lived before; needs the lock."""
         listed = {id: self._by_id[id] for id in ids & self._present}
@@ -326,6 +336,10 @@ class Directory:
 
     def is_living(self, worker_id: int) -> bool:
         return worker_id in self._living
+
+    @property
+    def num_living(self) -> int:
+        return len(self._living)
 
     def living(self) -> list[Member]:
         """The members that live, by id."""
