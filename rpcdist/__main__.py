@@ -5,8 +5,6 @@ The commands of this package.
 from __future__ import annotations
 
 import argparse
-import os
-import select
 import signal
 import sys
 import threading
@@ -15,6 +13,8 @@ from rpcdist._dashboard.live_commands import add_live_commands
 from rpcdist._doctor.command import add_doctor
 from rpcdist._inspect.flight_report import add_report, add_stacks
 from rpcdist._launch.job_commands import add_launch_commands
+from rpcdist._launch.output import drop_unread_output
+from rpcdist._launch.progress import interrupted
 from rpcdist.compat._commands import add_port, add_run
 from rpcdist.errors import RpcdistError
 
@@ -22,7 +22,7 @@ from rpcdist.errors import RpcdistError
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command that the arguments name; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m rpcdist", description="Commands of rpcdist.")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     add_launch_commands(commands)
     add_stacks(commands)
     add_live_commands(commands)
@@ -38,13 +38,13 @@ def main(arguments: list[str] | None = None) -> int:
     except RpcdistError as error:  # without a traceback, since its text says what to do
         print(f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
         return 1
-    except BrokenPipeError:
-        output = select.poll()
-        output.register(sys.stdout, 0)
-        if not output.poll(0):  # another pipe
+    except KeyboardInterrupt as error:
+        if chosen.command == "run" or isinstance(error, SystemExit):  # the user's program; the latter is reported
             raise
-        with open(os.devnull, "wb") as nowhere:  # the reader of the output, such as `head`, has had enough
-            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        raise interrupted() from None
+    except BrokenPipeError:
+        if not drop_unread_output():  # another pipe; otherwise the reader of the output, such as `head`, has had enough
+            raise
         return 1
     return status
 

@@ -11,13 +11,17 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from difflib import get_close_matches
+from typing import Any, Final
 
 from rpcdist._launch.job_plan import Role
 from rpcdist._launch.job_records import LaunchedJob, find_job, jobs, start_of
 from rpcdist._launch.launching import launch
+from rpcdist._launch.reports import text_of_error
 from rpcdist.errors import ConfigError
 from rpcdist.time_limits import JOB_STOP_LIMIT_S, LONGEST_WAIT_S
+
+_ROLE_FORM: Final = "NAME=N:MODULE:FUNCTION"
 
 
 def add_launch_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -29,7 +33,7 @@ def add_launch_commands(commands: argparse._SubParsersAction[argparse.ArgumentPa
     add.add_argument("--workers", type=int, metavar="N", help="how many")
     role = "instead of a function: the N processes of a role; repeat it for each role, first the role of rank 0"
     for option, metavar, text in (
-        ("--role", "NAME=N:MODULE:FUNCTION", role),
+        ("--role", _ROLE_FORM, role),
         ("--daemon", "NAME", "the job does not wait for this role"),
         ("--max-restarts", "[NAME=]N", "restarts a lost rank (of this role), at most this often"),
         ("--env", "NAME=VALUE", "sets an environment variable for all ranks"),
@@ -55,12 +59,18 @@ def add_launch_commands(commands: argparse._SubParsersAction[argparse.ArgumentPa
 
 
 def _launch(arguments: argparse.Namespace) -> int:
-    env = dict(_pair("--env", text) for text in arguments.env)
+    env = dict(_pair("--env", text, "NAME=VALUE") for text in arguments.env)
     restarts = dict(_restarts(text) for text in arguments.max_restarts)
     common: dict[str, Any] = {"log_dir": arguments.log_dir, "prefix": not arguments.no_prefix, "name": arguments.name}
+    has_one_function = arguments.function is not None and arguments.workers is not None
+    has_part_of_it = arguments.function is not None or arguments.workers is not None
+    if has_part_of_it if arguments.role else not has_one_function:
+        raise ConfigError("pass MODULE:FUNCTION and --workers, or --role once or several times")
+    names = {_pair("--role", text, _ROLE_FORM)[0] for text in arguments.role}
+    for name in {*arguments.daemon, *restarts} - {"", *names}:
+        known = f"the roles are {', '.join(sorted(names))}" if names else "define roles with --role"
+        raise ConfigError(f"no --role defines {name!r}; {known}")
     if not arguments.role:
-        if arguments.function is None or arguments.workers is None:
-            raise ConfigError("pass MODULE:FUNCTION and --workers, or --role once or several times")
         launch(
             _function(arguments.function),
             workers=arguments.workers,
@@ -71,17 +81,14 @@ def _launch(arguments: argparse.Namespace) -> int:
         return 0
     roles = []
     for text in arguments.role:
-        name, rest = _pair("--role", text)
+        name, rest = _pair("--role", text, _ROLE_FORM)
         count, _, function = rest.partition(":")
         if not count.isdecimal():
-            raise ConfigError(f"--role {text}: write NAME=N:MODULE:FUNCTION, with a number for N")
+            raise ConfigError(f"--role {text}: write {_ROLE_FORM}, with a number for N")
         num_restarts = restarts.get(name, restarts.get("", 0))
         roles.append(
             Role(name, _function(function), int(count), max_restarts=num_restarts, daemon=name in arguments.daemon)
         )
-    names = {role.name for role in roles}
-    for name in {*arguments.daemon, *restarts} - {"", *names}:
-        raise ConfigError(f"no --role defines {name!r}; the roles are {', '.join(sorted(names))}")
     launch(roles=roles, env=env, **common)
     return 0
 
@@ -93,24 +100,32 @@ def _restarts(text: str) -> tuple[str, int]:
     return name, int(number)
 
 
-def _pair(option: str, text: str) -> tuple[str, str]:
+def _pair(option: str, text: str, form: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
-    if not equals:
-        raise ConfigError(f"{option} {text}: there is no '='")
+    if not (name and equals):
+        raise ConfigError(f"{option} {text}: write {form}")
     return name, value
 
 
 def _function(text: str) -> Callable[..., Any]:
     module, colon, name = text.partition(":")
-    if not colon:
+    if not (module and colon and name):
         raise ConfigError(f"{text!r}: write MODULE:FUNCTION, with a colon between the two")
+    folder, file = os.path.split(os.path.normpath(module))
+    if folder or file.endswith(".py"):
+        where = f", and start the command in {folder}" if folder else ""
+        raise ConfigError(f"{text}: write the module as `import` does, {file.removesuffix('.py')}:{name}{where}")
     try:
         found = importlib.import_module(module)
-    except ModuleNotFoundError as exc:
-        raise ConfigError(f"{text}: {exc}; modules are also searched in this folder") from exc
+    except Exception as exc:  # the user's module may raise any
+        if isinstance(exc, ModuleNotFoundError) and f"{module}.".startswith(f"{exc.name}."):
+            raise ConfigError(f"{text}: {exc}; modules are also searched in this folder") from exc
+        raise ConfigError(f"{text}: the import of {module} failed\n\n{text_of_error(exc).rstrip()}") from exc
     function = getattr(found, name, None)
     if not callable(function):
-        raise ConfigError(f"{text}: the module {module} has no function {name!r}")
+        similar = get_close_matches(name, [one for one, value in vars(found).items() if callable(value)], 1)
+        advice = f"; is it {similar[0]}?" if similar else ""
+        raise ConfigError(f"{text}: the module {module} has no function {name!r}{advice}")
     return function  # type: ignore[no-any-return]
 
 

@@ -14,9 +14,9 @@ from typing import Any, TypeVar, TypeVarTuple, overload
 from rpcdist._launch.job_plan import HOST, RankPlan, Role, held_port, plan_job, this_machine
 from rpcdist._launch.job_records import job_record
 from rpcdist._launch.local_ranks import LocalRanks
-from rpcdist._launch.output import ERROR_LINES, JobOutput
+from rpcdist._launch.output import ERROR_LINES, JobOutput, drop_unread_output
 from rpcdist._launch.placement import ROLE_VARIABLE, Placement, placement_from_environment
-from rpcdist._launch.progress import Late, Outcome, Progress, error_of, interrupted
+from rpcdist._launch.progress import Failed, Late, Outcome, Progress, error_of, interrupted, is_unread_output
 from rpcdist._launch.rank_main import check_not_importing_main
 from rpcdist._launch.reports import load_result, pickle_call
 from rpcdist._launch.supervisor import StopSignals, run_job
@@ -123,7 +123,8 @@ def launch(
         TransportError: this process has too few descriptors, or too little memory, to start the others.
         OSError: a process cannot be started for another reason.
         SystemExit: a rank called `sys.exit` with this code (not 0); or the main guard is missing, and the text has the
-            line where it belongs; or 130 after Ctrl-C, 143 after SIGTERM, and 129 after SIGHUP. The exception after
+            line where it belongs; or 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP, and 141 if a rank could
+            not write its output, because nobody reads that of this program any more (`| head`). The exception after
             Ctrl-C is also a `KeyboardInterrupt`, and only that at a prompt or in a notebook.
     """
     check_not_importing_main("launch")
@@ -231,6 +232,8 @@ def results_of(
         ranks = ", ".join(map(str, outcome.ranks))
         raise DeadlineExceeded(f"after {join_timeout_s:g} s these of {len(plans)} ranks had not ended: {ranks}")
     error = error_of(outcome)
+    if isinstance(outcome, Failed) and is_unread_output(outcome.cause) and drop_unread_output():
+        raise SystemExit(128 + signal.SIGPIPE) from error
     if isinstance(error, ProcessFailed):
         name = plans[error.rank].name
         error.worker = name if by_role else ""

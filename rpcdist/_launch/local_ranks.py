@@ -67,14 +67,21 @@ class RankProcess:
         return take_reports(self._received)
 
     def copy_output(self, name: str) -> bool:
-        """Copies the available output of `stdout` or `stderr`; returns False at the end of the stream."""
+        """Copies the available output of `stdout` or `stderr`; returns False if it ends or is not read any more."""
         try:
             data = os.read(self.streams[name].fileno(), _READ_BYTES)  # more than a pipe holds
         except BlockingIOError:
             return True
-        if data:
-            self._output.write(name, data)
+        try:
+            if data:
+                self._output.write(name, data)
+        except BrokenPipeError:
+            return False
         return bool(data)
+
+    def close_output(self, name: str) -> None:
+        """Closes a stream: if the process writes to it again, it gets the error of a pipe that nobody reads."""
+        self.streams.pop(name).close()
 
     def signal(self, number: signal.Signals) -> None:
         """Sends a signal to the process alone."""
@@ -218,6 +225,7 @@ class LocalRanks:
                 events += [(process.rank, event) for event in self._read(process, alive_at)]
             elif not process.copy_output(stream):
                 self._unregister(key.fileobj)
+                process.close_output(stream)
         return events
 
     def pause(self) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-import re
+import select
 import stat
 import sys
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import IO, Final
 
 from rpcdist.errors import ConfigError, raised_as
@@ -21,7 +22,6 @@ ERROR_LINES: Final = 20
 
 KEPT_LINES: Final = 200
 _LONGEST_LINE_BYTES: Final = 1 << 13
-_LINE: Final = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)")
 _COLOURS: Final = (36, 33, 35, 32, 34, 31)  # terminal codes
 
 
@@ -79,6 +79,24 @@ class JobOutput:
                 raise
 
 
+def drop_unread_output() -> bool:
+    """Redirects stdout and stderr of this process to nowhere if they are pipes that nobody reads any more.
+
+    Otherwise the interpreter would report the data that it cannot write at its end. Returns whether there was one.
+    """
+    unread = []
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):  # not a file, as in a notebook, or closed, or None
+            output = select.poll()
+            output.register(stream.fileno(), 0)
+            if output.poll(0):
+                unread.append(stream.fileno())
+    with open(os.devnull, "wb") as nowhere:
+        for descriptor in unread:
+            os.dup2(nowhere.fileno(), descriptor)
+    return bool(unread)
+
+
 def _opened(path: str) -> IO[bytes]:
     """An empty file for a log. Raises `ConfigError` for what others may have put there, such as a link to a file."""
     try:
@@ -115,8 +133,8 @@ class WorkerOutput:
                 self._file = None
         # A carriage return also ends a line, since progress bars write only these.
         whole = self._begun[stream] + data
-        lines = _LINE.findall(whole)
-        begun = whole[sum(map(len, lines)) :]
+        lines = whole.splitlines(keepends=True)
+        begun = b"" if not lines or lines[-1].endswith((b"\r", b"\n")) else lines.pop()
         while len(begun) > _LONGEST_LINE_BYTES:
             lines.append(begun[:_LONGEST_LINE_BYTES])
             begun = begun[_LONGEST_LINE_BYTES:]

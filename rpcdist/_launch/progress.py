@@ -198,6 +198,13 @@ def _may_be_consequence(cause: ProcessEnded | Exited | Raised) -> bool:
     return isinstance(cause, Raised) and cause.may_be_consequence
 
 
+def is_unread_output(cause: ProcessEnded | Exited | Raised) -> bool:
+    """Whether a rank failed because it wrote to a pipe that nobody reads."""
+    if isinstance(cause, Raised):
+        return cause.type_name == BrokenPipeError.__name__
+    return isinstance(cause, ProcessEnded) and cause.returncode == -signal.SIGPIPE
+
+
 def _order(failure: tuple[int, ProcessEnded | Exited | Raised]) -> tuple[bool, float, int]:
     rank, cause = failure
     moment = cause.alive_at if isinstance(cause, ProcessEnded) else cause.moment

@@ -95,7 +95,7 @@ def _dump(value: object, by_value: bool) -> bytes:
 
 _LENGTH: Final = struct.Struct("<Q")
 
-_OWN_PACKAGES: Final = (__package__, "rpcdist.ray")
+_PACKAGES_ON_THE_WAY: Final = (__package__, "rpcdist.ray", "importlib")
 _IMPORTERS: Final = ("multiprocessing.spawn", "runpy")
 
 # Errors that the loss of another rank causes; a rank that fails with one of them is rarely the first to fail.
@@ -173,16 +173,20 @@ def report_of_exception(error: BaseException) -> Report:
         if error.code in (None, 0):
             return Returned(pickle.dumps(None))
         return Exited(error.code if isinstance(error.code, int) else str(error.code), now)
+    return Raised(type(error).__qualname__, text_of_error(error), isinstance(error, _CONSEQUENCES), now)
+
+
+def text_of_error(error: BaseException) -> str:
+    """Returns the traceback of an error as text, from the first frame of the user's code on."""
     frames = error.__traceback__
     while frames is not None and _is_on_the_way(frames.tb_frame):
         frames = frames.tb_next
-    text = "".join(traceback.format_exception(type(error), error, frames))
-    return Raised(type(error).__qualname__, text, isinstance(error, _CONSEQUENCES), now)
+    return "".join(traceback.format_exception(type(error), error, frames))
 
 
 def _is_on_the_way(frame: FrameType) -> bool:
-    """Whether a frame comes before the user's frames: ours, or one that imports the main module."""
-    return frame.f_globals.get("__package__") in _OWN_PACKAGES or frame.f_globals.get("__name__") in _IMPORTERS
+    """Whether a frame comes before the user's frames: ours, or one that imports the user's module."""
+    return frame.f_globals.get("__package__") in _PACKAGES_ON_THE_WAY or frame.f_globals.get("__name__") in _IMPORTERS
 
 
 def frame(report: Ready | Report) -> bytes:

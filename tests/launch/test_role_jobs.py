@@ -103,6 +103,15 @@ def test_lines_have_names_however_they_arrive(chunks: list[bytes], capfd: pytest
     assert err == f"[w] {'x' * 8192}[w] {'x' * 1808}\n"
 
 
+def test_a_long_line_in_many_chunks_is_copied(capfd: pytest.CaptureFixture[str]) -> None:
+    """Each byte is looked at a few times: a search for the end of the line from every byte took minutes."""
+    output = JobOutput(prefix=True).open("w", 0)
+    for _ in range(160):
+        output.write("stdout", b"x" * (1 << 16))
+    output.close()
+    assert capfd.readouterr().out.replace("[w] ", "") == "x" * (160 << 16) + "\n"
+
+
 # ---------------------------------------------------------------- from a shell
 
 FOLDER = Path(__file__).parent
@@ -182,7 +191,21 @@ def test_what_a_killed_program_leaves_is_no_job() -> None:
         (["--workers", "2", "role_functions"], "'role_functions': write MODULE:FUNCTION"),
         (["--workers", "2", "no_such_module:f"], "No module named 'no_such_module'"),
         (["--workers", "2", "role_functions:nothing"], "the module role_functions has no function 'nothing'"),
-        (["--role", "a:role_functions:wait_for_ever"], "there is no '='"),
+        (
+            ["--workers", "2", "role_functions:nam_and_threads"],
+            "no function 'nam_and_threads'; is it name_and_threads?",
+        ),
+        (["--workers", "2", "role_functions:"], "'role_functions:': write MODULE:FUNCTION"),
+        (["--workers", "2", ":f"], "':f': write MODULE:FUNCTION"),
+        (["--workers", "2", "./role_functions.py:f"], "write the module as `import` does, role_functions:f\n"),
+        (["--workers", "2", "/a/b.py:f"], "as `import` does, b:f, and start the command in /a\n"),
+        (["--workers", "2", "role_functions:f", "--daemon", "b"], "no --role defines 'b'; define roles with --role"),
+        (["--workers", "2", "role_functions:f", "--max-restarts", "b=1"], "no --role defines 'b'"),
+        (["--workers", "2", "role_functions:f", "--env", "A"], "--env A: write NAME=VALUE"),
+        (["--workers", "2", "--role", "a=1:role_functions:f"], "pass MODULE:FUNCTION and --workers, or --role"),
+        (["--role", "a=1:role_functions:f", "role_functions:f"], "pass MODULE:FUNCTION and --workers, or --role"),
+        (["--role", "a:role_functions:wait_for_ever"], "write NAME=N:MODULE:FUNCTION"),
+        (["--role", "=1:role_functions:wait_for_ever"], "write NAME=N:MODULE:FUNCTION"),
         (["--role", "a=x:role_functions:wait_for_ever"], "with a number for N"),
         (["--role", "a=1:role_functions:wait_for_ever", "--daemon", "b"], "no --role defines 'b'; the roles are a"),
         (["--role", "a=1:role_functions:wait_for_ever", "--max-restarts", "b=2"], "no --role defines 'b'"),
@@ -197,3 +220,63 @@ def test_wrong_commands_are_explained(
     monkeypatch.syspath_prepend(str(FOLDER))
     assert main(["launch", *arguments]) == 1
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("import no_such_library", "ModuleNotFoundError: No module named 'no_such_library'"),
+        ("raise RuntimeError('no data')", "RuntimeError: no data"),
+        ("def f(rank:", "SyntaxError: '(' was never closed"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_shown_at_its_line(
+    source: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from rpcdist.__main__ import main
+
+    (tmp_path / "broken_module.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main(["launch", "--workers", "2", "broken_module:f"]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "ConfigError: broken_module:f: the import of broken_module failed"
+    assert lines[-1] == message
+    files = [line for line in lines if line.startswith("  File")]
+    assert len(files) == 1 and "broken_module.py" in files[0]
+
+
+def test_ctrl_c_ends_a_command_without_a_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from rpcdist.__main__ import main
+
+    (tmp_path / "interrupted_module.py").write_text("raise KeyboardInterrupt")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(SystemExit) as caught:
+        main(["launch", "--workers", "2", "interrupted_module:f"])
+    assert (caught.value.code, capsys.readouterr().err) == (130, "\ninterrupted\n")
+    program = tmp_path / "program.py"
+    program.write_text("raise KeyboardInterrupt")
+    with pytest.raises(KeyboardInterrupt) as shown:  # the user's program ends as under `python program.py`
+        main(["run", str(program)])
+    assert not isinstance(shown.value, SystemExit)
+
+
+# ---------------------------------------------------------------- output that nobody reads
+
+
+@pytest.mark.parametrize("of_command", [False, True], ids=["program", "command"])
+def test_a_job_whose_output_nobody_reads_ends_quietly(of_command: bool, tmp_path: Path) -> None:
+    script = tmp_path / "talks.py"
+    script.write_text(
+        "import rpcdist\n\ndef talk(rank):\n    while True:\n        print('a line')\n\n"
+        "if __name__ == '__main__':\n    rpcdist.launch(talk, workers=2)\n"
+    )
+    arguments = ["-m", "rpcdist", "launch", "--workers", "2", "talks:talk"] if of_command else [str(script)]
+    with start(sys.executable, *arguments, cwd=tmp_path) as process:
+        assert process.stdout is not None and process.stderr is not None
+        read_until(process.stdout, "a line")
+        process.stdout.close()  # as `head -n 1` does
+        errors = process.stderr.read()
+        assert (process.wait(LIMIT_S), errors) == (128 + signal.SIGPIPE, "")
+        assert not session_members(process.pid)

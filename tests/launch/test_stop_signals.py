@@ -1,4 +1,4 @@
-"""Ctrl-C that other code swallows, and where it is left to the program."""
+"""Ctrl-C that other code swallows, and where it is left to the program; output that cannot be shown."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import threading
 from contextlib import suppress
 from errno import EIO
 from io import StringIO
+from pathlib import Path
 
 import pytest
 
-from rpcdist._launch.output import JobOutput
+from rpcdist._launch.output import JobOutput, drop_unread_output
+from rpcdist._launch.progress import is_unread_output
+from rpcdist._launch.reports import Exited, ProcessEnded, Raised
 from rpcdist._launch.supervisor import StopSignals, kept_interrupt
 
 
@@ -91,3 +94,36 @@ def test_output_that_cannot_be_shown_does_not_keep_a_job_from_ending(monkeypatch
         worker.write("stdout", b"seen by nobody")
     output.is_ending = True
     worker.write("stdout", b"seen by nobody")
+
+
+def test_only_output_that_nobody_reads_is_redirected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    read_end, write_end = os.pipe()
+    with open(write_end, "w") as unread, open(tmp_path / "output", "w") as file:
+        monkeypatch.setattr("sys.stdout", file)
+        monkeypatch.setattr("sys.stderr", unread)
+        assert not drop_unread_output()
+        os.close(read_end)
+        worker = JobOutput().open("w", 0)
+        with pytest.raises(BrokenPipeError):
+            worker.write("stderr", b"seen by nobody")
+        assert drop_unread_output()
+        assert not drop_unread_output()
+        worker.write("stdout", b"seen")
+    assert (tmp_path / "output").read_text() == "seen"
+    monkeypatch.setattr("sys.stdout", None)
+    monkeypatch.setattr("sys.stderr", StringIO())
+    assert not drop_unread_output()
+
+
+@pytest.mark.parametrize(
+    ("cause", "expected"),
+    [
+        (Raised("BrokenPipeError", "", True, 1.0), True),
+        (ProcessEnded(-signal.SIGPIPE, 1.0), True),
+        (Raised("ValueError", "", False, 1.0), False),
+        (ProcessEnded(-signal.SIGKILL, 1.0), False),
+        (Exited(1, 1.0), False),
+    ],
+)
+def test_ranks_that_fail_because_nobody_reads(cause: Raised | ProcessEnded | Exited, expected: bool) -> None:
+    assert is_unread_output(cause) is expected
