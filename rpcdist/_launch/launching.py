@@ -234,6 +234,8 @@ def results_of(
     error = error_of(outcome)
     if isinstance(outcome, Failed) and is_unread_output(outcome.cause) and drop_unread_output():
         raise SystemExit(128 + signal.SIGPIPE) from error
+    if isinstance(error, SystemExit) and isinstance(error.code, int):  # a text is shown at the end
+        logger.warning("%s called sys.exit(%r), which ends the job", plans[outcome.rank].name, error.code)
     if isinstance(error, ProcessFailed):
         name = plans[error.rank].name
         error.worker = name if by_role else ""

@@ -141,10 +141,14 @@ def test_forked_children_that_leave_the_function_end_like_any_program(
 
 @pytest.mark.multiproc
 @pytest.mark.parametrize(("code", "expected"), [("too low", "too low"), (7, 7)])
-def test_sys_exit_of_a_rank_is_the_exit_of_the_program(code: object, expected: object, no_launcher: None) -> None:
+def test_sys_exit_of_a_rank_is_the_exit_of_the_program(
+    code: object, expected: object, no_launcher: None, caplog: pytest.LogCaptureFixture
+) -> None:
     with pytest.raises(SystemExit) as caught:
         launch(functions.exit_with, (code,), workers=2)
     assert caught.value.code == expected
+    lines = [one.getMessage() for one in caplog.records if "sys.exit" in one.getMessage()]
+    assert lines == (["worker1 called sys.exit(7), which ends the job"] if code == 7 else [])
 
 
 @pytest.mark.multiproc
