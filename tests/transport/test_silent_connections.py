@@ -7,14 +7,18 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
+from typing import Any
 
+import grpc.aio
 import pytest
 
+from rpcdist.transport._channels.grpc_channel import connect_grpc
 from rpcdist.transport._server.admission import MAX_UNPROVEN, Origin
 from rpcdist.transport._server.silent_connections import SilentConnections
 
 MOST = MAX_UNPROVEN // 2  # of one host
 TOO_MANY = 3
+AT_ONCE_S = 0.5
 
 
 @pytest.fixture
@@ -66,6 +70,21 @@ async def test_a_connection_that_is_about_to_call_is_no_reason_for_a_warning(
     silent.count()
     checks.pop()()
     assert "failed in TLS" in caplog.text and not checks
+
+
+async def test_a_failed_attempt_to_connect_is_not_followed_by_one_of_grpc_itself() -> None:
+    """A worker that came before rank 0 listened left a second connection in TLS, and rank 0 reported another token."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        async with connect_grpc("127.0.0.1:{1}".format(*listener.getsockname()), None) as channel:
+            call: Any = channel.unary_unary("/nothing")
+            with pytest.raises(grpc.aio.AioRpcError):
+                await call(b"")
+            listener.listen()
+            listener.setblocking(False)
+            with pytest.raises(TimeoutError):  # the pause of gRPC was a tenth of a second
+                async with asyncio.timeout(AT_ONCE_S):
+                    await asyncio.get_running_loop().sock_accept(listener)
 
 
 def test_as_many_as_are_too_many_are_ended(clients: list[socket.socket]) -> None:

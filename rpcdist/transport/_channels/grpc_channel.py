@@ -102,9 +102,11 @@ CHANNEL_OPTIONS = [
     *_COMMON_OPTIONS,
     ("grpc.use_local_subchannel_pool", 1),  # the channel has its own connection, which ends with it
     ("grpc.enable_http_proxy", 0),  # a proxy for web traffic must not get traffic inside a cluster
-    ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", int(ATTEMPT_LIMIT_S * 1000)),  # gRPC's name for the limit of one attempt
-    ("grpc.max_reconnect_backoff_ms", 1000),
+    # gRPC pauses after a failed attempt and connects once more by itself. The pause outlasts the channel: otherwise the
+    # server would see TLS begin without a call, and report a process with another token.
+    ("grpc.initial_reconnect_backoff_ms", int(2 * ATTEMPT_LIMIT_S * 1000)),
+    ("grpc.max_reconnect_backoff_ms", int(2 * ATTEMPT_LIMIT_S * 1000)),
 ]
 _MOST_CONNECTIONS = 1 << 13  # an unproven connection costs 50 KiB
 _FEWEST_CONNECTIONS = 256  # a server accepts this many, even if the process may have few descriptors
