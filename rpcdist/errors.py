@@ -198,21 +198,24 @@ class WorkerLost(TransportError):
         what: the call or operation that waited.
         last_seen_s: seconds from its last sign of life to the declaration of the loss.
         reason: the observation behind the loss.
+        was_sent: whether the call was sent, so that it may have run; None if no call waited.
     """
 
-    def __init__(self, worker: str, what: str, last_seen_s: float, reason: str) -> None:
-        super().__init__(worker, what, last_seen_s, reason)
+    def __init__(self, worker: str, what: str, last_seen_s: float, reason: str, was_sent: bool | None = None) -> None:
+        super().__init__(worker, what, last_seen_s, reason, was_sent)
         self.worker = worker
         self.what = what
         self.last_seen_s = last_seen_s
         self.reason = reason
+        self.was_sent = was_sent
 
     def __str__(self) -> str:
+        ran = "It is unknown whether the call ran." if self.was_sent else "The call was not sent, so it did not run."
         lives = ALTHOUGH_IT_LIVES in self.reason
         hint = "" if lives else f" If {self.worker!r} was not killed, did it end without rpc.shutdown()?"
         return (
             f"worker {self.worker!r} was lost during {self.what}: {self.reason} "
-            f"(last seen {self.last_seen_s:.1f} s ago). It is unknown whether the call ran.{hint}"
+            f"(last seen {self.last_seen_s:.1f} s ago).{'' if self.was_sent is None else f' {ran}'}{hint}"
         )
 
 

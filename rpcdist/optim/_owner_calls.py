@@ -197,7 +197,7 @@ def _error_in(what: str, calls: Sequence[OwnerCall], results: Sequence[Any]) -> 
         return None
     owner, error = failed[0]
     if type(error) is WorkerLost:
-        lost = OwnerLost(error.worker, what, error.last_seen_s, error.reason)
+        lost = OwnerLost(error.worker, what, error.last_seen_s, error.reason, error.was_sent)
         lost.__cause__ = error
         error = lost
     failing = {name for name, _ in failed}

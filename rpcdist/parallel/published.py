@@ -535,8 +535,9 @@ class Published:
         text = (
             f"no worker published {newer} in time. Call publish on the worker that has the tensors, and check the name"
         )
-        if problems := [shard.problem for shard in shards if shard.problem]:
-            text = f"{current_agent().worker_name!r} could not connect to the publisher of {self.name!r}: {problems[0]}"
+        if problems := [(shard.publisher, shard.problem) for shard in shards if shard.problem]:
+            publisher = f"publisher {problems[0][0]!r}" if problems[0][0] else "publisher"
+            text = f"{current_agent().worker_name!r} did not get {newer} in time from its {publisher}: {problems[0][1]}"
         if len(shards) > 1:
             have = listed(f"{shard.shard} ({shard.newest or 'none'})" for shard in shards)
             text += (

@@ -38,6 +38,7 @@ MAX_WAITING: Final = 4096
 MAX_PURPOSE_BYTES: Final = 512
 
 Taker = Callable[[str, StreamSocket], None]
+Refusal = Callable[[str, Identity], str]
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,8 @@ class SocketHub:
         self._lock = threading.Lock()  # held by `open` and `close`
         self._waiting: dict[str, list[StreamSocket]] = {}  # proven connections that nothing has announced, by purpose
         self._announced: dict[str, Taker] = {}
-        self._arrived = threading.Lock()  # protects these two
+        self._refusals: dict[str, Refusal] = {}
+        self._arrived = threading.Lock()  # protects these three
 
     @property
     def address(self) -> str:
@@ -183,15 +185,18 @@ class SocketHub:
         for connection in dropped:
             connection.close()
 
-    def announce(self, prefix: str, taker: Taker) -> None:
+    def announce(self, prefix: str, taker: Taker, refusal: Refusal | None = None) -> None:
         """Gives connections whose purpose begins with `prefix` to a function from now on.
 
         Args:
             taker: called with purpose and socket, on the I/O loop; it must not block. It gets connections that already
                 wait at once, on the caller's thread.
+            refusal: called with purpose and peer before; returns the reason to refuse the connection, or nothing.
         """
         with self._arrived:
             self._announced[prefix] = taker
+            if refusal is not None:
+                self._refusals[prefix] = refusal
             purposes = [purpose for purpose in self._waiting if purpose.startswith(prefix)]
             found = [(purpose, connection) for purpose in purposes for connection in self._waiting.pop(purpose)]
         for purpose, connection in found:
@@ -201,6 +206,7 @@ class SocketHub:
         """Ends `announce`."""
         with self._arrived:
             self._announced.pop(prefix, None)
+            self._refusals.pop(prefix, None)
 
     # ------------------------------------------------------------ a `SocketTaker`
 
@@ -211,7 +217,8 @@ class SocketHub:
                 return "the socket hub is closed"
             if (waiting := self._num_waiting()) >= MAX_WAITING and self._taker_of(purpose) is None:
                 return f"{waiting} connections already wait here that no thread expects"
-            return ""
+            refuse = next((one for prefix, one in self._refusals.items() if purpose.startswith(prefix)), None)
+        return "" if refuse is None else refuse(purpose, peer)
 
     def put(self, purpose: str, connection: StreamSocket) -> bool:
         """See `SocketTaker`."""

@@ -11,19 +11,24 @@ from typing import Any
 
 import pytest
 import torch
+from agents_here import agents_here
+from inside_agents import Agent
 from inside_published import extracts_of, hosts_of, origin_of, pinned_by
 
 from rpcdist import rpc
 from rpcdist.errors import CallRefused, ConfigError, TransportError
 from rpcdist.parallel import Published, TensorPart
-from rpcdist.parallel._published import _hosts
+from rpcdist.parallel._published import _hosts, _source
 from rpcdist.parallel._published._hosts import MAX_EXTRACTS, MAX_VERSION, HostCopy, Publisher
 from rpcdist.parallel._published._layout import VersionLayout
 from rpcdist.parallel._published._parts import NEWEST, PAGE_BYTES, READING, VERSION_IN, packed, pieces_of
 from rpcdist.parallel._published._reader import VersionReader
 from rpcdist.parallel._published._shard_connection import _names, actor_name, follow, known
-from rpcdist.parallel._published._source import MAX_SOURCES_OF_WORKER, _AdmittedReader, ask
+from rpcdist.parallel._published._source import MAX_SOURCES_OF_WORKER, _AdmittedReader, ask, purpose_of
+from rpcdist.rpc._current import use_agent
 from rpcdist.testing import InProcessCluster, eventually
+from rpcdist.transport import Node
+from rpcdist.transport.sockets import SocketHub
 
 LIMIT_S = 20.0
 
@@ -168,6 +173,44 @@ def test_a_source_is_spoken_for_by_its_worker_alone(cluster: InProcessCluster) -
     assert hosts_of(origin) == [name] == pinned_by(origin)
     cluster.run("g0", copy.leave)
     eventually(lambda: not hosts_of(origin), "it has left the chain")
+
+
+def test_a_reader_of_the_host_is_admitted_under_its_own_name_and_a_bounded_number_of_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A member said any name, and its publisher waited for a worker that had no part in it; and it said it often."""
+    with agents_here("trainer", "g0", "evil") as (trainer, g0, evil):
+        with use_agent(trainer):
+            weights = Published("policy")
+            weights.publish({"a": torch.ones(4)})
+        address = origin_of(weights).address
+        if not address:
+            pytest.skip("versions are not shared between processes here")
+
+        def connect(agent: Agent, name: str) -> socket.socket:
+            assert isinstance(agent.network, Node)
+            hub = SocketHub(agent.network)
+            try:
+                return hub.connect(address, purpose_of(name), LIMIT_S, unix=True)
+            finally:
+                hub.close()
+
+        with pytest.raises(TransportError, match="worker 'evil' cannot read as worker 'g0': each worker speaks for"):
+            connect(evil, "g0").close()
+        monkeypatch.setattr(_source, "MAX_READERS_OF_WORKER", 2)
+        with connect(evil, "evil"):
+            second = connect(evil, "evil")
+            with pytest.raises(TransportError, match="worker 'evil' has 2 readers of 'policy' already"):
+                connect(evil, "evil").close()
+            connect(g0, "g0").close()
+            second.close()
+            connect(evil, "evil").close()  # one of its places is free again
+        with use_agent(g0):
+            mine, target = Published("policy"), {"a": torch.zeros(4)}
+            assert mine.pull_into(target) == 1 and target["a"].eq(1).all()
+            mine.close()
+        with use_agent(trainer):
+            weights.close()
 
 
 def test_a_version_that_nobody_can_have_seen_stops_no_publisher(cluster: InProcessCluster) -> None:

@@ -136,7 +136,8 @@ def test_who_is_there_is_said_by_the_coordinator_alone() -> None:
 
 
 def test_names_of_actors_take_a_bounded_part_of_the_memory_of_the_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(actor_names, "MAX_NAMES", 3)
+    """One worker could also take all names, so that no other worker could name an actor."""
+    monkeypatch.setattr(actor_names, "MAX_NAMES", 6)
     with InProcessCluster("a", "b", "c", peer_timeout=CALM_S, allow_functions=[]) as cluster:
         with cluster.use("b") as agent:
             for name in ("x" * (actor_names.MAX_NAME_CHARS + 1), "", b"bytes", ["a list"], None):
@@ -144,9 +145,15 @@ def test_names_of_actors_take_a_bounded_part_of_the_memory_of_the_coordinator(mo
                     agent.caller.gather(0, RESERVE, (name, 1, 1), LIMIT_S)
             for number in range(3):
                 agent.caller.gather(0, RESERVE, (f"actor {number}", 1, 1), LIMIT_S)
-            with pytest.raises(Overloaded, match="3 named actors"):
-                agent.caller.gather(0, RESERVE, ("one more", 1, 1), LIMIT_S)
+            for owner in (0, 1, 2):  # it counts who creates them, and not where
+                with pytest.raises(Overloaded, match=r"worker 'b' has created 3 of the 3 named actors .* at most 6"):
+                    agent.caller.gather(0, RESERVE, ("one more", owner, 1), LIMIT_S)
             with pytest.raises(UnknownActor, match="Did you mean 'actor 1'"):
                 agent.actor_names.find("actors 1", LIMIT_S)
             agent.caller.gather(0, RELEASE, ("actor 0", 1), LIMIT_S)
             agent.caller.gather(0, RESERVE, ("one more", 1, 1), LIMIT_S)
+        for number, name in ((2, "c"), (0, "a")):  # names are left for the others
+            with cluster.use(name) as agent:
+                agent.caller.gather(0, RESERVE, (f"of {name}", number, number), LIMIT_S)
+        with cluster.use("b") as agent, pytest.raises(Overloaded, match="worker 'b' has created 3 of the"):
+            agent.caller.gather(0, RESERVE, ("the last", 1, 1), LIMIT_S)

@@ -150,6 +150,26 @@ def test_another_publisher_takes_the_hosts_over(job: Job) -> None:
     assert [job.pull(name, 1) for name in HOSTS] == [(2, [2.0])] * 3
 
 
+def test_a_pull_that_waits_in_vain_names_the_lost_publisher(job: Job) -> None:
+    """It said that no worker had published, and to check the name."""
+    job.publish("trainer", 1)
+    job.pull("g0")
+    target = there.filled(-1)
+
+    def pull(seconds: float) -> object:
+        return job.held["g0"].pull_into(target, 1, wait=True, timeout=seconds)
+
+    with pytest.raises(DeadlineExceeded, match=r"no worker published a version of 'policy' that is newer than 1 in"):
+        job.cluster.run("g0", pull, 0.05)
+    job.cluster.kill("trainer")
+    with job.cluster.use("g0") as agent:
+        eventually(lambda: "trainer" in agent.directory.losses(), "the others know that it is lost")
+    newer = "'g0' did not get a version of 'policy' that is newer than 1 in time from its publisher 'trainer': "
+    with pytest.raises(DeadlineExceeded, match=newer) as raised:
+        job.cluster.run("g0", pull, 1.0)
+    assert "worker 'trainer' was lost (" in str(raised.value) and "no other worker has published" in str(raised.value)
+
+
 def test_a_publisher_that_is_the_coordinator_is_replaced(job: Job) -> None:
     job.publish("boss", 1)
     job.publish("boss", 2)

@@ -305,6 +305,34 @@ def test_a_call_that_met_a_closed_session_is_lost() -> None:
     assert made.ended and errors_of(made) == [WorkerLost]
 
 
+UNKNOWN = "It is unknown whether the call ran."
+NOT_SENT = "The call was not sent, so it did not run."
+
+
+def test_the_error_of_a_lost_call_says_whether_it_may_have_run() -> None:
+    """Calls that were never sent may be repeated; their error said that they may have run."""
+    table = new_table()
+    unsent, sent, repeated, shortage = (pending(table, 10) for _ in range(4))
+    session: Any = SimpleNamespace(peer=Identity("b", 1, 7), closed_reason=None, last_received=0.0)
+    unsent.on_not_sent(1.0, "it was killed")
+    sent.on_sent(session, 0)
+    for call in (repeated, shortage):
+        call.repeat = cast(Any, "the message")
+        call.on_sent(session, 0)
+    table.on_broken(session, "it was killed")
+    assert not repeated.ended  # it waits for a connection
+    assert "not sent again after its connection broke: " in str(repeated.deadline_error())
+    repeated.on_not_sent(1.0, "it did not answer")
+    shortage.on_not_sent(1.0, "no descriptors", is_lost=False)
+    errors = [call.reply_sink.errors[0] for call in (unsent, sent, repeated) if isinstance(call.reply_sink, Outcome)]
+    assert [error.was_sent for error in errors if isinstance(error, WorkerLost)] == [False, True, True]
+    assert [UNKNOWN in str(error) for error in errors] == [False, True, True]
+    assert [NOT_SENT in str(error) for error in errors] == [True, False, False]
+    assert isinstance(shortage.reply_sink, Outcome) and "was not sent again: no desc" in str(shortage.reply_sink.errors)
+    no_call = str(WorkerLost("b", "a barrier", 1.0, "it was killed"))
+    assert UNKNOWN not in no_call and NOT_SENT not in no_call
+
+
 def test_the_error_of_a_deadline_says_how_long_it_was() -> None:
     table = new_table()
     assert str(pending(table, 0.25).deadline_error()) == (

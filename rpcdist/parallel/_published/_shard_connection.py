@@ -136,7 +136,8 @@ class ShardConnection:
         publisher: the worker that publishes the shard.
         num_shards: the number of shards.
         num_publishers: see `Known`; its value when the connection was made.
-        problem: why the last attempt to connect to the publisher failed; empty if it succeeded.
+        problem: why the last attempt to connect to the publisher failed; empty if it succeeded, or if this consumer has
+            never found a publisher.
     """
 
     def __init__(self, name: str, shard: int, dtype: torch.dtype | None = None) -> None:
@@ -186,11 +187,17 @@ class ShardConnection:
                 self._connect(wanted, earlier, limit_s)
                 self.problem = ""
             except (UnknownActor, TransportError, DeadlineExceeded) as exc:
-                self.problem = "" if isinstance(exc, UnknownActor) else str(exc)
+                self.problem = self._loss() if isinstance(exc, UnknownActor) else f"it could not be reached: {exc}"
                 self._retry_at = time.monotonic() + CHECK_INTERVAL_S
                 if is_short and reader is not None:  # its values are not enough for this pull, which waits
                     reader.close()
                     self.reader = None
+
+    def _loss(self) -> str:
+        """What became of a publisher that this consumer has found before."""
+        reason = self.agent.directory.losses().get(self.publisher)
+        what = "it has ended" if reason is None else f"worker {self.publisher!r} was lost ({reason})"
+        return f"{what}, and no other worker has published since then" if self.publisher else ""
 
     def _needed(
         self, layout: VersionLayout, wanted: Pieces, earlier: Sequence[ShardConnection]

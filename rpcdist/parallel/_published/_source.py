@@ -19,6 +19,7 @@ from rpcdist import rpc
 from rpcdist.collectives._transports.shm import futex
 from rpcdist.deadline import Deadline
 from rpcdist.errors import CallRefused, DeadlineExceeded, TransportError, abridged
+from rpcdist.ids import Identity
 from rpcdist.parallel._published._layout import VersionLayout
 from rpcdist.parallel._published._parts import ASKED, HAVE, NEWEST, PAGE_BYTES, READING, VERSION_IN, packed, unpacked
 from rpcdist.parallel._published._reader import (
@@ -54,6 +55,9 @@ _CALLED_BY_PEERS: Final = frozenset(
 
 MAX_SOURCES_OF_WORKER: Final = 16
 """The limit of a worker's sources for one name: it needs one, and another while the first is closed."""
+
+MAX_READERS_OF_WORKER: Final = 256
+"""The limit of a worker's readers of one source: each `Published` of a worker has one, and takes a descriptor here."""
 
 MAX_RECEIVES: Final = 64
 """Receives of 4 KiB, more than a socket usually holds, before a thread goes on that reads what wakes it up."""
@@ -211,7 +215,7 @@ class VersionSource:
         self._views: dict[int, list[Tensor]] = {}
         if self._memory.descriptors and isinstance(network, Node) and network.address is not None:
             self._hub = SocketHub(network)
-            self._hub.announce(_PURPOSE, self._on_connection)
+            self._hub.announce(_PURPOSE, self._on_connection, self._refusal)
             self.address = self._hub.open(split_address(network.address)[0], SLOW_ANSWER_LIMIT_S)
 
     @property
@@ -238,6 +242,17 @@ class VersionSource:
         with self._changed:
             self._connections.append(_AdmittedReader(self._me, own, ours))
         return VersionReader(self.layout, self._memory.words, own, self._memory.tensors, theirs, self._changed)
+
+    def _refusal(self, purpose: str, peer: Identity) -> str:
+        """Returns why a reader is refused, or nothing; on the I/O loop. A reader can hold up the publisher."""
+        name = purpose.removeprefix(_PURPOSE)
+        if name != peer.name:
+            return f"worker {peer.name!r} cannot read as worker {abridged(name)}: each worker speaks for itself"
+        with self._changed:
+            self._forget_readers()
+            if sum(reader.name == name for reader in self._connections) >= MAX_READERS_OF_WORKER:
+                return f"worker {name!r} has {MAX_READERS_OF_WORKER} readers of {self.name!r} already"
+        return ""
 
     def _on_connection(self, purpose: str, connection: StreamSocket) -> None:
         """Admits a reader of this host; runs on the I/O loop."""

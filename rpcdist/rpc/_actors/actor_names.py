@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from itertools import islice
@@ -193,8 +194,10 @@ _REQUESTS: Final = ("reserve", "confirm", "admit", "release", "find", "give", "k
 RESERVE, CONFIRM, ADMIT, RELEASE, FIND, GIVE, KEPT = (f"{__name__}:{request}" for request in _REQUESTS)
 
 MAX_NAME_CHARS: Final = 1000
-MAX_NAMES: Final = 1 << 14
-"""Bounds the coordinator's memory, since a peer may reserve any number of names."""
+MAX_NAMES: Final = 1 << 15
+"""Bounds the coordinator's memory, since a peer may reserve any number of names. A worker may have as many names as are
+left for the others: one worker that makes all actors gets half of them, and no worker can take the last ones.
+"""
 
 MAX_NAMES_SENT: Final = 256  # with the error for an unknown name
 
@@ -222,6 +225,7 @@ class ActorNames:
     _caller: Caller
     _has_predecessor: Callable[[], bool]
     _claims: dict[str, _Claim] = field(default_factory=dict)  # at the coordinator
+    _num_claims: Counter[Identity] = field(default_factory=Counter)  # by creator
     _asked: set[Identity] = field(default_factory=set)  # workers that have reported their names
     _asking: asyncio.Lock = field(default_factory=asyncio.Lock)
     _kept: dict[str, Awaitable[Any]] = field(default_factory=dict)  # at owners
@@ -257,7 +261,9 @@ class ActorNames:
         check_speaks_for(self._directory.name_of(creator))
         if not _is_name(name):
             raise CallRefused(f"the name of an actor must be a string of 1 to {MAX_NAME_CHARS} characters")
-        if len(self._claims) >= MAX_NAMES:
+        member = self._directory.member
+        who = member(creator).identity
+        if not self._has_room_for(who):
             self._drop_ended()
         claim = await self._known_claim(name)
         if claim is not None:
@@ -265,12 +271,13 @@ class ActorNames:
                 f"worker {claim.owner.name!r} already has an actor named {name!r}; get a reference to it with "
                 f"rpc.get_actor({name!r}), or choose another name"
             )
-        if len(self._claims) >= MAX_NAMES:
+        if not self._has_room_for(who):
             raise Overloaded(
-                f"the job already has {MAX_NAMES} named actors, which is the limit; create others without name="
+                f"worker {who.name!r} has created {self._num_claims[who]} of the {len(self._claims)} named actors of "
+                f"this job, which has at most {MAX_NAMES}: one worker may have as many as are left for the others. "
+                "Create others without name="
             )
-        member = self._directory.member
-        self._claims[name] = _Claim(member(owner).identity, member(creator).identity)
+        self._add(name, _Claim(member(owner).identity, who))
 
     async def _on_admit(self, name: str, owner: int, creator: int) -> None:
         """Checks, for an owner, that a worker has reserved the name for an actor on that owner."""
@@ -293,7 +300,7 @@ class ActorNames:
         check_speaks_for(self._directory.name_of(creator))
         claim = self._claims.get(name)
         if claim is not None and not claim.is_confirmed and claim.creator.id == creator:
-            del self._claims[name]
+            self._remove(name)
 
     async def _on_find(self, name: str) -> int:
         claim = await self._known_claim(name)
@@ -302,11 +309,24 @@ class ActorNames:
             raise UnknownActor(name, list(islice(self._claims, MAX_NAMES_SENT)))
         return claim.owner.id
 
+    def _has_room_for(self, creator: Identity) -> bool:
+        return self._num_claims[creator] < MAX_NAMES - len(self._claims)
+
+    def _add(self, name: str, claim: _Claim) -> None:
+        self._claims[name] = claim
+        self._num_claims[claim.creator] += 1
+
+    def _remove(self, name: str) -> None:
+        creator = self._claims.pop(name).creator
+        self._num_claims[creator] -= 1
+        if not self._num_claims[creator]:
+            del self._num_claims[creator]  # counts of workers that come and go do not pile up
+
     def _claim(self, name: str) -> _Claim | None:
         """Returns the entry of a name, after deleting it if its worker has ended."""
         claim = self._claims.get(name)
         if claim is not None and self._has_ended(claim):
-            del self._claims[name]
+            self._remove(name)
             return None
         return claim
 
@@ -340,16 +360,16 @@ class ActorNames:
             logger.warning("worker %r reported %s instead of a list of its named actors", worker.name, abridged(names))
             return
         for name in names:
-            if _is_name(name) and self._claim(name) is None and len(self._claims) < MAX_NAMES:
-                claim = self._claims[name] = _Claim(worker, worker)
-                claim.is_confirmed = True
+            if _is_name(name) and self._claim(name) is None and self._has_room_for(worker):
+                self._add(name, _Claim(worker, worker, is_confirmed=True))
 
     def _has_ended(self, claim: _Claim) -> bool:
         lives = self._directory.lives
         return not lives(claim.owner) or not (claim.is_confirmed or lives(claim.creator))
 
     def _drop_ended(self) -> None:
-        self._claims = {name: claim for name, claim in self._claims.items() if not self._has_ended(claim)}
+        for name in [name for name, claim in self._claims.items() if self._has_ended(claim)]:
+            self._remove(name)
 
     async def keep(self, name: str, rref: Awaitable[Any]) -> None:
         """Holds a new actor under its name, at the owner. Raises the error of its creation, or `CallRefused` if the

@@ -73,6 +73,7 @@ class PendingCall:
         transfer: number of the transfer that carries its large arguments, 0 for none.
         forks: the shares that the callee gets with the arguments; returned if the arguments may not have arrived.
         repeat: the message, if it may be sent again.
+        was_sent: whether it was sent on a connection that broke, and waits until it is sent again.
         is_bound: whether it names values, references or a context that only one process has.
         autograd: the autograd context in which it was made, or None.
         target_ref: the reference whose method is called, held until the reply; None for other calls.
@@ -92,6 +93,7 @@ class PendingCall:
     transfer: int = 0
     session: AnySession | None = None
     repeat: WireMessage | None = None
+    was_sent: bool = False
     forks: Sequence[value_pb2.RRefFork | int] | None = None
     autograd: CallContext | None = None
     target_ref: Handle | None = None
@@ -126,9 +128,11 @@ class PendingCall:
 
     def on_not_sent(self, silence_s: float, reason: str, is_lost: bool = True) -> None:
         if is_lost:
-            self.table.end(self, WorkerLost(self.table.name_of(self.peer), self.what(), silence_s, reason))
+            name = self.table.name_of(self.peer)
+            self.table.end(self, WorkerLost(name, self.what(), silence_s, reason, self.was_sent))
         else:
-            self.table.end(self, TransportError(f"{self.what()} was not sent: {reason}"))
+            again = " again" if self.was_sent else ""
+            self.table.end(self, TransportError(f"{self.what()} was not sent{again}: {reason}"))
 
     def cancel(self) -> bool:
         """Ends it, and notifies the callee; its caller completes its own side. False if it has ended already."""
@@ -181,7 +185,7 @@ class PendingCall:
             return f"Only {sent:.1f} of {size:.1f} MiB of its arguments were sent."
         if self.session is None:
             why = own_shortage() or "there was no connection, or its arguments were still being written to it"
-            return f"It was not sent: {why}."
+            return f"It was not sent{' again after its connection broke' if self.was_sent else ''}: {why}."
         if not self.was_asked:
             return ""
         name, now = self.session.peer.name, time.monotonic()
@@ -349,6 +353,7 @@ class CallTable:
         if call.ended or call.session is not session or call.repeat is None:
             return
         call.session = None
+        call.was_sent = True
         try:
             self._send_again(session.peer, call.repeat, call)
         except TransportError as exc:
@@ -400,4 +405,4 @@ class CallTable:
 
 
 def _lost(session: AnySession, reason: str, what: str) -> WorkerLost:
-    return WorkerLost(session.peer.name, what, time.monotonic() - session.last_received, reason)
+    return WorkerLost(session.peer.name, what, time.monotonic() - session.last_received, reason, was_sent=True)

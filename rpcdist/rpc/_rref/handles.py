@@ -124,7 +124,7 @@ def owner_lost(exc: WorkerLost, what: str) -> OwnerLost:
     """Turns the loss of a worker into an error for users of its values."""
     if isinstance(exc, OwnerLost):
         return exc
-    error = OwnerLost(exc.worker, what, exc.last_seen_s, exc.reason)
+    error = OwnerLost(exc.worker, what, exc.last_seen_s, exc.reason, exc.was_sent)
     error.__cause__ = copied(exc)
     return error
 
@@ -162,7 +162,8 @@ def creation_error(exc: BaseException, owner: str) -> Exception:
     kind = type(exc)  # a user's exception may break `isinstance`
     if issubclass(kind, WorkerLost):
         assert isinstance(exc, WorkerLost)
-        error: Exception = OwnerLost(exc.worker, "RRef creation via rpc.remote()", exc.last_seen_s, exc.reason)
+        what = "RRef creation via rpc.remote()"
+        error: Exception = OwnerLost(exc.worker, what, exc.last_seen_s, exc.reason, exc.was_sent)
     elif issubclass(kind, DeadlineExceeded):
         error = RRefError(
             "RRef creation via rpc.remote() timed out, and it is possible that the RRef on the owner node "
