@@ -15,7 +15,7 @@ import torch
 from rpcdist.collectives._group.callbacks import Callbacks, OrderedFuture, fail_future
 from rpcdist.errors import CollectiveTimeout, ForkedProcess, refuse_pickling
 from rpcdist.own_shortage import own_shortage
-from rpcdist.waiters import wake_threadsafe
+from rpcdist.waiters import running_loop, wake_threadsafe
 
 __all__ = ["Work"]
 
@@ -248,7 +248,7 @@ class Work:
         """Waits without blocking the loop; after a cancellation the operation continues."""
         if not self._done:
             self._check_not_forked()
-            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            waiter: asyncio.Future[None] = running_loop().create_future()
             self.when_done(lambda _: wake_threadsafe(waiter))
             self._ensure_progress()
             yield from waiter

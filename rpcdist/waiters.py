@@ -12,10 +12,22 @@ from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from rpcdist.errors import RpcdistError
 from rpcdist.giving_up import given_up
 from rpcdist.time_limits import CLOSE_STEP_LIMIT_S
 
 T = TypeVar("T")
+
+
+def running_loop() -> asyncio.AbstractEventLoop:
+    """The running loop of asyncio, on which users await. Raises `RpcdistError` in a coroutine of another library."""
+    loop = asyncio._get_running_loop()
+    if loop is None:
+        raise RpcdistError(
+            "rpcdist can be awaited only on an event loop of asyncio or uvloop, and none runs in this thread. On "
+            "another loop, such as trio's, use the blocking form: `await trio.to_thread.run_sync(future.wait)`"
+        )
+    return loop
 
 
 async def run_in_thread(
@@ -55,7 +67,7 @@ async def run_in_thread(
 
 def _start(function: Callable[[], T], name: str) -> tuple[threading.Thread, asyncio.Future[T]]:
     """Calls a function on a new thread; returns the thread, and a future of the running loop."""
-    loop = asyncio.get_running_loop()
+    loop = running_loop()
     done: asyncio.Future[T] = loop.create_future()
     context = contextvars.copy_context()
 

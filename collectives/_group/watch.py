@@ -117,6 +117,7 @@ class WatchConnection:
         self._unsent: deque[tuple[bytes, Segment | None]] = deque()
         self._all_sent = asyncio.Event()
         self._all_sent.set()
+        self._error: OSError | None = None  # of a write; the system reports it only once
         sock.setblocking(False)
         _notice_silence(sock)
 
@@ -151,7 +152,8 @@ class WatchConnection:
                 self._all_sent.clear()
                 asyncio.get_running_loop().add_writer(self.sock.fileno(), self._write)
             return
-        except OSError:  # a part of a message may be sent: the connection ends, and its listener reports it
+        except OSError as exc:  # a part of a message may be sent: the connection ends, and its listener reports it
+            self._error = exc
             with suppress(OSError):
                 self.sock.shutdown(socket.SHUT_RDWR)
         self._stop_writing()
@@ -163,10 +165,16 @@ class WatchConnection:
             asyncio.get_running_loop().remove_writer(self.sock.fileno())
 
     async def receive(self) -> Message | None:
-        """Returns the next message; None at the end of the stream. Waits as long as the peer lives."""
+        """Returns the next message; None at the end of the stream. Waits as long as the peer lives.
+
+        Raises:
+            OSError: the connection broke.
+        """
         while (data := self._first_received()) is None:
             more = await self._some(_READ_BYTES)
             if not more:
+                if self._error is not None:
+                    raise self._error
                 return None
             self._received += more
         try:

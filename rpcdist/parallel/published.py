@@ -45,7 +45,7 @@ from rpcdist.rpc._calling.new_calls import Invocation
 from rpcdist.rpc._current import current_agent
 from rpcdist.rpc._executors.blocking import async_form, off_loop
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
-from rpcdist.time_limits import CHECK_INTERVAL_S, FIRST_PAUSE_S, LONGEST_PAUSE_S
+from rpcdist.time_limits import CHECK_INTERVAL_S, FIRST_PAUSE_S, LONGEST_PAUSE_S, MIN_ATTEMPT_S
 
 __all__ = ["Published", "TensorPart"]
 
@@ -436,7 +436,9 @@ class Published:
             deadline: Deadline | None = None
             floor = max(newer_than, self._version - 1)
             while True:
-                shards = self._refreshed(wanted, timeout)
+                # An attempt ends with the pull. The last one still gets an answer, which says what is missing.
+                left_s = timeout if deadline is None else max(MIN_ATTEMPT_S, deadline.remaining_s())
+                shards = self._refreshed(wanted, left_s)
                 newest = [shard.newest for shard in shards]  # the wait below ends for every later version
                 if min(newest) > floor:
                     needed = choose(shards)

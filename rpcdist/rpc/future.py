@@ -54,7 +54,7 @@ from rpcdist.rpc._values.exceptions import (
     text_of,
     traceback_of,
 )
-from rpcdist.waiters import wake_threadsafe
+from rpcdist.waiters import running_loop, wake_threadsafe
 
 __all__ = ["Future"]
 
@@ -209,7 +209,7 @@ class Future(torch.futures.Future[T]):
     def __await__(self) -> Generator[Any, None, T]:
         """Waits on the running asyncio loop. Cancelling the awaiting task cancels the call."""
         if not self._finished:
-            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            waiter: asyncio.Future[None] = running_loop().create_future()
             wake = partial(wake_threadsafe, waiter)
             self._observe(wake)
             try:

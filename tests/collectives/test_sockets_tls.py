@@ -157,7 +157,7 @@ def test_a_message_that_is_encrypted_in_part_is_not_left_out(mailboxes: tuple[Me
     assert connection.ended is not None and "timed out in the middle of the message" in connection.ended
     recv(mailboxes[1], got := number(0), 0)
     assert got == 1
-    with pytest.raises(RankLost, match="closed the connection"):
+    with pytest.raises(RankLost, match=r"closed the connection|connection was reset"):
         for _ in messages:
             recv(mailboxes[1], torch.zeros(4_000), 0)
 

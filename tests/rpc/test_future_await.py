@@ -13,7 +13,9 @@ from future_helpers import REPLY_SINKS, arrive, complete, fail, failed_future, i
 from future_helpers import pool as pool
 from inside_agents import ThreadPool
 
-from rpcdist.errors import BlockingInLoop, Cancelled
+from rpcdist import rpc
+from rpcdist.collectives import Work
+from rpcdist.errors import BlockingInLoop, Cancelled, RpcdistError
 from rpcdist.rpc import as_completed, wait_all, wait_any
 from rpcdist.rpc.future import Future
 
@@ -61,6 +63,22 @@ async def test_blocking_on_a_loop_raises_at_once_unless_done() -> None:
     assert future.wait() == 1
     assert wait_all([future]) == [1]
     assert next(as_completed([future])) is future
+
+
+def test_an_await_on_a_loop_of_another_library_says_what_works_there() -> None:
+    """As of trio, which runs coroutines itself; the error was asyncio's "no running event loop"."""
+
+    async def first_of(futures: list[Future[int]]) -> object:
+        async for future in as_completed(futures):
+            return future
+        return None
+
+    async def wait_for(future: Future[int]) -> int:
+        return await future
+
+    for waiting in (wait_for(Future()), first_of([Future()]), rpc.get_actor_async("a"), Work("barrier").__await__()):
+        with pytest.raises(RpcdistError, match=r"only on an event loop of asyncio or uvloop.*trio\.to_thread"):
+            waiting.send(None)
 
 
 def test_a_loop_that_was_closed_does_not_disturb_the_reply_sink() -> None:

@@ -87,7 +87,9 @@ def test_a_shutdown_needs_nobody_but_its_host_in_reach() -> None:
         cluster.shutdown()
 
 
-OUT_OF_REACH = r"'a'.*connection refused, although it lives.*firewall.* s ago\). It is unknown whether the call ran.$"
+OUT_OF_REACH = (
+    r"'a'.*connection refused, although it lives.*firewall.* s ago\)\. The call was not sent, so it did not run\.$"
+)
 
 
 def refuse_one_way(cluster: InProcessCluster) -> None:

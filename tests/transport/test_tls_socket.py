@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
 import select
 import socket
 import ssl
+import struct
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -207,6 +209,26 @@ def test_what_was_changed_on_the_way_is_an_error(
     raw[0].send(b"\x17\x03\x03\x00\x20" + bytes(32))  # a record, but nobody encrypted it
     with pytest.raises(ssl.SSLError):
         pair[1].recv_into(room)
+
+
+@pytest.mark.parametrize("has_unread", [False, True], ids=["nothing unread", "bytes unread"])
+def test_a_broken_connection_is_an_error_and_no_end(has_unread: bool) -> None:
+    """Python's ssl reports it as an end, so a rank behind a cut cable was said to have ended its process."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        with socket.create_connection(listener.getsockname()) as one, listener.accept()[0] as other:
+            client, server = end(one, False), end(other, True)
+            shake(client, server)
+            if has_unread:
+                server.send(b"the last words")
+                wait(client, select.POLLIN)
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # the last close is a reset
+            os.dup2(listener.fileno(), server.fileno())  # closes the connection, without the close message of TLS
+    room = memoryview(bytearray(100))
+    wait(client, select.POLLHUP)
+    for _ in range(2):  # it is reported again
+        with pytest.raises(ConnectionResetError, match="the connection was reset, or timed out"):
+            while client.recv_into(room):
+                pass
 
 
 @pytest.mark.parametrize("size_bytes", [4, 64])

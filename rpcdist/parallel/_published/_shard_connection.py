@@ -187,13 +187,16 @@ class ShardConnection:
                 self._connect(wanted, earlier, limit_s)
                 self.problem = ""
             except (UnknownActor, TransportError, DeadlineExceeded) as exc:
-                self.problem = self._loss() if isinstance(exc, UnknownActor) else f"it could not be reached: {exc}"
+                if isinstance(exc, UnknownActor):
+                    self.problem = self._end_of_publisher()
+                elif not self.problem or not isinstance(exc, DeadlineExceeded):  # the last attempt of a pull is short
+                    self.problem = f"it could not be reached: {exc}"
                 self._retry_at = time.monotonic() + CHECK_INTERVAL_S
                 if is_short and reader is not None:  # its values are not enough for this pull, which waits
                     reader.close()
                     self.reader = None
 
-    def _loss(self) -> str:
+    def _end_of_publisher(self) -> str:
         """What became of a publisher that this consumer has found before."""
         reason = self.agent.directory.losses().get(self.publisher)
         what = "it has ended" if reason is None else f"worker {self.publisher!r} was lost ({reason})"

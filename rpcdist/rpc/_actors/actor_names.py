@@ -277,7 +277,7 @@ class ActorNames:
                 f"this job, which has at most {MAX_NAMES}: one worker may have as many as are left for the others. "
                 "Create others without name="
             )
-        self._add(name, _Claim(member(owner).identity, who))
+        self._enter(name, _Claim(member(owner).identity, who))
 
     async def _on_admit(self, name: str, owner: int, creator: int) -> None:
         """Checks, for an owner, that a worker has reserved the name for an actor on that owner."""
@@ -312,7 +312,7 @@ class ActorNames:
     def _has_room_for(self, creator: Identity) -> bool:
         return self._num_claims[creator] < MAX_NAMES - len(self._claims)
 
-    def _add(self, name: str, claim: _Claim) -> None:
+    def _enter(self, name: str, claim: _Claim) -> None:
         self._claims[name] = claim
         self._num_claims[claim.creator] += 1
 
@@ -361,7 +361,7 @@ class ActorNames:
             return
         for name in names:
             if _is_name(name) and self._claim(name) is None and self._has_room_for(worker):
-                self._add(name, _Claim(worker, worker, is_confirmed=True))
+                self._enter(name, _Claim(worker, worker, is_confirmed=True))
 
     def _has_ended(self, claim: _Claim) -> bool:
         lives = self._directory.lives

@@ -34,7 +34,7 @@ from rpcdist.rpc._marshal.marshal import Marshal
 from rpcdist.rpc._peers.network import AnySession
 from rpcdist.rpc._values.buffers import ReceiveBuffer
 from rpcdist.rpc.future import Future
-from rpcdist.waiters import RareWaits, wake_threadsafe
+from rpcdist.waiters import RareWaits, running_loop, wake_threadsafe
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ class StreamState:
 
     async def take_async(self, timeout_s: float | None) -> object:
         """The next item, or `_END`. Cancellation takes no item."""
-        loop = asyncio.get_running_loop()
+        loop = running_loop()
         limit = None if timeout_s is None else loop.time() + timeout_s
         while True:
             with self._condition:

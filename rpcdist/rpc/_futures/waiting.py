@@ -29,7 +29,7 @@ from rpcdist.errors import BlockingInLoop, DeadlineExceeded
 from rpcdist.rpc._executors.blocking import blocking
 from rpcdist.rpc._peers.network import AnySession
 from rpcdist.rpc.future import Future, FutureObserver
-from rpcdist.waiters import wake_threadsafe
+from rpcdist.waiters import running_loop, wake_threadsafe
 
 _INSTEAD: Final = {
     "wait_all()": "await asyncio.gather(*futures)",
@@ -192,7 +192,7 @@ class Completions(FutureObserver, Generic[T]):
         if self._num_left == 0:
             raise StopAsyncIteration
         while not self._arrived:
-            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            waiter: asyncio.Future[None] = running_loop().create_future()
             sleeper = partial(wake_threadsafe, waiter)
             self._sleepers.append(sleeper)
             try:

@@ -41,6 +41,7 @@ _RECORD_BYTES: Final = 16 << 10  # limit of the plain text in a record
 _PIECE_BYTES: Final = 128 << 10  # encrypted with one call of OpenSSL
 _HANDSHAKE_BYTES: Final = 32 << 10  # limit for the peer; 8 certificates with keys of 4096 bits have 16 KiB
 _RECEIVED_BYTES: Final = struct.Struct("=128xQ")  # tcpi_bytes_received of struct tcp_info
+_TCP_CLOSE: Final = 7  # a state in struct tcp_info; after the peer's end it is another one until this side closes
 _SOL_TLS: Final = 282
 _TLS_TX: Final = 1
 _TLS_RX: Final = 2
@@ -73,7 +74,7 @@ class TlsSocket:
         self._server_side = server_side
         self._own_fingerprint = own_fingerprint
         name = None if server_side else PEER_NAME
-        self._tls = context.wrap_socket(raw, server_side, do_handshake_on_connect=False, server_hostname=name)
+        self._tls = context.wrap_socket(raw, server_side, False, suppress_ragged_eofs=False, server_hostname=name)
         fork.note_socket(self._tls)
         self._read: Callable[[int, memoryview], int] = self._tls.read  # type: ignore[assignment]  # with a buffer
         self._lock = threading.Lock()  # protects OpenSSL's state
@@ -185,12 +186,25 @@ class TlsSocket:
             self.has_buffered = False
             if not got:
                 raise BlockingIOError from None
+        except ssl.SSLEOFError as exc:  # an end without TLS's close message, as of a killed process
+            self.has_buffered = False
+            if self._has_broken():
+                self._failure = ConnectionResetError(errno.ECONNRESET, "the connection was reset, or timed out")
+                if not got:
+                    raise self._failure from exc
+                self.has_buffered = True  # the next call raises it
         except OSError as exc:
             self._failure = exc
             if not got:
                 raise
             self.has_buffered = True  # the next call raises it
         return got
+
+    def _has_broken(self) -> bool:
+        """Whether the kernel has given the connection up, which Python's ssl reports like an end by the peer."""
+        if self.family not in (socket.AF_INET, socket.AF_INET6) or not hasattr(socket, "TCP_INFO"):
+            return False
+        return self._tls.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _TCP_CLOSE
 
     def recv(self, size: int) -> bytes:
         """Like `recv` of a socket."""
