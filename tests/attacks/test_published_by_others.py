@@ -28,6 +28,7 @@ from rpcdist.parallel._published._source import MAX_SOURCES_OF_WORKER, _Admitted
 from rpcdist.rpc._current import use_agent
 from rpcdist.testing import InProcessCluster, eventually
 from rpcdist.transport import Node
+from rpcdist.transport._tls.tls_socket import StreamSocket
 from rpcdist.transport.sockets import SocketHub
 
 LIMIT_S = 20.0
@@ -187,7 +188,7 @@ def test_a_reader_of_the_host_is_admitted_under_its_own_name_and_a_bounded_numbe
         if not address:
             pytest.skip("versions are not shared between processes here")
 
-        def connect(agent: Agent, name: str) -> socket.socket:
+        def connect(agent: Agent, name: str) -> StreamSocket:
             assert isinstance(agent.network, Node)
             hub = SocketHub(agent.network)
             try:
