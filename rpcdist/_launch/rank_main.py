@@ -20,6 +20,7 @@ from multiprocessing import spawn
 from types import ModuleType
 from typing import Any, Final, NoReturn
 
+from rpcdist._launch.output import drop_unread_output
 from rpcdist._launch.reports import Exited, Raised, RankCall, Ready, Report, Returned, frame, report_of_exception
 from rpcdist.errors import ConfigError
 from rpcdist.private_files import note_failure
@@ -57,6 +58,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):  # the function may have replaced or closed them
             stream.flush()  # before the report, since after a failure the parent ends this process
+    drop_unread_output()  # the interpreter would report at its end what it cannot write
     if os.getpid() != rank_pid:
         _end_forked_child(report)
     _write(task.report_fd, frame(report))  # not closed, as it must end with the process
