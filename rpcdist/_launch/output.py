@@ -148,7 +148,8 @@ class WorkerOutput:
             if begun:
                 self._kept.append(begun + b"\n")
                 if self._prefix is not None:
-                    self._show(stream, self._named(stream, [begun + b"\n"]))
+                    with suppress(BrokenPipeError):  # nobody reads it, and the process has ended
+                        self._show(stream, self._named(stream, [begun + b"\n"]))
             self._begun[stream] = b""
         if self._file is not None:
             self._file.close()

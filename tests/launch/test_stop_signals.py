@@ -103,6 +103,9 @@ def test_only_output_that_nobody_reads_is_redirected(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr("sys.stderr", unread)
         assert not drop_unread_output()
         os.close(read_end)
+        named = JobOutput(prefix=True).open("w", 0)
+        named.write("stderr", b"the begin of a line")
+        named.close()
         worker = JobOutput().open("w", 0)
         with pytest.raises(BrokenPipeError):
             worker.write("stderr", b"seen by nobody")
