@@ -148,12 +148,12 @@ def together(*parts: bytes) -> bytes:
 
 
 CREDENTIALS = Credentials(b"the token of the fuzzer", "default", Identity("worker0", 0, 7))
-CALLER = Credentials(b"another token of a peer", "default", Identity("worker1", 1, 8))
+CALLER = (b"another token of a peer", "default", "rpc", Identity("worker1", 1, 8))
 
 
 def handshakes(data: bytes) -> None:
     """Handshakes of both sides with a peer that does not know the token."""
-    client = ClientHandshake(CREDENTIALS, "rpc")
+    client = ClientHandshake(CREDENTIALS.token, CREDENTIALS.job, "rpc", CREDENTIALS.identity)
     client.start()
     for side in (client, ServerHandshake(CREDENTIALS)):
         with suppress(RpcdistError):
@@ -163,7 +163,7 @@ def handshakes(data: bytes) -> None:
 
 
 def examples_of_handshakes() -> list[bytes]:
-    client = ClientHandshake(CALLER, "rpc")
+    client = ClientHandshake(*CALLER)
     hello = client.start()
     challenge = ServerHandshake(CREDENTIALS).receive(hello)
     proof = handshake_pb2.Handshake(proof=handshake_pb2.Proof(proof=bytes(32)))

@@ -217,7 +217,10 @@ class Connector:
     async def _connect_by_grpc(self, wanted: _Wanted, may_be_tcp: bool, deadline: Deadline) -> Link:
         """Makes the link over gRPC, or over TCP if the server can be reached that way."""
         connection, ends = self._grpc_connection(wanted.address)
-        handshake = ClientHandshake(self._credentials, wanted.role, channel=ends, expected=wanted.expected)
+        own = self._credentials
+        handshake = ClientHandshake(
+            own.token, own.job, wanted.role, own.identity, channel=ends, expected=wanted.expected, credentials=own
+        )
         try_tcp = partial(self._connect_by_tcp, wanted)
         try:
             async with asyncio.timeout(deadline.wait_s()):

@@ -69,23 +69,27 @@ class ClientHandshake(HandshakeSide):
     """The side that opened the connection.
 
     Args:
-        credentials: token, job and identity, with the source of the token and the certificate of this process, if any.
+        token, job, identity: those of this process.
         role: the service that the connection is for ("rpc", "store", "socket" ...).
         purpose: the purpose of the connection within its role; for raw sockets, it begins with the name of the taker.
         channel: the kind of connection, and its two ends as this side sees them.
         expected: the identity that should answer. An empty name, an id of -1 and an incarnation of 0 match any.
+        credentials: token, job and identity, with the source of the token and the certificate of this process, if any.
     """
 
     def __init__(
         self,
-        credentials: Credentials,
+        token: bytes,
+        job: str,
         role: str,
+        identity: Identity,
         *,
         purpose: str = "",
         channel: str = "",
         expected: Identity | None = None,
+        credentials: Credentials | None = None,
     ) -> None:
-        super().__init__(credentials)
+        super().__init__(Credentials(token, job, identity) if credentials is None else credentials)
         if not _ROLE.match(role):
             raise ConfigError(f"a role has 1 to 32 characters of a-z, 0-9, '.', '_' and '-', but it is {role[:64]!r}")
         if not _is_purpose(purpose):
@@ -93,8 +97,8 @@ class ClientHandshake(HandshakeSide):
         self._expected = expected
         self._stream_port = 0
         nonce, me = secrets.token_bytes(NONCE_BYTES), identity_to_proto(self._identity)
-        self._hello = pb.Hello(version=PROTOCOL_VERSION, nonce=nonce, role=role, identity=me, purpose=purpose)
-        self._hello.job, self._hello.channel, self._hello.package = credentials.job, channel, self._package
+        self._hello = pb.Hello(version=PROTOCOL_VERSION, nonce=nonce, job=job, role=role, identity=me, purpose=purpose)
+        self._hello.channel, self._hello.package = channel, self._package
 
     @property
     def other_way(self) -> tuple[Identity, int] | None:

@@ -162,7 +162,7 @@ def test_what_a_worker_computes_for_strangers_is_bounded_by_their_bytes(world: R
     one_call = of_one_call(world, world["a"].run(functions.address))
     place = "127.0.0.1", world["a"].run(raw_port)
     stranger = Credentials(b"of another job, and long enough", "default", STRANGER)
-    hello = ClientHandshake(stranger, "rpc", channel="tcp").start()
+    hello = ClientHandshake(stranger.token, stranger.job, "rpc", stranger.identity, channel="tcp").start()
     kind: Any = Handshake.DESCRIPTOR
     too_much = {}
     work_for_stranger(world, place, [hello])

@@ -160,7 +160,7 @@ def deadly_messages(path: Path) -> list[rpc_pb2.Message]:
 def test_nothing_of_an_unproven_peer_is_unpickled(world: RpcWorld, address: str, tmp_path: Path) -> None:
     path = tmp_path / "unpickled"
     messages = deadly_messages(path)
-    hello = ClientHandshake(WRONG, "rpc").start()
+    hello = ClientHandshake(WRONG.token, WRONG.job, "rpc", WRONG.identity).start()
     handshake = hello.SerializeToString()
     starts = [
         [b"".join(map(frame, messages))],
@@ -204,7 +204,7 @@ def test_a_half_open_handshake_is_dropped(module_pool: WorkerPool) -> None:
             silent = channel.stream_stream(SESSION)()
             started = time.monotonic()
             half = channel.stream_stream(SESSION)()
-            hello = ClientHandshake(WRONG, "rpc").start()
+            hello = ClientHandshake(WRONG.token, WRONG.job, "rpc", WRONG.identity).start()
             await half.write(hello.SerializeToString())
             assert b"" != await half.read()
             for call in (half, silent):
@@ -222,7 +222,7 @@ def test_a_half_open_handshake_is_dropped(module_pool: WorkerPool) -> None:
             calls = []
             for _ in range(4):
                 calls.append(call := channel.stream_stream(SESSION)())
-                hello = ClientHandshake(WRONG, "rpc").start()
+                hello = ClientHandshake(WRONG.token, WRONG.job, "rpc", WRONG.identity).start()
                 await call.write(hello.SerializeToString())
                 await call.read()
             status = await status_of(calls[0].read())

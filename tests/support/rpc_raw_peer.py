@@ -23,7 +23,6 @@ from rpcdist.transport._channels.grpc_channel import connect_grpc, grpc_ends
 from rpcdist.transport._framing.frames import frame
 from rpcdist.transport._tls.certificate import Certificate
 from rpcdist.transport._tls.job_authority import JobAuthority
-from rpcdist.transport.credentials import Credentials
 from rpcdist.transport.handshake import ClientHandshake
 from rpcdist.transport.keys import SessionKeys
 from rpcdist.transport.wire_messages import ReplyMessage
@@ -105,7 +104,7 @@ class RawClient:
         self.call = channel.stream_stream(SESSION)()
         token = os.environ["RPCDIST_TOKEN"].encode()
         ends = grpc_ends(certificate_of_job().fingerprint)
-        self._handshake = ClientHandshake(Credentials(token, "default", identity), role, channel=ends)
+        self._handshake = ClientHandshake(token, "default", role, identity, channel=ends)
 
     async def prove(self) -> SessionKeys:
         await self._send(self._handshake.start())

@@ -48,9 +48,9 @@ def client(
     certificates: CertificateProver | None = None,
     package: str | None = None,
 ) -> ClientHandshake:
+    own = OwnCredentials(token, job, ALICE, certificates)
     with version(package):
-        own = OwnCredentials(token, job, ALICE, certificates)
-        return ClientHandshake(own, role, channel=channel, expected=expected)
+        return ClientHandshake(token, job, role, ALICE, channel=channel, expected=expected, credentials=own)
 
 
 def server(

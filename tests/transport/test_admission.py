@@ -43,7 +43,6 @@ from rpcdist.transport.unix_sockets import local_name
 
 SECRET = TOKEN.encode()
 ALICE, BOB = Identity("alice", 1, 11), Identity("bob", 0, 22)
-OWN = Credentials(SECRET, "default", ALICE)
 HERE, THERE = Origin("10.0.0.1", "1"), Origin("10.0.0.2", "1")
 
 
@@ -94,7 +93,7 @@ class Visit:
         return [reason.code for reason in self.told]
 
     async def prove(self) -> bool:
-        await prove_client(self.client, ClientHandshake(OWN, "rpc"))
+        await prove_client(self.client, ClientHandshake(SECRET, "default", "rpc", ALICE))
         return await self.task
 
     async def end(self) -> None:
@@ -184,7 +183,7 @@ def test_time_is_limited_even_for_those_who_keep_talking(monkeypatch: pytest.Mon
 
     async def scene(door: Admission) -> None:
         silent, half = Visit(door, HERE), Visit(door, THERE)
-        await half.client.write(ClientHandshake(OWN, "rpc").start().SerializeToString())
+        await half.client.write(ClientHandshake(SECRET, "default", "rpc", ALICE).start().SerializeToString())
         assert not await silent.task and not await half.task
         assert silent.codes == half.codes == [pb.Refusal.UNSPECIFIED]
         assert "took longer than 0.05 s" in half.told[0].reason
@@ -215,7 +214,7 @@ def test_who_goes_away_is_forgotten_without_a_word(caplog: pytest.LogCaptureFixt
         assert not await visit.task and not visit.told
         with pytest.raises(TransportError):
             visit.client.inbox.put_nowait(None)
-            await prove_client(visit.client, ClientHandshake(OWN, "rpc"))
+            await prove_client(visit.client, ClientHandshake(SECRET, "default", "rpc", ALICE))
 
     run(scene)
     assert not caplog.records

@@ -110,7 +110,7 @@ def test_who_is_no_worker_needs_no_name() -> None:
     b = server(certificates=BOB.prover("digits"))
     tool = AUTHORITY.issue("a tool").prover("digits")
     who = Identity("pid-7", -1, 1)
-    a = ClientHandshake(OwnCredentials(TOKEN, "digits", who, tool), "store")
+    a = ClientHandshake(TOKEN, "digits", "store", who, credentials=OwnCredentials(TOKEN, "digits", who, tool))
     assert shake(a, b)[-1] == "welcome"
 
 

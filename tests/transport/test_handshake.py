@@ -239,7 +239,7 @@ def test_every_field_of_the_messages_is_tampered_with_above() -> None:
 
 def test_a_relay_between_two_connections_is_found_out() -> None:
     """It passes every message on as it is; only the two ends differ, as each side's system names them."""
-    a = ClientHandshake(Credentials(TOKEN, "digits", ALICE), "rpc", channel="unix, from 7 to 66")
+    a = ClientHandshake(TOKEN, "digits", "rpc", ALICE, channel="unix, from 7 to 66")
     b = ServerHandshake(Credentials(TOKEN, "digits", BOB), channel="unix, from 66 to 8")
     assert shake(a, b) == ["hello", "challenge", "proof", "refusal"]
     for side in (a, b):
@@ -248,7 +248,7 @@ def test_a_relay_between_two_connections_is_found_out() -> None:
 
 
 def test_a_relay_that_lies_about_the_ends_has_no_proof() -> None:
-    a = ClientHandshake(Credentials(TOKEN, "digits", ALICE), "rpc", channel="tcp, to 10.0.0.6:1")
+    a = ClientHandshake(TOKEN, "digits", "rpc", ALICE, channel="tcp, to 10.0.0.6:1")
     b = ServerHandshake(Credentials(TOKEN, "digits", BOB), channel="tcp, to 10.0.0.7:2")
     hello = wire(a.start())
     hello.hello.channel = "tcp, to 10.0.0.7:2"
@@ -275,12 +275,12 @@ def test_the_other_way_to_a_server_is_known_once_it_has_proven_itself() -> None:
 
 
 def test_purposes_are_proven_with_the_role() -> None:
-    a, b = ClientHandshake(Credentials(TOKEN, "digits", ALICE), "socket", purpose="group 1"), server()
+    a, b = ClientHandshake(TOKEN, "digits", "socket", ALICE, purpose="group 1"), server()
     shake(a, b)
     assert (b.role, b.purpose) == ("socket", "group 1")
     for purpose in ("a\n", "x" * (MAX_PURPOSE_BYTES + 1)):
         with pytest.raises(ConfigError, match="purpose"):
-            ClientHandshake(Credentials(TOKEN, "digits", ALICE), "socket", purpose=purpose)
+            ClientHandshake(TOKEN, "digits", "socket", ALICE, purpose=purpose)
 
 
 def test_a_recorded_client_cannot_be_replayed() -> None:

@@ -37,7 +37,6 @@ from rpcdist.transport._channels import stream_sockets
 from rpcdist.transport._channels.stream_sockets import listen_unix
 from rpcdist.transport._server import admission, stream_listeners
 from rpcdist.transport._tls.tls_socket import StreamSocket
-from rpcdist.transport.credentials import Credentials
 from rpcdist.transport.handshake import ClientHandshake
 from rpcdist.transport.hub_connector import HubAddress
 from rpcdist.transport.sockets import SocketHub
@@ -260,7 +259,7 @@ def message(step: pb.Handshake) -> bytes:
 
 
 def hello(role: str = "socket") -> bytes:
-    side = ClientHandshake(Credentials(job_token(), "default", Identity("stranger", -1, 1)), role)
+    side = ClientHandshake(job_token(), "default", role, Identity("stranger", -1, 1))
     return message(side.start())
 
 

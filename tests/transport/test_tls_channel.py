@@ -106,7 +106,11 @@ def until_closed(connection: socket.socket) -> None:
 
 def test_a_plain_peer_with_the_token_is_refused(nodes: Nodes) -> None:
     server = serve(nodes)
-    hello = ClientHandshake(server.credentials, "echo").start().SerializeToString()
+    hello = (
+        ClientHandshake(server.credentials.token, server.credentials.job, "echo", server.credentials.identity)
+        .start()
+        .SerializeToString()
+    )
     with stranger(server) as plain:
         plain.sendall(len(hello).to_bytes(4, "little") + hello)
         size = int.from_bytes(plain.recv(4, socket.MSG_WAITALL), "little")

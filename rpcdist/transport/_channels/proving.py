@@ -95,7 +95,8 @@ async def open_proven(
         handshake: ClientHandshake | None = None
         try:
             used, pipe, ends = await connected_pipe(raw, address, credentials)
-            handshake = ClientHandshake(credentials, role, purpose=purpose, channel=ends, expected=expected)
+            own = (credentials.token, credentials.job, role, credentials.identity)
+            handshake = ClientHandshake(*own, purpose=purpose, channel=ends, expected=expected, credentials=credentials)
             await prove_client(pipe, handshake)
             names_senders(raw, on=False)
             return used, handshake
