@@ -13,8 +13,8 @@ from rpcdist._dashboard.live_commands import add_live_commands
 from rpcdist._doctor.command import add_doctor
 from rpcdist._inspect.flight_report import add_report, add_stacks
 from rpcdist._launch.job_commands import add_launch_commands
-from rpcdist._launch.output import drop_unread_output
 from rpcdist._launch.progress import interrupted
+from rpcdist._launch.rank_main import drop_unread_output
 from rpcdist.compat._commands import add_port, add_run
 from rpcdist.errors import RpcdistError
 

@@ -14,10 +14,10 @@ from typing import Any, TypeVar, TypeVarTuple, overload
 from rpcdist._launch.job_plan import HOST, RankPlan, Role, held_port, plan_job, this_machine
 from rpcdist._launch.job_records import job_record
 from rpcdist._launch.local_ranks import LocalRanks
-from rpcdist._launch.output import ERROR_LINES, JobOutput, drop_unread_output
+from rpcdist._launch.output import ERROR_LINES, JobOutput
 from rpcdist._launch.placement import ROLE_VARIABLE, Placement, placement_from_environment
 from rpcdist._launch.progress import Failed, Late, Outcome, Progress, error_of, interrupted, is_unread_output
-from rpcdist._launch.rank_main import check_not_importing_main
+from rpcdist._launch.rank_main import check_not_importing_main, drop_unread_output
 from rpcdist._launch.reports import load_result, pickle_call
 from rpcdist._launch.supervisor import StopSignals, run_job
 from rpcdist.deadline import Deadline

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import stat
 import sys
 from collections import deque
@@ -77,24 +76,6 @@ class JobOutput:
         except OSError:
             if not self.is_ending:
                 raise
-
-
-def drop_unread_output() -> bool:
-    """Redirects stdout and stderr of this process to nowhere if they are pipes that nobody reads any more.
-
-    Otherwise the interpreter would report the data that it cannot write at its end. Returns whether there was one.
-    """
-    unread = []
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError, AttributeError):  # not a file, as in a notebook, or closed, or None
-            output = select.poll()
-            output.register(stream.fileno(), 0)
-            if output.poll(0):
-                unread.append(stream.fileno())
-    with open(os.devnull, "wb") as nowhere:
-        for descriptor in unread:
-            os.dup2(nowhere.fileno(), descriptor)
-    return bool(unread)
 
 
 def _opened(path: str) -> IO[bytes]:

@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import pickle
 import runpy
+import select
 import signal
 import sys
 from contextlib import suppress
@@ -20,7 +21,6 @@ from multiprocessing import spawn
 from types import ModuleType
 from typing import Any, Final, NoReturn
 
-from rpcdist._launch.output import drop_unread_output
 from rpcdist._launch.reports import Exited, Raised, RankCall, Ready, Report, Returned, frame, report_of_exception
 from rpcdist.errors import ConfigError
 from rpcdist.private_files import note_failure
@@ -141,6 +141,24 @@ def _close_in_forked_children(report_fd: int) -> None:
             os.close(still_open.pop())
 
     os.register_at_fork(after_in_child=close)
+
+
+def drop_unread_output() -> bool:
+    """Redirects stdout and stderr of this process to nowhere if they are pipes that nobody reads any more.
+
+    Otherwise the interpreter would report the data that it cannot write at its end. Returns whether there was one.
+    """
+    unread = []
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):  # not a file, as in a notebook, or closed, or None
+            output = select.poll()
+            output.register(stream.fileno(), 0)
+            if output.poll(0):
+                unread.append(stream.fileno())
+    with open(os.devnull, "wb") as nowhere:
+        for descriptor in unread:
+            os.dup2(nowhere.fileno(), descriptor)
+    return bool(unread)
 
 
 def _end_forked_child(report: Report) -> NoReturn:

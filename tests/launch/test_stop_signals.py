@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from rpcdist._launch.output import JobOutput, drop_unread_output
+from rpcdist._launch.output import JobOutput
 from rpcdist._launch.progress import is_unread_output
+from rpcdist._launch.rank_main import drop_unread_output
 from rpcdist._launch.reports import Exited, ProcessEnded, Raised
 from rpcdist._launch.supervisor import StopSignals, kept_interrupt
 

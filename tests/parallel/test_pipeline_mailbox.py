@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -97,10 +98,8 @@ class Caller:
     def __init__(self) -> None:
         self.calls: list[tuple[int, tuple[object, ...], object]] = []
 
-    def begin(
-        self, to: int, func: object, args: tuple[object, ...], timeout_s: float, device_map: object
-    ) -> Callable[[], None]:
-        self.calls.append((to, args, device_map))
+    def begin(self, to: int, what: Any) -> Callable[[], None]:
+        self.calls.append((to, what.args, what.device_map))
         return lambda: None
 
 

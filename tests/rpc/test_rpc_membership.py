@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -368,3 +369,20 @@ def test_a_barrier_begins_with_workers_of_whom_its_host_has_not_heard_yet(monkey
         barriers = [cluster.begin(name, rpc.api._barrier, {"a", "b", "c"}) for name in ("c", "a", "b")]
         for barrier in barriers:
             barrier.result()
+
+
+def test_a_worker_that_leaves_a_large_world_is_not_lost_before_the_news() -> None:
+    """Workers that are connected to it see the end of their connections long before rank 0 sends the news."""
+    with InProcessCluster("a", "b", "c", elastic=True, peer_timeout=UNIT_S) as cluster:
+        assert cluster.run("b", rpc.rpc_sync, "c", str) == ""
+        changes: list[tuple[str, str]] = []
+        with cluster.use("b") as agent:
+            agent.events.member.listen(lambda event: changes.append((event.kind, event.member.identity.name)))
+            broken = threading.Event()
+            agent.events.lost.listen(lambda identity, error: broken.set())
+            cluster.network.delay("a", "b", 10 * UNIT_S)
+            cluster.shutdown("c")
+            assert broken.wait(LIMIT_S)
+            cluster.network.delay("a", "b", 0)
+            assert changes == [("left", "c")]
+            assert agent.directory.losses() == {}
