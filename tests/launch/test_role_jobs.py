@@ -257,6 +257,9 @@ def test_ctrl_c_ends_a_command_without_a_traceback(
     assert (caught.value.code, capsys.readouterr().err) == (130, "\ninterrupted\n")
     program = tmp_path / "program.py"
     program.write_text("raise KeyboardInterrupt")
+    # The program takes the place of the main module, which every process imports that this one starts.
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
     with pytest.raises(KeyboardInterrupt) as shown:  # the user's program ends as under `python program.py`
         main(["run", str(program)])
     assert not isinstance(shown.value, SystemExit)

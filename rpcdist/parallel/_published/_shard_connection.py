@@ -197,7 +197,7 @@ class ShardConnection:
                     self.reader = None
 
     def _end_of_publisher(self) -> str:
-        """What became of a publisher that this consumer has found before."""
+        """The reason why a publisher that this consumer has found before is gone; empty if there was none."""
         reason = self.agent.directory.losses().get(self.publisher)
         what = "it has ended" if reason is None else f"worker {self.publisher!r} was lost ({reason})"
         return f"{what}, and no other worker has published since then" if self.publisher else ""
