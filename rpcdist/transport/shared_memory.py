@@ -167,7 +167,7 @@ def accept(sock: socket.socket, timeout_s: float) -> Segment:
     before = sock.gettimeout()
     sock.settimeout(max(MIN_WAIT_S, timeout_s))
     try:
-        with raised_as(SegmentError, f"no shared memory was offered within {timeout_s:.3g} s", OSError):
+        with raised_as(SegmentError, f"no shared memory could be received within {timeout_s:.3g} s", OSError):
             message, descriptors, *_ = socket.recv_fds(sock, _OFFER.size, _MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
     finally:
         sock.settimeout(before)

@@ -184,8 +184,7 @@ class Directory:
                 return
             self._present.discard(identity.id)
             events = self._recount({identity.id}, {})
-        for event in events:
-            self._on_event(event)
+        self._publish([], events)
 
     def _recount(self, ids: set[int], departures: Mapping[Identity, str]) -> list[MemberEvent]:
         """Compares which of these workers live now with which lived before; needs the lock."""
