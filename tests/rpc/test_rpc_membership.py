@@ -386,3 +386,23 @@ def test_a_worker_that_leaves_a_large_world_is_not_lost_before_the_news() -> Non
             cluster.network.delay("a", "b", 0)
             assert changes == [("left", "c")]
             assert agent.directory.losses() == {}
+
+
+def test_a_worker_that_is_leaving_reports_no_losses(caplog: pytest.LogCaptureFixture) -> None:
+    """The others may be gone before rank 0 answers it, which takes long in a large world."""
+    with InProcessCluster("a", "b", "c", elastic=True, peer_timeout=UNIT_S) as cluster:
+        assert cluster.run("b", rpc.rpc_sync, "c", str) == ""
+        broken = threading.Event()
+        lost: list[str] = []
+        with cluster.use("b") as agent:
+            agent.events.broken.listen(lambda session, reason: broken.set())
+            agent.events.lost.listen(lambda identity, error: lost.append(identity.name))
+        cluster.network.delay("a", "b", UNIT_S / 3)
+        leaving = threading.Thread(target=cluster.shutdown, args=("b",))
+        leaving.start()
+        eventually(lambda: agent.is_closed)
+        cluster.shutdown("c")
+        assert broken.wait(LIMIT_S)
+        leaving.join(LIMIT_S)
+        assert lost == [] and not leaving.is_alive()
+        assert "is lost" not in caplog.text

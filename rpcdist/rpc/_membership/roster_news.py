@@ -128,8 +128,8 @@ class MembershipNews:
 
     def on_broken(self, session: AnySession, reason: str) -> None:
         """Connects to the coordinator again, so that workers that never call it notice its death, too."""
-        has_ended = self._lifetime.is_closed or self._lifetime.all_leave
-        if session.peer.id == self._directory.coordinator and self._service is None and not has_ended:
+        is_coordinator = session.peer.id == self._directory.coordinator and self._service is None
+        if is_coordinator and not self._lifetime.is_ending:
             self._watch(self._directory.coordinator)
 
 
@@ -158,7 +158,7 @@ class MembershipWatch:
     them one at a time, in the order of the changes, so they may block and call other workers.
 
     Args:
-        lifetime: the agent's; losses are not reported once all workers leave.
+        lifetime: the agent's; changes are not reported once this worker or all workers leave.
     """
 
     def __init__(self, submit: Callable[[Callable[[], None]], object], lifetime: Lifetime) -> None:
@@ -199,7 +199,7 @@ class MembershipWatch:
         who = event.member.identity
         is_lost = event.kind == "lost"
         with self._lock:
-            if self._lifetime.all_leave:
+            if self._lifetime.is_ending:
                 return
             (self._lost.add if is_lost else self._lost.discard)(who.name)
         if is_lost:

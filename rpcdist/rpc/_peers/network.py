@@ -116,6 +116,11 @@ class Lifetime:
     is_closed: bool = False
     all_leave: bool = False
 
+    @property
+    def is_ending(self) -> bool:
+        """Whether the end of a connection is no news about the other worker."""
+        return self.is_closed or self.all_leave
+
 
 def line_of(session: AnySession, is_nested: bool) -> Hashable:
     """The line of the pool that a call joins. Nested calls have their own line, since other calls wait for them."""

@@ -394,7 +394,7 @@ class Peer:
             if reconnect:
                 self.session = None
                 self.last_up = session.last_received
-                reconnect = not self._lifetime.all_leave or bool(self._waiting or len(self._control))
+                reconnect = not self._lifetime.is_ending or bool(self._waiting or len(self._control))
                 self.state = "connecting" if reconnect else "idle"
         self._events.broken.publish(session, reason)  # also after `declare_lost`: calls wait on this session
         if reconnect:
