@@ -33,10 +33,10 @@ class Limit(NamedTuple):
 # A change that removes something lowers `today` in the same commit. The commit of a change that raises it names the
 # feature.
 LIMITS = {
-    "lines": Limit(89_697, 63_000),
-    "code": Limit(53_683, 36_000),
+    "lines": Limit(89_609, 63_000),
+    "code": Limit(53_621, 36_000),
     "files": Limit(400, 400),
-    "classes": Limit(749, 620),
+    "classes": Limit(747, 620),
     "protocols": Limit(30, 30),
     "time limits": Limit(90, 90),
     "environment variables": Limit(20, 20),

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -39,34 +39,8 @@ _ADVICE: Final = (
 )
 
 
-class Communicator(Protocol):
-    """CuPy's `NcclCommunicator`: pointers are addresses, and `count` counts elements of the datatype."""
-
-    def allReduce(self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, stream: int) -> None: ...
-
-    def reduce(
-        self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, root: int, stream: int
-    ) -> None: ...
-
-    def broadcast(self, sendbuff: int, recvbuff: int, count: int, datatype: int, root: int, stream: int) -> None: ...
-
-    def allGather(self, sendbuf: int, recvbuf: int, count: int, datatype: int, stream: int) -> None: ...
-
-    def reduceScatter(
-        self, sendbuf: int, recvbuf: int, recvcount: int, datatype: int, op: int, stream: int
-    ) -> None: ...
-
-    def send(self, sendbuf: int, count: int, datatype: int, peer: int, stream: int) -> None: ...
-
-    def recv(self, recvbuf: int, count: int, datatype: int, peer: int, stream: int) -> None: ...
-
-    def commSplit(self, color: int, key: int) -> Communicator | None: ...
-
-    def check_async_error(self) -> None: ...
-
-    def abort(self) -> None: ...
-
-    def destroy(self) -> None: ...
+Communicator = Any
+"""CuPy's `NcclCommunicator`, which has no types: pointers are addresses, and counts are elements of the datatype."""
 
 
 class CudaRuntime:
@@ -94,8 +68,7 @@ class CudaRuntime:
     def connect(self, size: int, unique_id: bytes, rank: int) -> Communicator:
         """Blocks until all ranks have called it; other threads run meanwhile. It cannot be interrupted."""
         with torch.cuda.device(self.device):  # NCCL takes the thread's current device
-            communicator: Communicator = self._nccl.NcclCommunicator(size, unique_id, rank)
-        return communicator
+            return self._nccl.NcclCommunicator(size, unique_id, rank)
 
     @contextmanager
     def grouped(self) -> Iterator[None]:

@@ -76,10 +76,12 @@ class HierarchicalTransport(Transport):
         self, rank: int, hosts: Hosts, local: Transport, between: Transport | None, everyone: Transport
     ) -> None:
         self.rank = rank
-        self.size = sum(map(len, hosts))
         self._hosts = hosts
+        self._order = [rank for ranks in hosts for rank in ranks]
+        self.size = len(self._order)
         self._host = index_of_host(hosts, rank)
-        self._local = _Part(local, hosts[self._host])
+        self._mine = hosts[self._host]
+        self._local = _Part(local, self._mine)
         self._between = None if between is None else _Part(between, leaders_of(hosts))
         self._everyone = _Part(everyone, tuple(range(self.size)))
         self._runners: dict[Kind, Callable[[Operation, Control], None]] = by_kind(self)
@@ -93,10 +95,6 @@ class HierarchicalTransport(Transport):
                 part.transport.close()
 
     # ------------------------------------------------------------ parts
-
-    @property
-    def _mine(self) -> tuple[int, ...]:
-        return self._local.ranks
 
     def _reduce_to_leader(self, control: Control, buffer: torch.Tensor, reduce_op: ReduceOp) -> None:
         self._local.run(control, Operation(Kind.REDUCE, (buffer,), (buffer,), reduce_op, root=0))
@@ -202,10 +200,6 @@ class HierarchicalTransport(Transport):
         self._local.run(control, barrier)
 
     # ------------------------------------------------------------ buffers with a chunk for each rank, ordered by host
-
-    @property
-    def _order(self) -> list[int]:
-        return [rank for ranks in self._hosts for rank in ranks]
 
     def _blocks(self, whole: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The block of each host in a buffer with a chunk of equal size for every rank."""

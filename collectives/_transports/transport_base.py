@@ -270,13 +270,10 @@ class SpinPolicy:
 
     def slept(self, waited_s: float) -> None:
         """Reports that the thread had to sleep, and how long the wait was."""
-        if self._longest_s:
-            waited_long = waited_s > self._longest_s
-            self.spin_s = (
-                max(self.spin_s / 2, self._longest_s * _LEAST_PART)
-                if waited_long
-                else min(2 * self.spin_s, self._longest_s)
-            )
+        if waited_s > self._longest_s:
+            self.spin_s = max(self.spin_s / 2, self._longest_s * _LEAST_PART)
+        else:
+            self.spin_succeeded()  # spinning would have sufficed
 
 
 def ranks_here(rank: int, addresses: Sequence[str]) -> int:

@@ -79,10 +79,6 @@ class RankProcess:
             return False
         return bool(data)
 
-    def close_output(self, name: str) -> None:
-        """Closes a stream: if the process writes to it again, it gets the error of a pipe that nobody reads."""
-        self.streams.pop(name).close()
-
     def signal(self, number: signal.Signals) -> None:
         """Sends a signal to the process alone."""
         with suppress(ProcessLookupError):
@@ -114,12 +110,13 @@ def start_rank(rank: int, call: RankCall, environment: Mapping[str, str], output
     reports, report_fd = os.pipe()
     try:
         task = Task(rank, os.getpid(), report_fd, _preparation(rank, call), call)
+        *python, _program, _mark = spawn.get_command_line()  # with this interpreter's options, as in `multiprocessing`
         # A file instead of a pipe, because writing to a pipe would wait for the process to read.
         with tempfile.TemporaryFile() as file:
             file.write(pickle.dumps(task.preparation["sys_path"]) + pickle.dumps(task))
             file.seek(0)
             popen = subprocess.Popen(
-                _command(),
+                [*python, BOOTSTRAP],
                 stdin=file,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -134,12 +131,6 @@ def start_rank(rank: int, call: RankCall, environment: Mapping[str, str], output
     finally:
         os.close(report_fd)
     return RankProcess(rank, popen, reports, output)
-
-
-def _command() -> list[str]:
-    """Returns the command for Python with this interpreter's options, as in `multiprocessing`, but with our program."""
-    *python, _program, _mark = spawn.get_command_line()
-    return [*python, BOOTSTRAP]
 
 
 def _preparation(rank: int, call: RankCall) -> dict[str, Any]:
@@ -225,7 +216,7 @@ class LocalRanks:
                 events += [(process.rank, event) for event in self._read(process, alive_at)]
             elif not process.copy_output(stream):
                 self._unregister(key.fileobj)
-                process.close_output(stream)
+                process.streams.pop(stream).close()  # if the process writes again, it gets the error of a broken pipe
         return events
 
     def pause(self) -> None:

@@ -51,11 +51,10 @@ class JobOutput:
     def open(self, name: str, attempt: int) -> WorkerOutput:
         """Returns the output for the process of worker `name` in this attempt."""
         path = None if self.log_dir is None else os.path.join(self.log_dir, f"{name}.{attempt}.log")
-        colour = _COLOURS[len(self._workers) % len(_COLOURS)]
         before = self._workers.get(name)
-        colour = colour if before is None else before.colour
-        output = self._workers[name] = WorkerOutput(name if self._prefix else None, path, colour, self.show)
-        return output
+        colour = _COLOURS[len(self._workers) % len(_COLOURS)] if before is None else before.colour
+        self._workers[name] = WorkerOutput(name if self._prefix else None, path, colour, self.show)
+        return self._workers[name]
 
     def tail(self, name: str, num_lines: int) -> str:
         """Returns the last lines of a worker's last process."""

@@ -83,22 +83,18 @@ class _InternalRPCPickler:
 
         return read_pickle(body, tensor_table, buffers, internalize)
 
-    def _register_reducer(self, obj_class: type[T], reducer: Callable[[T], object]) -> None:
-        """Say how objects of exactly this class travel, in calls too; the first registration of a class stays."""
-        register_reducer(obj_class, reducer)
+    _register_reducer = staticmethod(register_reducer)
+    """Say how objects of exactly this class travel, in calls too; the first registration of a class stays."""
 
 
 _internal_rpc_pickler = _InternalRPCPickler()
 
 
-def serialize(obj: object) -> tuple[bytes, list[torch.Tensor]]:
-    """`_InternalRPCPickler.serialize` of the pickler that all calls share."""
-    return _internal_rpc_pickler.serialize(obj)
+serialize = _internal_rpc_pickler.serialize
+"""`_InternalRPCPickler.serialize` of the pickler that all calls share."""
 
-
-def deserialize(binary_data: bytes, tensor_table: list[torch.Tensor]) -> object:
-    """`_InternalRPCPickler.deserialize` of the pickler that all calls share."""
-    return _internal_rpc_pickler.deserialize(binary_data, tensor_table)
+deserialize = _internal_rpc_pickler.deserialize
+"""`_InternalRPCPickler.deserialize` of the pickler that all calls share."""
 
 
 def _build_rpc_profiling_key(

@@ -111,14 +111,12 @@ def free_port() -> int:
     Raises:
         OSError: no port can be bound; the text says why.
     """
-    ports = secrets.SystemRandom().sample(range(20_000, 29_000), 100)
-    for port in ports:
+    errors: list[OSError] = []
+    for port in secrets.SystemRandom().sample(range(20_000, 29_000), 100):
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))
-            except OSError:
-                if port == ports[-1]:
-                    raise
-            else:
                 return port
-    raise AssertionError("unreachable")
+            except OSError as exc:
+                errors.append(exc)
+    raise errors[-1]

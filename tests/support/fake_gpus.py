@@ -1,4 +1,4 @@
-"""Memory of GPUs, and streams, without a GPU: `GpuMemory` over memory of the host, with streams that run when told.
+"""Memory of GPUs, and streams, without a GPU: `CudaMemory` over memory of the host, with streams that run when told.
 
 Each process of the host has one stream. Work that is enqueued there runs in its order when `run` is called, up to a
 wait for a number that is not there yet. So a test decides which GPU is slow, and sees what is read too early.
@@ -14,7 +14,7 @@ import torch
 
 from rpcdist.at_exit import AtEnd
 from rpcdist.errors import SerializationError
-from rpcdist.rpc._devices.cuda_memory import GpuUnavailable
+from rpcdist.rpc._devices.cuda_memory import CudaMemory, GpuUnavailable
 
 __all__ = ["FakeCopyStream", "FakeEvent", "FakeGpuMemory", "FakeHost"]
 
@@ -39,8 +39,8 @@ class FakeHost:
         return FakeGpuMemory(self, name)
 
 
-class FakeGpuMemory:
-    """`GpuMemory` of one process."""
+class FakeGpuMemory(CudaMemory):
+    """The memory of one process."""
 
     def __init__(self, host: FakeHost, name: str) -> None:
         self.host = host

@@ -23,7 +23,7 @@ from rpcdist._proto import rpc_pb2, value_pb2
 from rpcdist.deadline import Deadline
 from rpcdist.errors import SerializationError
 from rpcdist.ids import Identity
-from rpcdist.rpc._devices.cuda_memory import GpuMemory, GpuUnavailable, is_reached
+from rpcdist.rpc._devices.cuda_memory import CudaMemory, GpuUnavailable, is_reached
 from rpcdist.rpc._devices.lent_gpu_memory import ALIGNMENT_BYTES, COPIED_AT, LentGpuMemory
 from rpcdist.time_limits import GPU_WAIT_LIMIT_S, IDLE_LIMIT_S, POLL_S
 
@@ -80,7 +80,7 @@ class BorrowedGpuMemory:
         news: the pending report to each lender.
     """
 
-    memory: Callable[[], GpuMemory]
+    memory: Callable[[], CudaMemory]
     lent: Callable[[], LentGpuMemory]
     now: Callable[[], float] = time.monotonic
     _calls: LockType = field(default_factory=threading.Lock)

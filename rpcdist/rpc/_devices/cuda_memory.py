@@ -6,7 +6,7 @@ The memory is allocated for this purpose alone. torch's own memory cannot be sha
 A stream waits for a number in that memory, and not for an event of the other process: if that process is killed while
 its kernels run, its events never come, and a stream that waits for one never ends. Any process can write a number.
 
-Tests implement `GpuMemory` without a GPU.
+Tests derive a `CudaMemory` that needs no GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 
@@ -32,53 +32,17 @@ class GpuUnavailable(Exception):
     """GPU memory cannot be shared here, for the reason in the text."""
 
 
-class GpuMemory(Protocol):
-    """The part of CUDA that lending and borrowing need. Devices are indices. Thread-safe."""
-
-    def uuid(self, device: int) -> bytes:
-        """Identifies a device in every process, whatever its index there."""
-
-    def total_bytes(self, device: int) -> int:
-        """The memory of the device."""
-
-    def allocate(self, device: int, size: int) -> int:
-        """Allocates memory that can be shared, filled with zeros; returns its address. Raises `MemoryError`."""
-
-    def free(self, device: int, address: int) -> None:
-        """Frees memory from `allocate`; may wait until the device is idle."""
-
-    def handle(self, device: int, address: int) -> bytes:
-        """Names memory of `allocate` for other processes."""
-
-    def open(self, device: int, handle: bytes) -> tuple[int, int]:
-        """The address and the size of memory of another process. Raises `GpuUnavailable`."""
-
-    def close(self, device: int, address: int) -> None:
-        """Undoes `open`; may wait until the device is idle."""
-
-    def copy(self, device: int, target: int, source: int, size: int) -> None:
-        """Copies memory of devices, in the current stream of this thread."""
-
-    def write(self, home: int, address: int, number: int, devices: Sequence[int]) -> None:
-        """Writes four bytes to memory of `home` when the current streams of `devices` reach this point."""
-
-    def wait(self, home: int, address: int, number: int, device: int) -> None:
-        """Makes the current stream of a device wait until four bytes of memory of `home` reach this number."""
-
-    def force(self, device: int, address: int, number: int) -> None:
-        """Writes four bytes soon, without waiting for other streams of this process."""
-
-    def read(self, device: int, address: int) -> int:
-        """Reads four bytes, without waiting for other streams of this process."""
-
-
-def is_reached(memory: GpuMemory, device: int, address: int, number: int) -> bool:
+def is_reached(memory: CudaMemory, device: int, address: int, number: int) -> bool:
     """Whether a wait for this number at an address would end now."""
     return not 0 < (number - memory.read(device, address) & 0xFFFFFFFF) < 1 << 31
 
 
 class CudaMemory:
-    """Implements `GpuMemory`. Raises `GpuUnavailable` if CuPy, the driver or a GPU is missing."""
+    """The part of CUDA that lending and borrowing need. Devices are indices. Thread-safe.
+
+    Raises (constructor):
+        GpuUnavailable: CuPy, the driver or a GPU is missing.
+    """
 
     def __init__(self) -> None:
         if not torch.cuda.is_available():
@@ -102,12 +66,15 @@ class CudaMemory:
         self._lock = threading.Lock()
 
     def uuid(self, device: int) -> bytes:
+        """Identifies a device in every process, whatever its index there."""
         return str(torch.cuda.get_device_properties(device).uuid).encode()
 
     def total_bytes(self, device: int) -> int:
+        """The memory of the device."""
         return int(torch.cuda.get_device_properties(device).total_memory)
 
     def allocate(self, device: int, size: int) -> int:
+        """Allocates memory that can be shared, filled with zeros; returns its address. Raises `MemoryError`."""
         with torch.cuda.device(device):
             try:
                 address = int(self._runtime.malloc(size))
@@ -119,14 +86,17 @@ class CudaMemory:
             return address
 
     def free(self, device: int, address: int) -> None:
+        """Frees memory from `allocate`; may wait until the device is idle."""
         with torch.cuda.device(device):
             self._runtime.free(address)
 
     def handle(self, device: int, address: int) -> bytes:
+        """Names memory of `allocate` for other processes."""
         with torch.cuda.device(device):
             return bytes(self._runtime.ipcGetMemHandle(address))
 
     def open(self, device: int, handle: bytes) -> tuple[int, int]:
+        """The address and the size of memory of another process. Raises `GpuUnavailable`."""
         if len(handle) != _HANDLE_BYTES:  # CuPy reads so many, whatever the length
             raise GpuUnavailable(f"the handle of memory of another process has {len(handle)} bytes")
         with torch.cuda.device(device):
@@ -144,15 +114,18 @@ class CudaMemory:
             return address, size.value
 
     def close(self, device: int, address: int) -> None:
+        """Undoes `open`; may wait until the device is idle."""
         with torch.cuda.device(device):
             self._runtime.ipcCloseMemHandle(address)
 
     def copy(self, device: int, target: int, source: int, size: int) -> None:
+        """Copies memory of devices, in the current stream of this thread."""
         # The handle 0 means the default stream of the current device, whichever that is.
         arguments = target, source, size, _COPY_BETWEEN_DEVICES, _raw_stream(device)
         self._act(self._runtime.memcpyAsync, device, *arguments)
 
     def write(self, home: int, address: int, number: int, devices: Sequence[int]) -> None:
+        """Writes four bytes to memory of `home` when the current streams of `devices` reach this point."""
         if len(devices) == 1 and devices[0] == home:
             self._act(self._write_value, home, _raw_stream(home), address, number, 0)
             return
@@ -162,6 +135,7 @@ class CudaMemory:
         self._act(self._write_value, home, writing.cuda_stream, address, number, 0)
 
     def wait(self, home: int, address: int, number: int, device: int) -> None:
+        """Makes the current stream of a device wait until four bytes of memory of `home` reach this number."""
         if device == home:
             self._act(self._wait_value, home, _raw_stream(home), address, number, _GREATER_OR_EQUAL)
             return
@@ -170,9 +144,11 @@ class CudaMemory:
         torch.cuda.current_stream(device).wait_stream(waiting)
 
     def force(self, device: int, address: int, number: int) -> None:
+        """Writes four bytes soon, without waiting for other streams of this process."""
         self._act(self._write_value, device, self._stream_aside(device).cuda_stream, address, number, 0)
 
     def read(self, device: int, address: int) -> int:
+        """Reads four bytes, without waiting for other streams of this process."""
         with torch.cuda.device(device):
             stream = self._stream_aside(device)
             number = torch.empty(1, dtype=torch.int32, device="cpu", pin_memory=True)
@@ -220,7 +196,7 @@ def _cuda_memory() -> CudaMemory | GpuUnavailable:
         return exc
 
 
-def cuda_memory() -> GpuMemory:
+def cuda_memory() -> CudaMemory:
     """The CUDA memory of this process, made at the first use. Raises `GpuUnavailable`."""
     made = _cuda_memory()
     if isinstance(made, GpuUnavailable):

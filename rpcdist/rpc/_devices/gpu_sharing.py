@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass
 from functools import cache, lru_cache, partial
 from typing import Any, Final
 
@@ -149,6 +150,7 @@ def _lent_by_process() -> LentGpuMemory:
     return LentGpuMemory(cuda_memory())
 
 
+@dataclass(eq=False, repr=False)
 class GpuSharing:
     """Lends and borrows GPU memory for an agent. Thread-safe.
 
@@ -166,36 +168,26 @@ class GpuSharing:
         ring: the pinned memory into which tensors for GPUs arrive; None until it is made.
     """
 
-    def __init__(
-        self,
-        me: Identity,
-        identity_of: Callable[[int], Identity],
-        find_map: Callable[[int, AnySession | None, DeviceMap | None], MapDevice | None],
-        ask: Callable[[int, str, tuple[Any, ...], float], Future[Any]],
-        send: Callable[[int, rpc_pb2.Message], None],
-        submit: Callable[..., None],
-        announced_gradients: Callable[[Identity, CompactPass], value_pb2.Value | None],
-        *,
-        takes_loans: bool,
-        lends: bool,
-    ) -> None:
-        self._me = me
-        self.identity_of = identity_of
-        self._find_map = find_map
-        self._ask = ask
-        self._send = send
-        self._submit = submit
-        self._announced_gradients = announced_gradients
+    _me: Identity
+    identity_of: Callable[[int], Identity]
+    _find_map: Callable[[int, AnySession | None, DeviceMap | None], MapDevice | None]
+    _ask: Callable[[int, str, tuple[Any, ...], float], Future[Any]]
+    _send: Callable[[int, rpc_pb2.Message], None]
+    _submit: Callable[..., None]
+    _announced_gradients: Callable[[Identity, CompactPass], value_pb2.Value | None]
+    _: KW_ONLY
+    takes_loans: bool
+    lends: bool
+
+    def __post_init__(self) -> None:
+        self.ring: PinnedRing | None = None
+        self._is_ring_begun = False
         self._cleaned = 0.0
         self._fault = ""  # of a GPU, as logged
-        self._takes_loans = takes_loans
-        self._lends = lends
         self._lent: LentGpuMemory | None = None  # made for the first GPU tensor that is sent
         # By worker and GPU: why the worker cannot read memory of the GPU; empty if it can.
         self._readers: dict[tuple[Identity, int], str] = {}
         self._lock = threading.Lock()
-        self.ring: PinnedRing | None = None
-        self._is_ring_begun = False
         self.borrowed = BorrowedGpuMemory(cuda_memory, _lent_by_process)
         self.callables: dict[str, Callable[..., Any]] = {PROBE: self._probe}
 
@@ -223,7 +215,7 @@ class GpuSharing:
     def stage(self, session: AnySession, message: WireMessage) -> Mapping[int, GpuReceiveBuffer]:
         """Memory for the large buffers of an announced message that go to GPUs, by index; on the thread that reads."""
         value = None
-        if self._takes_loans:
+        if self.takes_loans:
             value = value_for_gpus(message, partial(self._announced_gradients, session.peer))
         if value is None:
             return {}
@@ -279,7 +271,7 @@ class GpuSharing:
                 return self._readers[to, device]
             self._readers[to, device] = _ASKED
         try:
-            if not self._lends:
+            if not self.lends:
                 raise GpuUnavailable("the options name channels without cuda_ipc")
             if self._lent is None:
                 self._lent = _lent_by_process()
@@ -317,7 +309,7 @@ class GpuSharing:
         lender = calling_worker.get()
         if lender is None:
             return "no worker has called"
-        if not self._takes_loans:
+        if not self.takes_loans:
             return f"{self._me.name!r} accepts only tensors from host memory (allow_pickle=False)"
         return self.borrowed.probe(value_pb2.GpuLoan.FromString(loan), lender)
 

@@ -26,7 +26,7 @@ from typing import Final
 from rpcdist._proto import value_pb2
 from rpcdist.deadline import Deadline
 from rpcdist.ids import Identity
-from rpcdist.rpc._devices.cuda_memory import GpuMemory, is_reached
+from rpcdist.rpc._devices.cuda_memory import CudaMemory, is_reached
 from rpcdist.time_limits import GPU_LOAN_DOUBT_S, GPU_WAIT_LIMIT_S, IDLE_LIMIT_S, POLL_S
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class LentGpuMemory:
     takes.
     """
 
-    def __init__(self, memory: GpuMemory, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, memory: CudaMemory, now: Callable[[], float] = time.monotonic) -> None:
         self._memory = memory
         self._now = now
         self._calls = threading.Lock()

@@ -19,6 +19,7 @@ import asyncio
 import resource
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import InitVar, dataclass, field
 from itertools import islice
 from operator import itemgetter
 from typing import Final
@@ -35,6 +36,7 @@ Probe = Callable[[Member], Awaitable[bool]]
 """Asks a worker whether it is alive, in the known incarnation."""
 
 
+@dataclass(eq=False, repr=False)
 class Recovery:
     """One recovery, from the first returned worker until it ends or `close` is called; on the I/O loop.
 
@@ -49,30 +51,24 @@ class Recovery:
         returned: the workers that have announced themselves.
     """
 
-    def __init__(
-        self,
-        table: MembershipTable,
-        probe: Probe,
-        limit_s: float,
-        newcomers_until: float,
-        on_end: Callable[[], object],
-        coordinator: int,
-    ) -> None:
-        self.returned: set[Identity] = set()
-        self._table = table
-        self._probe = probe
-        self._newcomers_until = newcomers_until
-        self._on_end = on_end
-        self._coordinator = coordinator
-        self._is_time_over = False
-        self._num_asked: dict[Identity, int] = {}  # by returned worker: probed members among those that it has named
-        # The expected workers, at each address, and the workers that named them.
-        self._named: dict[Identity, dict[Member, list[Identity]]] = {}
-        self._asked: set[Member] = set()
-        self._silent: set[Member] = set()
-        self._living: dict[Identity, Member] = {}  # workers that have answered, with their addresses
-        self._probes: set[asyncio.Task[None]] = set()
-        self._most_probes = 0  # at a time; none at first, since most workers return on their own
+    _table: MembershipTable
+    _probe: Probe
+    limit_s: InitVar[float]
+    _newcomers_until: float
+    _on_end: Callable[[], object]
+    _coordinator: int
+    returned: set[Identity] = field(default_factory=set)
+    _is_time_over: bool = False
+    _num_asked: dict[Identity, int] = field(default_factory=dict)  # by returned worker: how many of its members
+    # The expected workers, at each address, and the workers that named them.
+    _named: dict[Identity, dict[Member, list[Identity]]] = field(default_factory=dict)
+    _asked: set[Member] = field(default_factory=set)
+    _silent: set[Member] = field(default_factory=set)
+    _living: dict[Identity, Member] = field(default_factory=dict)  # workers that have answered, with their addresses
+    _probes: set[asyncio.Task[None]] = field(default_factory=set)
+    _most_probes: int = 0  # at a time; none at first, since most workers return on their own
+
+    def __post_init__(self, limit_s: float) -> None:
         self._loop = asyncio.get_running_loop()
         self._timers = [
             self._loop.call_later(limit_s / HEARTBEATS_PER_PEER_TIMEOUT, self._ask_the_missing),
