@@ -10,6 +10,7 @@ import gc
 import logging
 import os
 import random
+import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -19,11 +20,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import rpc_victim_functions as victims
 import torch
 from agents_here import LIMIT_S, agents_here
 from fake_gpus import FakeCopyStream
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from peer_timeouts import UNIT_S
 
 from rpcdist import autograd, rpc
 from rpcdist._proto import rpc_pb2, value_pb2
@@ -32,7 +35,7 @@ from rpcdist.autograd._context import Context
 from rpcdist.autograd._message_nodes import RecordedSend
 from rpcdist.errors import BackwardError, NotInitialized, ProtocolViolation, SerializationError, WorkerLost
 from rpcdist.ids import Identity
-from rpcdist.rpc._current import use_agent
+from rpcdist.rpc._current import current_agent, use_agent
 from rpcdist.rpc._devices import gpu_sharing, pinned_arrivals
 from rpcdist.rpc._devices.borrowed_gpu_memory import BorrowedGpuMemory
 from rpcdist.rpc._devices.gpu_sharing import GpuSharing, ValueOnGpus
@@ -42,7 +45,7 @@ from rpcdist.rpc._values import buffers
 from rpcdist.rpc._values.buffers import STAGED_BYTES, GpuBuffer, ReceiveBuffer, received_buffers
 from rpcdist.rpc._values.rebuild import rebuild_tensors
 from rpcdist.rpc._values.tensors import DeviceRoute
-from rpcdist.testing import eventually
+from rpcdist.testing import WorkerPool, eventually
 from rpcdist.transport._channels.channel import CHANNELS_VARIABLE
 from rpcdist.transport._framing.frames import CHUNK_BYTES, Chunk
 from rpcdist.transport._framing.incoming import Delivery, Incoming, StripeCursor
@@ -263,8 +266,12 @@ def small_chunks() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(pinned_arrivals, "STAGED_BYTES", PART)
         patched.setattr(pinned_arrivals, "STAGED_FROM_BYTES", PART)
-        patched.setattr(ValueOnGpus, "device_of", lambda self, message, buffer: torch.device(message.device))
+        any_gpu(patched)
         yield
+
+
+def any_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ValueOnGpus, "device_of", lambda self, message, buffer: torch.device(message.device))
 
 
 # ---------------------------------------------------------------- when chunks are copied
@@ -751,8 +758,12 @@ MAP: dict[Any, Any] = {"cpu": "cuda:0"}
 
 
 @pytest.fixture
-def far(monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiver]:
-    """Workers between which tensors travel over TCP; the memory of their GPU is that of a stand-in."""
+def far(monkeypatch: pytest.MonkeyPatch) -> Receiver:
+    return far_receiver(monkeypatch)
+
+
+def far_receiver(monkeypatch: pytest.MonkeyPatch) -> Receiver:
+    """For workers between which tensors travel over TCP; the memory of their GPU is that of a stand-in."""
     monkeypatch.setattr(pinned_arrivals, "STAGED_BYTES", FAR_PART)
     monkeypatch.setattr(pinned_arrivals, "STAGED_FROM_BYTES", FAR_PART // 2)
     monkeypatch.setenv(CHANNELS_VARIABLE, "tcp")
@@ -762,7 +773,7 @@ def far(monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiver]:
     monkeypatch.setattr("rpcdist.rpc._api.call_functions.check_own_devices", lambda *arguments: None)
     receiver = Receiver(num_parts=3, part=FAR_PART)
     monkeypatch.setattr(gpu_sharing, "pinned_ring", lambda: receiver.ring)
-    yield receiver
+    return receiver
 
 
 def total(value: torch.Tensor) -> int:
@@ -996,3 +1007,76 @@ def test_a_connection_that_is_lost_in_a_gradient(
         with cut_at(session, at), pytest.raises(BackwardError, match="'bob' was lost"):
             backward_over_bob(2)
         eventually(far.is_free)
+
+
+# ---------------------------------------------------------------- between processes
+
+
+MANY = 60 * FAR_PART
+"""Bytes of a tensor; more than the buffers of sockets hold."""
+
+receivers: list[Receiver] = []
+"""In a worker's process, the one of that worker."""
+
+
+def receive_on_a_stand_in() -> None:
+    patched = pytest.MonkeyPatch()
+    any_gpu(patched)
+    receivers.append(far_receiver(patched))
+
+
+def send_ones(to: str) -> int:
+    return rpc.rpc_sync(to, total, (torch.ones(MANY, dtype=torch.uint8),), device_map=MAP)
+
+
+def has_ring() -> bool:
+    return current_agent().gpus.ring is not None
+
+
+def lost_workers() -> list[str]:
+    return list(current_agent().directory.losses())
+
+
+def is_free() -> bool:
+    return receivers[0].is_free()
+
+
+def stop_in_the_middle(pid: int) -> None:
+    """Stops a process, once, when the second chunk of a tensor is about to arrive here."""
+    parts = GpuReceiveBuffer.parts
+
+    def stop(self: GpuReceiveBuffer, start: int, end: int) -> list[memoryview]:
+        if start >= FAR_PART:
+            GpuReceiveBuffer.parts = parts  # type: ignore[method-assign]
+            os.kill(pid, signal.SIGSTOP)
+        return parts(self, start, end)
+
+    GpuReceiveBuffer.parts = stop  # type: ignore[method-assign]
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(("connections", "stopped"), [("0", "alice"), ("2", "alice"), ("2", "bob")])
+def test_a_process_that_stops_in_the_middle(worker_pool: WorkerPool, connections: str, stopped: str) -> None:
+    """The other one gives it up, its pinned memory is free then, and it can be reached again afterwards."""
+    worker_pool.environment.update({PAYLOAD_CONNECTIONS_VARIABLE: connections, CHANNELS_VARIABLE: "tcp"})
+    world = worker_pool.world("alice", "bob", peer_timeout=UNIT_S)
+    alice, bob = world["alice"], world["bob"]
+    for worker in world:
+        worker.run(receive_on_a_stand_in)
+    assert alice.run(send_ones, "bob") == MANY
+    eventually(lambda: bob.run(has_ring))
+    assert alice.run(send_ones, "bob") == MANY
+    bob.run(stop_in_the_middle, world[stopped].pid)
+    pending = alice.begin(send_ones, "bob")
+    world[stopped].wait_until_stopped()
+    if stopped == "alice":
+        eventually(lambda: "alice" in bob.run(lost_workers))
+        eventually(lambda: bob.run(is_free))
+        alice.resume()
+    error = pending.error(WorkerLost)
+    if stopped == "bob":
+        assert "no sign of life" in error.reason
+        bob.resume()
+    alice.run(victims.call_until_it_works, "bob")
+    assert alice.run(send_ones, "bob") == MANY
+    eventually(lambda: bob.run(is_free))

@@ -121,6 +121,17 @@ def test_a_gathering_after_a_replacement_has_all_members() -> None:
         assert [future.result(LIMIT_S) for future in gathering] == [{"a": "a", "b": "b", "c": "c"}] * 3
 
 
+def test_a_gathering_that_loses_a_member_says_so() -> None:
+    """Whether the member dies while the others wait for it, or before."""
+    with InProcessCluster("a", "b", "c", peer_timeout=UNIT_S) as cluster:
+        gathering = [cluster.begin(name, rpc.api._all_gather, name) for name in ("a", "c")]
+        cluster.kill("b")
+        gathering.append(cluster.begin("a", rpc.api._barrier, {"a", "b"}))
+        for future in gathering:
+            with pytest.raises(WorkerLost, match="'b' was lost during a gathering of workers"):
+                future.result(LIMIT_S)
+
+
 def test_a_worker_that_was_only_silent_is_in_the_job_again() -> None:
     with InProcessCluster("a", "b", "c", peer_timeout=UNIT_S) as cluster:
         assert cluster.run("b", rpc.rpc_sync, "a", add, (1, 2)) == 3

@@ -27,6 +27,7 @@ MISSING = "rpcdist.rpc._membership.gatherings:missing"
 MAX_LAST_CAME = 64  # timed-out rounds that are kept; the workers that timed out ask for the missing at once
 MAX_NAMED = 32  # up to this number of participants, each of them sends all names
 MAX_NAMELESS = 16  # limit on one worker's rounds for which the host has not sent the names
+GATHERING = "a gathering of workers"
 
 Group = Sequence[str] | str
 """The participants: their names in order, or the digest of the names if there are many."""
@@ -180,7 +181,8 @@ class Gatherings:
     def on_lost(self, identity: Identity, exc: WorkerLost) -> None:
         """Fails the rounds that wait for a worker that was declared dead. On the I/O loop."""
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._fail_rounds, identity.name, exc)
+            lost = WorkerLost(exc.worker, GATHERING, exc.last_seen_s, exc.reason)
+            self._loop.call_soon_threadsafe(self._fail_rounds, identity.name, lost)
 
     def _fail_rounds(self, name: str, exc: WorkerLost) -> None:
         for rounds in self._rounds.values():
@@ -258,7 +260,7 @@ class Gatherings:
     def _watch(self, round_: _GatherRound) -> None:
         """Connects to the participants, so that the death of one that never calls is noticed."""
         for name in (round_.names or frozenset()) - {self._me.name}:
-            lost = self._watch_worker(self._directory.resolve(name), "a gathering of workers")
+            lost = self._watch_worker(self._directory.resolve(name), GATHERING)
             if lost is not None:
                 round_.fail(lost)
 
