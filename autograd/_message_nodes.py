@@ -234,8 +234,6 @@ class EngineRun:
         callbacks: see `queue_callback`.
     """
 
-    __slots__ = ("callbacks",)
-
     def __init__(self) -> None:
         self.callbacks: list[Callable[[Captured], object]] = []
 

@@ -61,8 +61,6 @@ class Histogram:
         total_s: the sum of all times, in seconds.
     """
 
-    __slots__ = ("counts", "total_s")
-
     def __init__(self) -> None:
         self.counts = [0] * (len(BUCKET_BOUNDS) + 1)
         self.total_s = 0.0

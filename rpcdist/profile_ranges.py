@@ -44,7 +44,6 @@ def is_profiling() -> bool:
 class record_function:
     """torch's range for a `with` block, but safe if the profiler ends before the block."""
 
-    __slots__ = ("_began", "_range")
     _lock: ClassVar = threading.Lock()  # held while `_num_ended` changes, and while a range ends
     _num_ended: ClassVar = 0  # profilers, each counted before torch frees its memory
     _disable: ClassVar[Any] = None  # torch's function, which its profilers look up when they end

@@ -71,9 +71,7 @@ class Copies:
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a dense tensor of the same values, which the operation only reads."""
-        if self._usable(tensor):
-            return self._plain(tensor)
-        return self._plain(self._copy(tensor))
+        return self._plain(tensor if self._usable(tensor) else self._copy(tensor))
 
     def write(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a dense tensor to write to; `finish` copies from it if it is not the tensor itself."""

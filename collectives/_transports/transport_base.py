@@ -81,8 +81,6 @@ class Control(ABC):
 class PartControl(Control):
     """The control of a whole operation, as one of its parts sees it."""
 
-    __slots__ = ("_whole", "deadline", "fingerprint", "sequence")
-
     def __init__(self, whole: Control, sequence: int, fingerprint: bytes) -> None:
         self._whole = whole
         self.deadline = whole.deadline
@@ -256,8 +254,6 @@ class SpinPolicy:
     Attributes:
         spin_s: how long to try before the next sleep, in seconds.
     """
-
-    __slots__ = ("_longest_s", "spin_s")
 
     def __init__(self, num_ranks: int) -> None:
         spins = num_ranks <= num_cores() and is_polling_on()

@@ -302,5 +302,4 @@ def _rref_context_get_debug_info() -> dict[str, str]:
     return current_agent().rrefs.debug_info()
 
 
-def _get_debug_info() -> dict[str, str]:
-    return current_agent().get_debug_info()
+_get_debug_info = debug_info

@@ -33,8 +33,6 @@ class CommonMemory:
         may_be_read: whether a peer may still read it after its loan; then it is not used again.
     """
 
-    __slots__ = ("mapped", "may_be_read", "readers", "segment")
-
     def __init__(self, size_bytes: int, readers: frozenset[int]) -> None:
         self.readers = readers
         self.segment = Segment.create(size_bytes, is_for_readers=True)
@@ -69,8 +67,6 @@ def _take(free: FreeMemory, num_bytes: int, readers: frozenset[int]) -> CommonMe
 
 class CommonPack:
     """Buffers that share memory which several peers read; see `packs`."""
-
-    __slots__ = ("_at_end", "_free", "_lock", "_pack", "_readers", "memory")
 
     def __init__(self, pack: Pack, free: FreeMemory, readers: frozenset[int]) -> None:
         self._pack = pack

@@ -67,8 +67,6 @@ class ReplayWindow:
     Counters older than the window are refused, seen or not. One per session, at the server.
     """
 
-    __slots__ = ("_highest", "_seen", "_size")
-
     def __init__(self, size: int = 4096) -> None:
         self._size = size
         self._highest = 0

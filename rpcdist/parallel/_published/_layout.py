@@ -13,8 +13,8 @@ from torch import Tensor
 
 from rpcdist.errors import ConfigError, TransportError, abridged, listed
 from rpcdist.parallel._published._parts import Box, Pieces, common, shown, without
+from rpcdist.transport import lending
 
-_ALIGNMENT: Final = 64
 _MAX_BYTES: Final = 1 << 46  # more than the address space, so a layout of this size is invalid
 
 _MAX_DIMS: Final = 64  # as torch
@@ -125,12 +125,9 @@ class VersionLayout(NamedTuple):
 
     def offsets(self) -> tuple[list[int], int]:
         """The offset of each tensor, and the size of all tensors."""
-        starts, end = [], 0
-        for dtype, shape in zip(self.dtypes, self.shapes, strict=True):
-            start = -(-end // _ALIGNMENT) * _ALIGNMENT
-            starts.append(start)
-            end = start + math.prod(shape) * dtype.itemsize
-        return starts, end
+        return lending.offsets(
+            math.prod(shape) * dtype.itemsize for dtype, shape in zip(self.dtypes, self.shapes, strict=True)
+        )
 
     def views(self, memory: Tensor) -> list[Tensor]:
         """Returns the tensors in the memory of a version, which is a tensor of bytes."""

@@ -268,8 +268,6 @@ class SmallTensors:
         seen: see `Pieces`.
     """
 
-    __slots__ = ("addresses", "memory", "seen")
-
     def __init__(self, tensors: Sequence[Tensor], addresses: list[int], seen: object = None) -> None:
         self.addresses = addresses
         self.seen = seen

@@ -117,8 +117,6 @@ functions_that_ask.add(f"{__name__}:{_answer.__name__}")
 class _AdmittedReader:
     """A source's record of a reader."""
 
-    __slots__ = ("name", "socket", "words")
-
     def __init__(self, name: str, words: memoryview, connection: socket.socket) -> None:
         self.name = name
         self.words = words

@@ -51,8 +51,6 @@ _BYTE: Final = torch.uint8
 class ValueOnGpus:
     """Implements `GpuArrivals` for a value. Decode the value on one thread and call `done`, or `discard` it."""
 
-    __slots__ = ("_begun", "_borrowed", "_is_over", "_me", "_sender", "_value")
-
     def __init__(self, value: value_pb2.Value, sender: Identity, borrowed: BorrowedGpuMemory, me: str) -> None:
         self._value = value
         self._sender = sender

@@ -24,8 +24,6 @@ memory that torch's allocator keeps for the stream."""
 class _PoolStream:
     """A stream, with the events by which it waits for another stream, and that stream for it."""
 
-    __slots__ = ("_begin", "_end", "device", "stream")
-
     def __init__(self, device: int) -> None:
         self.device = device
         self.stream: torch.cuda.Stream = torch.cuda.Stream(device)
@@ -42,8 +40,6 @@ class _PoolStream:
 
 class HandlerStreams:
     """Streams that are current on this thread from their creation until `leave`, which is idempotent."""
-
-    __slots__ = ("_entered",)
 
     def __init__(self, devices: Sequence[int]) -> None:
         self._entered: list[tuple[torch.cuda.Stream, _PoolStream]] = []
@@ -120,8 +116,6 @@ class ArrivedTensors:
     Streams that use them wait for an event, and not for that stream, which may have later copies that wait for GPUs of
     other workers.
     """
-
-    __slots__ = ("_by_device",)
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         by_device: dict[int, list[torch.Tensor]] = {}

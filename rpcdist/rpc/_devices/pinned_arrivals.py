@@ -228,11 +228,6 @@ class GpuReceiveBuffer(ReceiveBuffer):
         submit: runs a function on the pool.
     """
 
-    __slots__ = (
-        "_chunks", "_complete", "_copied", "_copying", "_failure", "_held", "_num_left", "_ring", "_stream", "_submit",
-        "_target",
-    )  # fmt: skip
-
     def __init__(
         self,
         size: int,

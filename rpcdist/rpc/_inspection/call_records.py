@@ -174,8 +174,6 @@ class EndedCalls:
         note: passes a row to the listeners; None if there are none.
     """
 
-    __slots__ = ("_listeners", "_lock", "note")
-
     def __init__(self, recorder: Callable[[Row], object] | None) -> None:
         self._listeners = [] if recorder is None else [recorder]
         self._lock = threading.Lock()
