@@ -57,6 +57,9 @@ MAX_MESSAGE_BYTES: Final = 64 * 1024
 MAX_VALUE_CHARS: Final = 1024
 """The limit of a rank's text in an exchange. Rank 0 sends the texts of all ranks in one message."""
 _VALUE_BYTES: Final = 12 * MAX_VALUE_CHARS  # as JSON, at most
+MAX_UNSENT_BYTES: Final = 1 << 20
+"""The limit of bytes that wait for a peer that does not read, before another message. A peer that only stands still
+gets less in that time: news of ranks that leave, and one message each about failure, timeout and values."""
 _HEAD_BYTES: Final = 4
 _READ_BYTES: Final = 8 << 10
 
@@ -117,7 +120,8 @@ class WatchConnection:
         self._unsent: deque[tuple[bytes, Segment | None]] = deque()
         self._all_sent = asyncio.Event()
         self._all_sent.set()
-        self._error: OSError | None = None  # of a write; the system reports it only once
+        self._error: OSError | ProtocolViolation | None = None  # of a write; the system reports it only once
+        self._num_unsent = 0  # bytes
         sock.setblocking(False)
         _notice_silence(sock)
 
@@ -127,7 +131,11 @@ class WatchConnection:
         Args:
             segment: passed with the first message; only over a Unix socket.
         """
+        if self._num_unsent > MAX_UNSENT_BYTES:
+            self._break(ProtocolViolation(f"it has left {self._num_unsent} bytes of the group's watch unread"))
+            return
         self._unsent.append((data, segment))
+        self._num_unsent += len(data)
         if len(self._unsent) == 1:
             self._write()
 
@@ -145,6 +153,7 @@ class WatchConnection:
                 else:
                     sent = self.sock.sendmsg([data], rights(segment), NO_SIGPIPE)
                 self._unsent[0] = data[sent:], None
+                self._num_unsent -= sent
                 if sent == len(data):
                     self._unsent.popleft()
         except BlockingIOError:
@@ -152,14 +161,20 @@ class WatchConnection:
                 self._all_sent.clear()
                 asyncio.get_running_loop().add_writer(self.sock.fileno(), self._write)
             return
-        except OSError as exc:  # a part of a message may be sent: the connection ends, and its listener reports it
-            self._error = exc
-            with suppress(OSError):
-                self.sock.shutdown(socket.SHUT_RDWR)
+        except OSError as exc:
+            self._break(exc)
+        self._stop_writing()
+
+    def _break(self, error: OSError | ProtocolViolation) -> None:
+        """Ends the connection, as a part of a message may be sent; its listener reports the first error."""
+        self._error = self._error or error
+        with suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
         self._stop_writing()
 
     def _stop_writing(self) -> None:
         self._unsent.clear()
+        self._num_unsent = 0
         if not self._all_sent.is_set():
             self._all_sent.set()
             asyncio.get_running_loop().remove_writer(self.sock.fileno())
@@ -169,8 +184,10 @@ class WatchConnection:
 
         Raises:
             OSError: the connection broke.
+            ProtocolViolation: the peer sent something else, or does not read.
         """
         while (data := self._first_received()) is None:
+            await asyncio.sleep(0)  # others have a turn, however much this peer sends
             more = await self._some(_READ_BYTES)
             if not more:
                 if self._error is not None:
@@ -429,10 +446,10 @@ class Watch(Reporter):
         try:
             while (message := await connection.receive()) is not None:
                 self._handle(connection.rank, message)
-        except OSError as exc:
-            reason = f"its process ended or its host cannot be reached ({exc.strerror or exc})"
         except (ProtocolViolation, ValueError) as exc:
             reason = str(exc)
+        except OSError as exc:
+            reason = f"its process ended or its host cannot be reached ({exc.strerror or exc})"
         finally:
             self._connections.pop(connection.rank, None)
             connection.close()
@@ -478,6 +495,8 @@ class Watch(Reporter):
         # A rank may announce only its own departure; rank 0 passes on those of others.
         if not 0 <= rank < len(self._world_ranks) or (self._rank == 0 and rank != sender):
             raise ProtocolViolation(f"rank {sender} said that rank {rank} left")
+        if rank in self._departed:
+            return
         self._departed.add(rank)
         self._listener.rank_left(rank, sequence)
         self._interrupt_exchange()

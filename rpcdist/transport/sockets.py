@@ -60,7 +60,8 @@ class SocketHub:
         self._waiting: dict[str, list[StreamSocket]] = {}  # proven connections that nothing has announced, by purpose
         self._announced: dict[str, Taker] = {}
         self._refusals: dict[str, Refusal] = {}
-        self._arrived = threading.Lock()  # protects these three
+        self._collecting: set[threading.Event] = set()  # each wakes a thread in `collect`
+        self._arrived = threading.Lock()  # protects these four
 
     @property
     def address(self) -> str:
@@ -124,8 +125,9 @@ class SocketHub:
 
         Raises:
             DeadlineExceeded: a peer did not connect in time.
+            TransportError: the hub was closed.
         """
-        missing, lock, is_complete = set(names), threading.Lock(), threading.Event()
+        missing, lock, is_over = set(names), threading.Lock(), threading.Event()
 
         def take(purpose: str, connection: StreamSocket) -> None:
             name = purpose.removeprefix(prefix)
@@ -137,18 +139,26 @@ class SocketHub:
             if not is_expected:
                 connection.close()
             elif not missing:
-                is_complete.set()
+                is_over.set()
 
+        with self._arrived:
+            self._collecting.add(is_over)
         self.announce(prefix, take)
         try:
             deadline, slice_s = Deadline.after(timeout_s), longest_sleep_s() if check is None else CHECK_INTERVAL_S
-            while missing and not is_complete.wait(min(slice_s, deadline.remaining_s())):
+            while missing:
+                if self._closed:
+                    raise _closed()
+                if is_over.wait(min(slice_s, deadline.remaining_s())):
+                    continue
                 if check is not None:
                     check()
                 if deadline.expired():
                     raise DeadlineExceeded(f"no peer connected for {prefix!r} and {listed(sorted(missing))} in time")
         finally:
             self.withdraw(prefix)
+            with self._arrived:
+                self._collecting.discard(is_over)
             with lock:
                 missing.clear()
 
@@ -182,6 +192,8 @@ class SocketHub:
         with self._arrived:
             dropped = [connection for waiting in self._waiting.values() for connection in waiting]
             self._waiting.clear()
+            for is_over in self._collecting:
+                is_over.set()
         for connection in dropped:
             connection.close()
 

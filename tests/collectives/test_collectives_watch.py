@@ -7,11 +7,13 @@ import os
 import queue
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import pytest
 
 from rpcdist.collectives._group.state import GroupActions, GroupFailure, GroupState
 from rpcdist.collectives._group.watch import (
+    MAX_UNSENT_BYTES,
     MAX_VALUE_CHARS,
     ExchangeInterrupted,
     Message,
@@ -340,3 +342,60 @@ def test_messages_that_wait_for_a_slow_reader_arrive_in_order(node: Node) -> Non
         return found
 
     assert node.run(send_and_read(), LIMIT_S) == texts
+
+
+def test_a_peer_that_does_not_read_is_cut_off(node: Node) -> None:
+    """Rank 0 asked and read no answer: the answers filled the memory of the rank."""
+    listener, (inner, outer) = Listener(), socket.socketpair()
+    own = Watch(node, 1, WORLD, "g", listener)
+    own.take_connections({0: inner})
+    question = encoded({"say": "where", "question": "?" * 60_000})
+    try:
+        outer.settimeout(LIMIT_S)
+        with suppress(BrokenPipeError, ConnectionResetError):
+            for _ in range(MAX_UNSENT_BYTES // len(question) + 100):
+                outer.sendall(question)
+        failure = listener.failures.get(timeout=LIMIT_S)
+        assert failure.kind is RankLost and "rank 20 was lost: it has left 1" in failure.reason
+        assert "bytes of the group's watch unread" in failure.reason
+    finally:
+        own.close(0)
+        outer.close()
+
+
+async def test_a_flood_on_a_watch_lets_others_have_turns() -> None:
+    """The loop read nothing but this connection for as long as more came, so heartbeats of others were unread."""
+    inner, outer = socket.socketpair()
+    message, num_messages = encoded({"say": "x" * 1000}), 60
+    outer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+    outer.sendall(message * num_messages)
+    connection = WatchConnection(0, inner)
+    num_turns = 0
+
+    async def others() -> None:
+        nonlocal num_turns
+        while True:
+            num_turns += 1
+            await asyncio.sleep(0)
+
+    other = asyncio.create_task(others())
+    try:
+        for _ in range(num_messages):
+            assert await connection.receive() is not None
+        assert num_turns >= 5  # of 8 KiB, which are read at once
+    finally:
+        other.cancel()
+        connection.close()
+        outer.close()
+
+
+def test_a_rank_leaves_once(star: Star) -> None:
+    star.outer[2].sendmsg([encoded({"say": "left", "rank": 2, "sequence": number}) for number in range(7, 60)])
+    star.outer[2].shutdown(socket.SHUT_WR)
+    star.watches[3].report(GroupFailure(CollectiveMismatch, "the end", ()))
+    assert star.listeners[0].departures.get(timeout=LIMIT_S) == (2, 7)
+    for rank in (0, 1):
+        assert star.failure(rank).reason == "the end"
+    assert star.listeners[1].departures.get(timeout=LIMIT_S) == (2, 7)
+    star.watches[0].close(9)  # what it has passed on comes before that
+    assert star.listeners[1].departures.get(timeout=LIMIT_S) == (0, 9)

@@ -35,7 +35,7 @@ from rpcdist.transport._framing.incoming import (
 )
 from rpcdist.transport._framing.outgoing import Outgoing
 from rpcdist.transport.announced_bytes import AnnouncedBytes
-from rpcdist.transport.wire_messages import CallMessage, Loan, set_large
+from rpcdist.transport.wire_messages import CallMessage, CompactPass, Loan, ReplyMessage, WireMessage, set_large
 
 MIB = 1 << 20
 
@@ -282,6 +282,28 @@ def test_a_message_too_big_for_an_envelope_is_wrapped(size: int) -> None:
     assert max(map(len, envelopes)) <= MAX_ENVELOPE_BYTES + MAX_FRAME_BYTES
     received = dict(receive(envelopes))
     assert received == {1: [], 2: [b"beside" * MIB, b""], 3: []}
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        ReplyMessage(1, bytes(500)),
+        CompactPass(1, 2, bytes(500)),  # the outcome of an optimizer's step
+        rpc_pb2.Message(call_state=rpc_pb2.CallState(id=1)),
+    ],
+    ids=lambda answer: type(answer).__name__,
+)
+def test_small_answers_that_nobody_reads_overdraw_an_account(answer: WireMessage) -> None:
+    """Those to steps of optimizers were not counted: a peer that read none made the memory of a worker grow."""
+    account = AnnouncedBytes(1)
+    outgoing, num_queued = Outgoing(account), 0
+    while not outgoing.is_overdrawn and num_queued < 1_000_000:
+        if not outgoing.add_quickly(answer):
+            outgoing.add(answer)
+        num_queued += 1
+    assert outgoing.is_overdrawn and num_queued * len(frame(answer)) < 3 * MIB
+    written(outgoing)
+    assert "<AnnouncedBytes 0 of" in repr(account)
 
 
 def test_an_abort_stops_a_transfer_wherever_it_is() -> None:

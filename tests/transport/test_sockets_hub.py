@@ -13,6 +13,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from typing import Any, TypeVar
 
@@ -31,7 +32,7 @@ from rpcdist.errors import (
     TransportError,
 )
 from rpcdist.ids import Identity
-from rpcdist.testing import eventually
+from rpcdist.testing import eventually, wait_until_asleep
 from rpcdist.transport import Node, sockets, unix_sockets
 from rpcdist.transport._channels import stream_sockets
 from rpcdist.transport._channels.stream_sockets import listen_unix
@@ -185,6 +186,17 @@ def test_closing_closes_what_waits() -> None:
             b.connect(a.address, "x", LIMIT_S)
         with pytest.raises(ProtocolViolation, match="their hub is closed"):
             a.connect(b.address, "x", LIMIT_S, unix=False)
+
+
+def test_closing_ends_the_wait_for_connections() -> None:
+    """The thread waited until its own limit, which is the timeout of the group that it makes."""
+    with hubs(1) as (hub,), ThreadPoolExecutor(1) as pool:
+        thread = pool.submit(threading.current_thread).result(LIMIT_S)
+        waiting = pool.submit(hub.collect, "x", [""], {}, 3 * LIMIT_S)
+        wait_until_asleep(thread)
+        hub.close()
+        with pytest.raises(TransportError, match="the socket hub is closed"):
+            waiting.result(LIMIT_S)
 
 
 def test_a_hub_opens_once_and_needs_a_good_host() -> None:

@@ -173,6 +173,8 @@ class Outgoing:
             self._frames.append((reply_frame(message), None, 0, 0))
             return True
         if type(message) is CompactPass:
+            if len(self._frames) >= NUM_UNCOUNTED or len(message.body) > UNCOUNTED_BYTES:
+                return False
             self._frames.append((pass_frame(message), None, 0, 0))
             return True
         if type(message) is CallMessage and message.result is None and message.is_compact:
