@@ -84,15 +84,13 @@ class TorchWork(_c10d.Work):  # type: ignore[misc]  # see _c10d
 
     def get_future_result(self) -> torch.futures.Future[int]:
         futures = [work.get_future_result() for work in self._works]
-        return futures[0] if len(futures) == 1 else torch.futures.collect_all(futures).then(_worst)
+        if len(futures) == 1:
+            return futures[0]
+        return torch.futures.collect_all(futures).then(lambda done: max(future.value() for future in done.value()))
 
 
 def _flatten(futures: Sequence[torch.futures.Future[list[torch.Tensor]]]) -> list[torch.Tensor]:
     return [tensor for future in futures for tensor in future.wait()]
-
-
-def _worst(done: torch.futures.Future[list[torch.futures.Future[int]]]) -> int:
-    return max(future.value() for future in done.value())
 
 
 class _OwnerMaker(_c10d.ProcessGroup):  # type: ignore[misc]  # see _c10d

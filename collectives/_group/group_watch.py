@@ -6,6 +6,7 @@ import dataclasses
 import socket
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
@@ -14,7 +15,7 @@ from rpcdist.collectives._group.backend_contract import GroupContext
 from rpcdist.collectives._group.bootstrap import address_of_rank_0, not_made
 from rpcdist.collectives._group.local_process import bind_host
 from rpcdist.collectives._group.state import GroupActions, GroupFailure, GroupState
-from rpcdist.collectives._group.watch import ExchangeInterrupted, StateKeeper, Watch, encoded
+from rpcdist.collectives._group.watch import StateKeeper, Watch, encoded
 from rpcdist.deadline import Deadline, longest_sleep_s
 from rpcdist.errors import (
     AuthenticationFailed,
@@ -121,7 +122,7 @@ class GroupWatch(StateKeeper):
                     raise
             try:
                 return answer.result(min(wait_s, limit.remaining_s()))
-            except ExchangeInterrupted:
+            except CancelledError:
                 self.check()
                 raise
             except TimeoutError:

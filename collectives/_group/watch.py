@@ -261,10 +261,6 @@ def _notice_silence(sock: StreamSocket) -> None:
 logger = logging.getLogger(__name__)
 
 
-class ExchangeInterrupted(Exception):
-    """An exchange may never be complete, as the group failed or a rank left."""
-
-
 def _memory_message(segment: Segment | None) -> Message:
     return {"say": "memory", "size": 0 if segment is None else segment.size_bytes}
 
@@ -320,7 +316,7 @@ class Watch(Reporter):
         """Returns a future of the texts of all ranks, by rank; all ranks call it, in the same order.
 
         Any thread may call it, one at a time. A text that is too long is cut. If the group fails or a rank leaves, the
-        future gets an `ExchangeInterrupted`; the state keeper has got the reason. It gets none for an earlier event.
+        future is cancelled; the state keeper has got the reason. An earlier event does not cancel it.
 
         Args:
             memory_for: at rank 0, called with the texts on the I/O loop; returns the size of memory that all ranks get
@@ -367,10 +363,6 @@ class Watch(Reporter):
         self._exchanges += 1
         if not self._exchange.done():
             self._exchange.set_result(values)
-
-    def _interrupt_exchange(self) -> None:
-        if not self._exchange.done():
-            self._exchange.set_exception(ExchangeInterrupted())
 
     # ------------------------------------------------------------ memory
 
@@ -486,7 +478,7 @@ class Watch(Reporter):
 
     def _failed(self, failure: GroupFailure, sender: int) -> None:
         self._listener.fail(failure)
-        self._interrupt_exchange()
+        self._exchange.cancel()  # it may never be complete
         if self._rank == 0 and not self._has_reported:
             self._has_reported = True
             self._send({"say": "failure", **failure.to_json()}, skip=sender)
@@ -499,7 +491,7 @@ class Watch(Reporter):
             return
         self._departed.add(rank)
         self._listener.rank_left(rank, sequence)
-        self._interrupt_exchange()
+        self._exchange.cancel()  # it may never be complete
         if self._rank == 0 and rank != 0:
             self._send({"say": "left", "rank": rank, "sequence": sequence}, skip=sender)
 

@@ -183,15 +183,12 @@ class CheckpointPart:
         plan = self._planner.finish_plan(plan)
         with writing(self._folder):
             results = self._writer.write_data(plan, self._planner).wait()
-            return results, digests_of(self._folder, _files_of(results), self._algorithm)
+            files = sorted({result.storage_data.relative_path for result in results})
+            return results, digests_of(self._folder, files, self._algorithm)
 
 
 WrittenFiles = tuple[list[WriteResult], FileDigests]
 """The entries that one process has written, and the digests of its files."""
-
-
-def _files_of(results: Iterable[WriteResult]) -> list[str]:
-    return sorted({result.storage_data.relative_path for result in results})
 
 
 def plan_together(folder: str, plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Metadata]:

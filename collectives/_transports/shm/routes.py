@@ -195,7 +195,7 @@ def route(kind: Kind, rank: int, size: int, root: int, buffer_bytes: int) -> Rou
     Every rank must call it with the same `buffer_bytes`.
     """
     others = [peer for peer in range(size) if peer != rank]
-    slot = _slot_bytes(size, buffer_bytes)
+    slot = buffer_bytes // size // ALIGNMENT * ALIGNMENT
     if kind is Kind.BROADCAST:
         if rank == root:
             return Route(buffer_bytes, publishes=((0, 0),))
@@ -214,10 +214,6 @@ def route(kind: Kind, rank: int, size: int, root: int, buffer_bytes: int) -> Rou
         publishes = tuple((peer, peer * slot) for peer in others)
         return Route(slot, publishes, tuple((peer, rank * slot, peer) for peer in others), (rank, rank))
     raise ValueError(f"{kind.title} has no route")
-
-
-def _slot_bytes(size: int, buffer_bytes: int) -> int:
-    return buffer_bytes // size // ALIGNMENT * ALIGNMENT
 
 
 def two_phase_slice_bytes(size: int, buffer_bytes: int) -> int:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from operator import attrgetter
 from typing import Any, Final
 
@@ -173,12 +172,8 @@ def watch_outputs(value: object, reached: Callable[[], None]) -> bool:
     """Calls a function, on the engine's thread, when a pass reaches tensors in a value; returns whether it has some."""
     nodes = {tensor.grad_fn for tensor in find_tensors(value)} - {None}
     for node in nodes:
-        node.register_prehook(partial(_reached, reached))  # type: ignore[union-attr]
+        node.register_prehook(lambda _: reached())  # type: ignore[union-attr]
     return bool(nodes)
-
-
-def _reached(reached: Callable[[], None], _: tuple[torch.Tensor, ...]) -> None:
-    reached()
 
 
 AccumulationNodes = dict[int, tuple[Node, torch.dtype, torch.device]]
