@@ -9,7 +9,7 @@ import itertools
 import secrets
 import threading
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any, Final, Literal, NamedTuple, cast
 
@@ -82,6 +82,7 @@ class Context:
     Attributes:
         id: the same on all workers.
         is_released: whether the context has ended; calls then go without it.
+        sends: the messages that were sent, by id.
         known: the workers that this worker called in the context.
         callers: the workers that called this one in the context.
         brought_by: the worker whose message introduced the context here; None for this worker's own contexts.
@@ -110,7 +111,7 @@ class Context:
         self._next_message = next_message
         self._lock = threading.Lock()
         self._clock = 0
-        self._sends: dict[int, RecordedSend] = {}
+        self.sends: dict[int, RecordedSend] = {}
         self._recvs: dict[int, tuple[RecordedRecv, Node]] = {}
 
     # ------------------------------------------------------------ for calls (`CallContext`)
@@ -135,7 +136,7 @@ class Context:
         id = self._next_message()
         send = RecordedSend(id, to, stamp, wanted)
         with self._lock:
-            self._sends[id] = send
+            self.sends[id] = send
         return new_history((id, stamp))
 
     def received(self, history: History | None, tensors: Sequence[torch.Tensor], sender: int) -> None:
@@ -166,16 +167,11 @@ class Context:
     def snapshot(self) -> tuple[list[RecordedSend], list[RecordedRecv]]:
         """All sends and recvs so far."""
         with self._lock:
-            return list(self._sends.values()), [recv for recv, _ in self._recvs.values()]
+            return list(self.sends.values()), [recv for recv, _ in self._recvs.values()]
 
     def takes_part(self, worker_id: int) -> bool:
         """Whether a worker exchanged calls with this one in the context, or is this one."""
         return worker_id in self.known or worker_id in self.callers or worker_id == self._worker_id
-
-    @property
-    def sends(self) -> Mapping[int, RecordedSend]:
-        """The messages that were sent, by id."""
-        return self._sends
 
     def to_original_devices(self, message: int, gradients: Gradients) -> Gradients:
         """The gradients of a sent message, on the devices of its tensors.
@@ -183,7 +179,7 @@ class Context:
         Raises:
             ValueError: the numbers of gradients and tensors differ.
         """
-        send = self._sends.get(message)
+        send = self.sends.get(message)
         if send is None or send.devices is None:
             return gradients
         return [None if one is None else one.to(device) for one, device in zip(gradients, send.devices, strict=True)]
@@ -199,7 +195,7 @@ class Context:
         A pass begins with them. A neighbour that is no partner here, but takes part, gets it from its own partners.
         """
         with self._lock:
-            found = {send.to for send in self._sends.values()} | {recv.sender for recv, _ in self._recvs.values()}
+            found = {send.to for send in self.sends.values()} | {recv.sender for recv, _ in self._recvs.values()}
         found.discard(self._worker_id)
         return frozenset(found)
 
@@ -213,8 +209,8 @@ class Context:
         """Frees graph and gradients of a context that has ended. May run user code: not on the I/O loop."""
         with self._lock:
             # The graph is freed after the lock is released: finalizers of objects in it may run user code.
-            dropped = self._sends, self._recvs, self.gradients
-            self._sends, self._recvs, self.gradients = {}, {}, GradientTable()
+            dropped = self.sends, self._recvs, self.gradients
+            self.sends, self._recvs, self.gradients = {}, {}, GradientTable()
         del dropped
 
     def is_light(self) -> bool:
@@ -236,7 +232,7 @@ class Context:
 
     def _send_functions(self) -> dict[int, Node]:
         with self._lock:
-            return {id: send.node for id, send in self._sends.items()}
+            return {id: send.node for id, send in self.sends.items()}
 
     def _recv_functions(self) -> dict[int, Node]:
         with self._lock:

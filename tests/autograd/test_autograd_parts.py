@@ -249,7 +249,7 @@ def test_a_worker_that_sent_nothing_of_what_is_named_says_so(cluster: InProcessC
     with cluster.use("a"), autograd.context() as context_id:
         loss = rpc_sync("b", product, (x, x)).sum()
         hooks: Any = agent_of(cluster, "b").autograd
-        hooks.contexts.find(context_id)._sends.clear()
+        hooks.contexts.find(context_id).sends.clear()
         other = rpc.rpc_async("b", product, (x.detach(), x.detach()))
         with pytest.raises(autograd.BackwardError, match="1 messages of the autograd context are unknown here"):
             autograd.backward(context_id, [loss], timeout=LIMIT_S)
