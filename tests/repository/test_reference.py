@@ -58,6 +58,30 @@ def test_every_public_name_says_what_it_is(module: str) -> None:
     assert not undocumented
 
 
+def test_every_public_name_is_on_a_page() -> None:
+    """The site shows what a documented module defines, what its source lists in `__all__`, and what a page names; of a
+    module without such a list, it shows what is imported there with a star."""
+    pages = "\n".join(page.read_text() for page in REFERENCE.glob("*.md"))
+    shown: dict[int, str] = {}
+    others: dict[int, str] = {}
+    for module in MODULES.keys() - WITHOUT_IMPORT.keys():
+        listed = listed_names(module)
+        for name, value in public_names(module).items():
+            is_shown = not listed or name in listed or getattr(value, "__module__", "") == module or is_of_torch(value)
+            (shown if is_shown or f"::: {module}.{name}\n" in pages else others)[id(value)] = f"{module}.{name}"
+    assert [name for value, name in others.items() if value not in shown] == []
+
+
+def listed_names(module: str) -> set[str]:
+    """What the statements of a module about its `__all__` list, without tables that are read when they run."""
+    found = importlib.import_module(module)
+    listed = [each for each in ast.parse(inspect.getsource(found)).body if ast.unparse(each).startswith("__all__")]
+    nodes = [node for each in listed for node in ast.walk(each)]
+    added = [node.value.id for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)]
+    names = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return names.union(*(getattr(found, each).__all__ for each in added if hasattr(found, each)))
+
+
 def lacks(name: str, value: Any) -> Iterator[str]:
     """The name, and those of its methods, that have no docstring."""
     if is_of_torch(value):
