@@ -73,7 +73,7 @@ def test_every_public_name_is_on_a_page() -> None:
 
 
 def listed_names(module: str) -> set[str]:
-    """What the statements of a module about its `__all__` list, without tables that are read when they run."""
+    """The names that the source of a module lists for `__all__`, without tables that are read when it runs."""
     found = importlib.import_module(module)
     listed = [each for each in ast.parse(inspect.getsource(found)).body if ast.unparse(each).startswith("__all__")]
     nodes = [node for each in listed for node in ast.walk(each)]
