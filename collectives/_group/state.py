@@ -70,7 +70,8 @@ class GroupFailure:
             raise ValueError("a failure has a reason and ranks")
         if not isinstance(kind, str) or kind not in _KINDS:
             raise ValueError(f"{kind!r} is not a kind of failure")
-        return cls(_KINDS[kind], reason, tuple(ranks))
+        printable = reason.encode(errors="backslashreplace").decode()  # names of files may have surrogates
+        return cls(_KINDS[kind], printable, tuple(ranks))
 
 
 def list_ranks(ranks: list[int] | tuple[int, ...] | frozenset[int]) -> str:

@@ -44,7 +44,8 @@ class HubAddress:
         """The inverse of `str`. Raises `ConfigError` for anything else."""
         tcp, comma, unix = text.partition(",")
         address, slash, taker = tcp.partition("/")
-        if not slash or (comma and (len(unix) < 2 or not unix.startswith("@") or len(unix) > 100)):
+        is_name = 1 < len(unix) <= 100 and unix.startswith("@") and unix.isprintable()  # UTF-8 has no surrogates
+        if not slash or (comma and not is_name):
             raise ConfigError(f"a hub's address is written host:port/hub or host:port/hub,@name, not {text[:200]!r}")
         return cls(*split_address(address), unix[1:], taker)
 

@@ -399,3 +399,9 @@ def test_a_rank_leaves_once(star: Star) -> None:
     assert star.listeners[1].departures.get(timeout=LIMIT_S) == (2, 7)
     star.watches[0].close(9)  # what it has passed on comes before that
     assert star.listeners[1].departures.get(timeout=LIMIT_S) == (0, 9)
+
+
+def test_the_reason_of_a_failure_can_be_printed(star: Star) -> None:
+    star.watches[2].report(GroupFailure(CollectiveMismatch, "no file 'b\udce4r'", ()))
+    for rank in (0, 1, 3):
+        assert star.failure(rank).reason.encode() == b"no file 'b\\udce4r'"

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
+from inside_groups import TransportTimeout
 from shared_cases import Case
 from shm_group import ShmGroup
+from transport_in_memory import MemoryControl
 
-from rpcdist.collectives._operations.operation import DTYPES, Kind, ReduceOp
+from rpcdist.collectives._operations.operation import DTYPES, Kind, Operation, ReduceOp
 from rpcdist.collectives._operations.reduce_kernels import unsupported
 from rpcdist.collectives._transports.shm.futex import unsupported_here
-from rpcdist.collectives._transports.shm.routes import BUFFER_BYTES
-from rpcdist.testing import RankPool
+from rpcdist.collectives._transports.shm.routes import BUFFER_BYTES, LINE, Layout
+from rpcdist.collectives._transports.shm.shm_transport import ShmTransport
+from rpcdist.deadline import Deadline
+from rpcdist.testing import LIMIT_S, RankPool
+from rpcdist.transport.shared_memory import Segment
 
 pytestmark = [
     pytest.mark.multiproc,
@@ -224,3 +233,45 @@ def test_a_closed_transport_gives_its_memory_back(group: ShmGroup) -> None:
     assert group.call(2, "mappings") == [1, 1]
     group.call(2, "leave")
     assert group.call(2, "mappings") == [0, 0]
+
+
+def go_on_without_end(memory: memoryview, layout: Layout, control: MemoryControl, is_over: threading.Event) -> int:
+    """Rank 1 of 2: says that it sends itself a petabyte, and is never late. Returns the number of steps."""
+    words, step = memory.cast("Q"), 1
+    while not is_over.is_set():
+        own, other = (layout.header(step & 1, rank) for rank in (1, 0))
+        if words[other // 8] != step:
+            time.sleep(0)
+            continue
+        if step == 1:
+            memory[own + 8 : own + LINE] = memory[other + 8 : other + LINE]  # the fingerprint
+            table = layout.table(1, 1) // 8
+            for index, size_bytes in enumerate((8, 1 << 50, 8, 1 << 50)):
+                words[table + index] = size_bytes
+        words[own // 8] = step
+        words[layout.header(1 - step & 1, 1) // 8] = step + 1  # this early, the other one never waits
+        step += 1
+        if step == 5:
+            control.deadline = Deadline(0.0)
+    words.release()
+    return step
+
+
+def test_a_rank_that_lies_about_sizes_keeps_nobody_beyond_the_timeout() -> None:
+    """The other one made steps for as long as they came, and noticed neither its timeout nor an abort."""
+    layout, is_over = Layout(2, BUFFER), threading.Event()
+    with Segment.create(layout.total_bytes) as segment, ThreadPoolExecutor(2) as threads:
+        with segment.map() as mapped, memoryview(mapped) as memory:
+            transport = ShmTransport(0, 2, segment, layout)
+            inputs, outputs = torch.ones(2, 2).unbind(), torch.zeros(2, 2).unbind()
+            operation = Operation(Kind.ALL_TO_ALL, inputs, outputs)
+            control = MemoryControl(operation)
+            lying = threads.submit(go_on_without_end, memory, layout, control, is_over)
+            try:
+                with pytest.raises(TransportTimeout) as caught:
+                    threads.submit(transport.run, operation, control).result(LIMIT_S)
+                assert caught.value.waiting_for == {1}
+            finally:
+                is_over.set()
+            assert 4 < lying.result(LIMIT_S) < 20
+            transport.close()

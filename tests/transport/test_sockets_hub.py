@@ -125,7 +125,8 @@ def test_addresses_survive_being_text(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "host", "host:1", "host:1/a,name", "host:1/a,@", "host:99999/a", f"host:1/a,@{'x' * 200}"]
+    "text",
+    ["", "host", "host:1", "host:1/a,name", "host:1/a,@", "host:99999/a", f"host:1/a,@{'x' * 200}", "host:1/a,@\ud800"],
 )
 def test_malformed_addresses_are_refused(text: str) -> None:
     with pytest.raises(ConfigError):

@@ -119,7 +119,10 @@ class ShmTransport(Transport):
             publishes = (*publishes, (self.rank, self._own_offset(path)))
         targets = [(tensor.data_ptr(), tensor.nbytes) for tensor in operation.outputs]
         step, steps = 0, routes.num_steps((operation.inputs or operation.outputs)[0].nbytes, path.slice_bytes)
+        own_steps = routes.num_steps(max([t.nbytes for t in (*operation.inputs, *operation.outputs)]), path.slice_bytes)
         while step < steps:
+            if step > own_steps:  # a rank that lies about its sizes would keep this one here
+                self._signals.check(control)
             half = self._signals.begin_step()
             self._publish(operation, publishes, step, path.slice_bytes, half)
             if uneven and step == 0:

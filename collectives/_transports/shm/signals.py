@@ -153,6 +153,15 @@ class Signals:
             for rank, start in starts.items()
         }
 
+    def check(self, control: Control) -> None:
+        """Raises if the operation has failed or its deadline has passed, between two steps for which no rank was late.
+
+        `synchronise` checks only while this rank waits for another one.
+        """
+        control.check()
+        if control.deadline.expired():
+            raise TransportTimeout(frozenset(peer for peer, _ in self._peers[0]))
+
     # ------------------------------------------------------------ sizes of chunks, of operations where they may differ
 
     def publish_sizes(self, half: int, operation: Operation) -> None:
