@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import secrets
 import threading
 import time
@@ -35,6 +36,7 @@ from rpcdist.transport.io_loop import Check
 from rpcdist.transport.node import Node
 
 MAX_WAITING: Final = 4096
+"""At most a quarter of the process's descriptors: a peer that opens sockets for nothing must leave others to accept."""
 MAX_PURPOSE_BYTES: Final = 512
 
 Taker = Callable[[str, StreamSocket], None]
@@ -227,7 +229,7 @@ class SocketHub:
         with self._arrived:
             if self._closed:
                 return "the socket hub is closed"
-            if (waiting := self._num_waiting()) >= MAX_WAITING and self._taker_of(purpose) is None:
+            if (waiting := self._num_waiting()) >= _most_waiting() and self._taker_of(purpose) is None:
                 return f"{waiting} connections already wait here that no thread expects"
             refuse = next((one for prefix, one in self._refusals.items() if purpose.startswith(prefix)), None)
         return "" if refuse is None else refuse(purpose, peer)
@@ -265,6 +267,11 @@ class SocketHub:
                 del self._waiting[purpose]
         logger.warning("a connection for %r was closed: no thread expected it within %s s", purpose, ROLE_LIMIT_S)
         connection.close()
+
+
+def _most_waiting() -> int:
+    num_descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return MAX_WAITING if num_descriptors == resource.RLIM_INFINITY else min(num_descriptors // 4, MAX_WAITING)
 
 
 def _check_purpose(purpose: str) -> str:

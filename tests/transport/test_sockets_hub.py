@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import math
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -332,11 +333,18 @@ def test_another_job_or_role_is_refused(caplog: pytest.LogCaptureFixture, monkey
                 a.connect(address, "x", LIMIT_S, unix=False)
 
 
+@pytest.mark.parametrize("is_short", [False, True], ids=["enough descriptors", "few descriptors"])
 def test_connections_that_nobody_expects_are_bounded_in_number_and_time(
-    pair: tuple[SocketHub, SocketHub], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    pair: tuple[SocketHub, SocketHub],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    is_short: bool,
 ) -> None:
     a, b = pair
-    monkeypatch.setattr(sockets, "MAX_WAITING", 2)
+    if is_short:
+        monkeypatch.setattr(resource, "getrlimit", lambda _: (8, 8))
+    else:
+        monkeypatch.setattr(sockets, "MAX_WAITING", 2)
     monkeypatch.setattr(sockets, "ROLE_LIMIT_S", 2.0)  # the first waits still when the second has come
     taken: list[StreamSocket] = []
     b.announce("group/", lambda _, connection: taken.append(connection))
