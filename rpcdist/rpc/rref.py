@@ -153,6 +153,7 @@ class RRef(Generic[T]):
         if state.owned is not None:
             return cast(T, (yield from derived_future(state.owned).__await__()))
         try:
+            yield from self._calls.find_owner(state).__await__()
             return cast(T, (yield from self._calls.start_fetch(state, UNSET_RPC_TIMEOUT).__await__()))
         except WorkerLost as exc:
             raise self._calls.fetch_error(state, exc) from exc

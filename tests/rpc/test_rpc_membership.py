@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from pathlib import Path
 from socket import socket
 from typing import Any
@@ -12,13 +13,15 @@ from typing import Any
 import pytest
 import rpc_victim_functions as functions
 import rpc_victim_references as references
+import torch
 from inside_agents import Agent
 from peer_timeouts import CALM_S, LIMIT_S, PROMPT_S, UNIT_S
 
-from rpcdist import rpc
+from rpcdist import autograd, rpc
 from rpcdist.errors import (
     ConfigError,
     ConnectFailed,
+    DeadlineExceeded,
     DistNetworkError,
     DuplicateName,
     RendezvousError,
@@ -406,3 +409,186 @@ def test_a_worker_that_is_leaving_reports_no_losses(caplog: pytest.LogCaptureFix
         leaving.join(LIMIT_S)
         assert lost == [] and not leaving.is_alive()
         assert "is lost" not in caplog.text
+
+
+# ---------------------------------------------------------------- newcomers of whom this worker has not heard yet
+
+
+class Ledger:
+    """On the newcomer."""
+
+    def __init__(self) -> None:
+        self.notes: list[int] = []
+
+    def add(self, note: int) -> list[int]:
+        self.notes.append(note)
+        return self.notes
+
+
+def ledger_on(worker: str, is_serial: bool = False) -> rpc.RRef[Ledger]:
+    return rpc.remote(worker, Ledger, serial=is_serial)
+
+
+def count_to(number: int) -> Iterator[int]:
+    yield from range(number)
+
+
+@rpc.idempotent
+def repeatable(number: int) -> int:
+    return number
+
+
+@pytest.fixture
+def newcomer(monkeypatch: pytest.MonkeyPatch) -> Iterator[InProcessCluster]:
+    """A large world in which "a" has not heard of "new" yet, but "b" has; the news does not come within the test."""
+    monkeypatch.setattr(roster_service, "NEWS_AT_ONCE", 0)
+    monkeypatch.setattr("rpcdist.rpc._membership.roster_news.NEWS_AT_ONCE", 0)
+    monkeypatch.setattr("rpcdist.rpc._membership.roster_news.NEWS_PAUSE_S", 1000 * LIMIT_S)
+    with InProcessCluster("z", "a", "b", elastic=True) as cluster:
+        cluster.run("a", rpc.rpc_sync, "b", str)
+        cluster.join("new", 9)
+        assert cluster.run("b", rpc.rpc_sync, "new", str) == ""
+        with cluster.use("a"):
+            assert [worker.name for worker in rpc.workers()] == ["z", "a", "b"]
+            yield cluster
+
+
+async def awaited(call: Any) -> Any:
+    return await call
+
+
+CALLS_ON_A_LOOP: dict[str, Callable[[], Coroutine[Any, Any, Any]]] = {
+    "by name": lambda: awaited(rpc.rpc_async("new", divmod, (7, 4))),
+    "by rank": lambda: awaited(rpc.rpc_async(9, divmod, (7, 4))),
+    "by info": lambda: awaited(rpc.rpc_async(rpc.WorkerInfo("new", 9), divmod, (7, 4))),
+    "call": lambda: awaited(rpc.call_async("new", divmod, 7, 4)),
+}
+
+
+@pytest.mark.parametrize("way", CALLS_ON_A_LOOP)
+def test_a_call_on_a_loop_finds_a_newcomer(newcomer: InProcessCluster, way: str) -> None:
+    assert asyncio.run(CALLS_ON_A_LOOP[way]()) == (1, 3)
+
+
+def test_other_calls_on_a_loop_find_a_newcomer(newcomer: InProcessCluster) -> None:
+    async def run() -> Any:
+        return [item async for item in rpc.rpc_stream("new", count_to, (3,))]
+
+    assert asyncio.run(run()) == [0, 1, 2]
+
+
+def test_calls_of_several_workers_find_a_newcomer(newcomer: InProcessCluster) -> None:
+    assert asyncio.run(rpc.call_each_async(iter(["b", "new"]), divmod, 7, 4)) == [(1, 3), (1, 3)]
+
+
+def test_an_idempotent_call_on_a_loop_finds_a_newcomer(newcomer: InProcessCluster) -> None:
+    async def run() -> int:
+        return await rpc.rpc_async("new", repeatable, (3,))
+
+    assert asyncio.run(run()) == 3
+
+
+def test_many_calls_of_one_loop_reach_a_newcomer(newcomer: InProcessCluster) -> None:
+    async def run() -> list[int]:
+        futures = [rpc.rpc_async("new", pow, (number, 2)) for number in range(50)]
+        await futures[0]
+        futures += [rpc.rpc_async("new", pow, (number, 2)) for number in range(50, 100)]
+        results: list[int] = await asyncio.gather(*futures)
+        return results
+
+    assert asyncio.run(run()) == [number**2 for number in range(100)]
+
+
+def test_an_actor_on_a_newcomer_gets_calls_in_their_order(newcomer: InProcessCluster) -> None:
+    ledger = rpc.rpc_sync("b", ledger_on, ("new", True))
+
+    async def run() -> list[int]:
+        results: list[list[int]] = await asyncio.gather(*[ledger.rpc_async().add(number) for number in range(20)])
+        return results[-1]
+
+    assert asyncio.run(run()) == list(range(20))
+
+
+NOTES: list[list[int]] = []
+
+
+async def note_in_order(number: int) -> None:
+    NOTES[-1].append(number)
+
+
+def test_a_call_on_a_loop_to_a_worker_that_nobody_knows_fails(newcomer: InProcessCluster) -> None:
+    with pytest.raises(UnknownWorker, match="nobody"):
+        asyncio.run(awaited(rpc.rpc_async("nobody", str)))
+
+
+def test_a_cancelled_call_to_a_newcomer_is_not_made(newcomer: InProcessCluster) -> None:
+    async def run() -> None:
+        rpc.rpc_async("new", note_in_order, (1,)).cancel()
+        await rpc.rpc_async("new", str)
+
+    notes: list[int] = []
+    NOTES.append(notes)
+    try:
+        newcomer.network.delay("z", "a", 0.1)
+        asyncio.run(run())
+    finally:
+        NOTES.remove(notes)
+    assert notes == []
+
+
+def test_grad_mode_and_context_of_a_call_to_a_newcomer_are_those_of_its_caller(newcomer: InProcessCluster) -> None:
+    leaf = torch.ones(2, requires_grad=True)
+
+    async def run() -> None:
+        with autograd.context() as context:
+            with torch.no_grad():
+                without = rpc.rpc_async("new", torch.mul, (leaf, 2.0))
+            assert not (await without).requires_grad
+        with autograd.context() as context:
+            product = await rpc.rpc_async("new", torch.mul, (leaf, 3.0))
+            await asyncio.to_thread(autograd.backward, context, [product.sum()])
+            assert autograd.get_gradients(context)[leaf].tolist() == [3.0, 3.0]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("use", ["to_here", "rpc_sync", "await", "rpc_async", "in turn"])
+def test_a_reference_from_a_worker_that_knows_its_owner(newcomer: InProcessCluster, use: str) -> None:
+    """The owner is a newcomer here."""
+    ledger = rpc.rpc_sync("b", ledger_on, ("new", use == "in turn"))
+
+    async def run() -> Any:
+        if use == "await":
+            return (await ledger).notes
+        return await ledger.rpc_async().add(1)
+
+    if use == "to_here":
+        assert ledger.to_here().notes == []
+    elif use == "rpc_sync":
+        assert ledger.rpc_sync().add(1) == [1]
+    else:
+        assert asyncio.run(run()) == ([] if use == "await" else [1])
+
+
+def test_functions_that_do_not_wait_on_a_loop_say_how_to_find_a_newcomer(newcomer: InProcessCluster) -> None:
+    async def run() -> Any:
+        newcomer.network.delay("z", "a", UNIT_S)  # the answer to the question in the background
+        with pytest.raises(UnknownWorker, match="new") as caught:
+            rpc.remote("new", Ledger)
+        newcomer.network.delay("z", "a", 0)
+        assert "await rpc.remote_async" in caught.value.__notes__[0]
+        ledger = await rpc.remote_async("new", Ledger)
+        return await ledger.rpc_async().add(1)
+
+    assert asyncio.run(run()) == [1]
+
+
+def test_the_timeout_of_a_call_limits_the_question_to_the_coordinator(newcomer: InProcessCluster) -> None:
+    newcomer.network.delay("z", "a", LIMIT_S)
+    started = time.monotonic()
+    with pytest.raises(DeadlineExceeded, match=r"worker new is unknown here, and the coordinator \(rank 0\)"):
+        rpc.rpc_sync("new", str, timeout=UNIT_S)
+    with pytest.raises(DeadlineExceeded):
+        asyncio.run(awaited(rpc.rpc_async("new", str, timeout=UNIT_S)))
+    assert time.monotonic() - started < PROMPT_S + 2 * UNIT_S
+    newcomer.network.delay("z", "a", 0)

@@ -203,7 +203,9 @@ def rpc_async(
     """Starts a call and returns its future: wait for it, await it, or cancel it.
 
     The arguments are those of `rpc_sync`. Do not modify their tensors before the future is done. Errors in the
-    arguments (`UnknownWorker`, a value that cannot be pickled) are raised at once, all others through the future.
+    arguments (`UnknownWorker`, a value that cannot be pickled) are raised at once, all others through the future. On an
+    event loop, a call to a worker that is unknown here is made when the coordinator has answered, and has all errors in
+    its future.
     """
     what = Invocation(func, args, kwargs, timeout, None, None if device_map is None else _own_map(to, device_map))
     if profile.running and profile.here() is not None:
@@ -211,8 +213,8 @@ def rpc_async(
             future: Future[Any] = start()
     else:
         agent = current_agent()
-        calls = agent.retries if getattr(func, IDEMPOTENT_MARK, None) is True else agent.caller
-        future = calls.start_call(to, what)
+        is_retried = getattr(func, IDEMPOTENT_MARK, None) is True or agent.retries.asks_first(to)
+        future = (agent.retries if is_retried else agent.caller).start_call(to, what)
     note_started(future)
     return future
 
@@ -269,11 +271,12 @@ def rpc_stream(
     Raises:
         TypeError: not a generator function; on an event loop, the first item raises this.
     """
-    caller = current_agent().caller
+    agent = current_agent()
     what = Invocation(func, args, kwargs, timeout, None, None if device_map is None else _own_map(to, device_map))
     if asyncio._get_running_loop() is not None:
-        return StartingStream(caller.start_call(to, what), func)
-    return check_is_stream(caller.sync(to, what), func)
+        calls = agent.retries if agent.retries.asks_first(to) else agent.caller
+        return StartingStream(calls.start_call(to, what), func)
+    return check_is_stream(agent.caller.sync(to, what), func)
 
 
 @overload

@@ -133,7 +133,9 @@ async def call_each_async(
     **kwargs: Any,
 ) -> list[Any]:
     """`call_each` for coroutines. Cancelling the task cancels all calls."""
-    futures = _start(workers, Invocation(func, args, kwargs, timeout))
+    chosen = chosen_workers(workers)
+    await current_agent().directory.look_up(chosen)
+    futures = _start(chosen, Invocation(func, args, kwargs, timeout))
     return await asyncio.gather(*futures, return_exceptions=return_exceptions)
 
 

@@ -194,6 +194,8 @@ class Caller:
 
     def fetch(self, owner: int, share: ReferenceShare, timeout_s: float) -> Any:
         check_off_loop("to_here()", "await rref")
+        if not self.directory.knows(owner):  # the reference may come from a worker that knows it already
+            self.directory.resolve(owner, self.deadline_of(timeout_s).remaining_s())
         reply_sink = SyncReplySink()
         return self._send_and_wait(*self.new_calls.of_fetch(owner, share, timeout_s, reply_sink), reply_sink)
 
@@ -290,7 +292,9 @@ class Caller:
 
     def _resolve(self, to: Destination, timeout_s: float) -> int:
         """The id of a destination. If the coordinator may be lost, or have returned, looks for it first; bounded."""
-        worker_id = self.directory.resolve(to)
+        worker_id = self.directory.find(to)
+        if worker_id is None:
+            worker_id = self.directory.resolve(to, self.deadline_of(timeout_s).remaining_s())
         if worker_id == self.directory.coordinator and self.router.coordinator_may_be_lost():
             self.router.find_coordinator(self.deadline_of(timeout_s))
         return worker_id

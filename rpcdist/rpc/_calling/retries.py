@@ -1,18 +1,27 @@
-"""Calls of idempotent functions: if their worker is lost, they are made again, until their deadline."""
+"""Calls that are made again, or later than the program asked for them.
+
+If the worker of an idempotent function is lost, the call is made again, until its deadline. If an event loop calls a
+worker that is unknown here, the pool asks the coordinator for the worker, and then makes the call.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextvars import copy_context
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from rpcdist.deadline import backoff
 from rpcdist.errors import OwnerLost, WorkerLost
 from rpcdist.rpc._calling.caller import Caller, Destination
 from rpcdist.rpc._calling.new_calls import Invocation
+from rpcdist.rpc._executors.torch_state import StateSlot
 from rpcdist.rpc._peers.directory import Directory
+from rpcdist.rpc.functions import IDEMPOTENT_MARK
 from rpcdist.rpc.future import Future
 from rpcdist.time_limits import FIRST_PAUSE_S, LONGEST_PAUSE_S
 from rpcdist.transport.io_loop import Timer
@@ -21,7 +30,7 @@ from rpcdist.waiters import RareWaits
 
 @dataclass(eq=False, repr=False)
 class Retries:
-    """The retried calls of one agent; any thread may use it.
+    """The retried calls of one agent, and those to unknown workers; any thread may use it.
 
     Args:
         submit: runs functions that encode arguments, and so may run user code, on the pool.
@@ -33,17 +42,44 @@ class Retries:
     submit: Callable[[Callable[[], None]], object]
     _open: set[_Retried] = field(default_factory=set)
     _idle: RareWaits = field(default_factory=RareWaits)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _to_strangers: dict[Destination, deque[_Retried]] = field(default_factory=dict)  # in the order of the calls
+
+    def asks_first(self, to: Destination) -> bool:
+        """Whether this thread, which must not block, makes its calls to a worker here: the worker is unknown, or calls
+        that were made before it was known have not been sent yet.
+        """
+        return asyncio._get_running_loop() is not None and (self.directory.find(to) is None or to in self._to_strangers)
 
     def start_call(self, to: Destination, what: Invocation) -> Future[Any]:
-        """Like `Caller.start_call`. Errors in the arguments are raised at once, as there."""
+        """Like `Caller.start_call`. Errors in the arguments are raised at once, as there, unless it `asks_first`."""
         retried = _Retried(self, to, what)
         self._open.add(retried)
         try:
-            retried.attempt()
+            if self.asks_first(to):
+                self._attempt_in_pool(to, retried)
+            else:
+                retried.attempt()
         except BaseException:
             self.forget(retried)
             raise
         return retried.future
+
+    def _attempt_in_pool(self, to: Destination, retried: _Retried) -> None:
+        with self._lock:
+            waiting = self._to_strangers.setdefault(to, deque())
+            waiting.append(retried)
+            if len(waiting) == 1:
+                self.submit(partial(self._attempt_each, to, waiting))
+
+    def _attempt_each(self, to: Destination, waiting: deque[_Retried]) -> None:
+        """Makes the calls to a worker that was unknown, in their order; the first one asks for the worker."""
+        while waiting:
+            waiting[0].attempt_here()
+            with self._lock:
+                waiting.popleft()
+                if not waiting:
+                    del self._to_strangers[to]
 
     def forget(self, retried: _Retried) -> None:
         self._open.discard(retried)
@@ -60,7 +96,9 @@ class Retries:
 
 
 class _Retried:
-    """One retried call. At any time it has a call in flight, or a timer, or has ended."""
+    """One retried call. At any time it has a call in flight, or a timer, or waits for its first attempt in the pool, or
+    has ended.
+    """
 
     def __init__(self, owner: Retries, to: Destination, what: Invocation) -> None:
         self.future: Future[Any] = Future(on_cancel=self._cancel)
@@ -69,7 +107,10 @@ class _Retried:
         self._what = what
         self._deadline = owner.caller.deadline_of(what.timeout_s)
         self._pauses: Iterator[float] = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, self._deadline)
-        self._context = copy_context()  # the calling thread's context, for all later attempts
+        # The calling thread's context and torch state, for all later attempts.
+        self._context = copy_context()
+        self._state = StateSlot()
+        self._state.copy_current()
         self._lock = threading.Lock()
         self._current: Future[Any] | None = None
         self._timer: Timer | None = None
@@ -86,9 +127,11 @@ class _Retried:
             current.cancel()
         current._when_done(self._done)
 
-    def _attempt_again(self) -> None:
+    def attempt_here(self) -> None:
+        """`attempt` on a pool thread."""
         try:
-            self.attempt()
+            if not self._ended:
+                self._state.call(self.attempt)
         except BaseException as exc:
             self.end(exc)
 
@@ -96,18 +139,23 @@ class _Retried:
         error = current.exception()
         if error is None:
             self._finish()
-            self.future._complete(current.value())
+            value = current.value()
+            if current._arrived is not None:
+                self.future._arrived = current._arrived.followed_by(value)
+            self.future._complete(value)
         elif self._is_loss(error) and not self._deadline.expired():
             with self._lock:
                 if not self._ended:
                     again = self._owner.submit
                     self._current = None
-                    self._timer = self._owner.call_later(next(self._pauses), lambda: again(self._attempt_again))
+                    self._timer = self._owner.call_later(next(self._pauses), lambda: again(self.attempt_here))
         else:
             self.end(error)
 
     def _is_loss(self, error: BaseException) -> bool:
-        """Whether the called worker is lost; the function may also raise a `WorkerLost` about another worker."""
+        """Whether the worker of an idempotent function is lost, which may raise `WorkerLost` about another worker."""
+        if getattr(self._what.func, IDEMPOTENT_MARK, None) is not True:
+            return False
         if not issubclass(type(error), WorkerLost) or issubclass(type(error), OwnerLost):
             return False
         assert isinstance(error, WorkerLost)

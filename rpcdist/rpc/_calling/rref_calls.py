@@ -74,6 +74,10 @@ class RRefCalls:
                 return value
         return self._caller.fetch(self._rrefs.owner_of(state), ReferenceShare(state.rref, state.id), timeout_s)
 
+    async def find_owner(self, state: HandleState) -> None:
+        """Asks the coordinator for the owner if it is unknown here, as in `_start_call`."""
+        await self._directory.look_up((self._rrefs.owner_of(state),))
+
     def start_fetch(self, state: HandleState, timeout_s: float) -> Future[Any]:
         check_not_forked()
         share = ReferenceShare(state.rref, state.id)
@@ -95,12 +99,16 @@ class RRefCalls:
             key = profiling_key("async", func.__name__, self.my_name, self._directory.name_of(owner))
             with profiler.record_function(key):
                 ended = found.add(key, self.me.worker)
-                future = self._caller.start_call(owner, what)
+                future = self._start_call(owner, what)
             future._when_done(partial(ended, None))
         else:
-            future = self._caller.start_call(owner, what)
+            future = self._start_call(owner, what)
         note_started(future)
         return future
+
+    def _start_call(self, owner: int, what: Invocation) -> Future[Any]:
+        """A reference may come from a worker that knows its owner while this one does not yet."""
+        return (self._retries if self._retries.asks_first(owner) else self._caller).start_call(owner, what)
 
     def remote_on(self, rref: Any, func: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> Any:
         return self.remote(*self._on_value(rref, func, args, timeout_s))
@@ -139,7 +147,7 @@ class RRefCalls:
                 result = self.remote(owner, what)
                 future = result._get_future()
             else:
-                result = future = self._caller.start_call(owner, what)
+                result = future = self._start_call(owner, what)
                 note_started(future)
         except BaseException as exc:
             end(exc)

@@ -165,7 +165,8 @@ class Coordinator:
             logger.warning("%s for these workers of the job to be notified of it: %s", waits, listed(there.values()))
 
     def members(self, limit_s: float | None = None) -> Roster:
-        return self._network.run(self.members_async(), 2 * ANSWER_GRACE_S if limit_s is None else limit_s)
+        limit_s = 2 * ANSWER_GRACE_S if limit_s is None else min(limit_s, 2 * ANSWER_GRACE_S)
+        return self._network.run(self.members_async(), limit_s)
 
     async def members_async(self) -> Roster:
         """Like `members`, on the I/O loop. Cancellation leaves nothing behind."""

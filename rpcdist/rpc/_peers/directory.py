@@ -243,9 +243,9 @@ class Directory:
         except RpcdistError as exc:
             logger.warning("the coordinator did not send the list of workers: %s", exc)
 
-    async def look_up(self, names: Iterable[str]) -> None:
-        """Asks the coordinator for the members if one of the names is unknown here; on any event loop."""
-        if not self._by_name.keys() >= set(names):
+    async def look_up(self, workers: Iterable[object]) -> None:
+        """Asks the coordinator for the members if one of the destinations is unknown here; on any event loop."""
+        if any(self.find(worker) is None for worker in workers):
             await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self.refresh_async(), self._io.loop))
 
     def is_news(self, identity: Identity) -> bool:
@@ -269,28 +269,45 @@ class Directory:
 
     # ------------------------------------------------------------ looking up
 
-    def resolve(self, to: object) -> int:
+    def resolve(self, to: object, limit_s: float | None = None) -> int:
         """The id of a destination: a name, a rank, or a `WorkerInfo`.
 
-        Asks the coordinator about a name that is unknown here, and waits; on an event loop's thread, which must not
-        block, it asks in the background, for the next call.
+        Asks the coordinator about a name that is unknown here, and waits, for `limit_s` at most if it is given; on an
+        event loop's thread, which must not block, it asks in the background, for the next call.
 
         Raises:
             UnknownWorker: no worker of that name or rank is in the job.
+            DeadlineExceeded: the coordinator did not answer in time.
             ConfigError: `to` is none of the three.
         """
-        worker_id = self._by_name.get(to) if type(to) is str else self._find(to)
+        worker_id = self._by_name.get(to) if type(to) is str else self.find(to)
+        if worker_id is not None:
+            return worker_id
+        is_on_loop = asyncio._get_running_loop() is not None
+        if is_on_loop:
+            self.refresh_soon()
+        else:
+            try:
+                self.refresh(limit_s)
+            except DeadlineExceeded as exc:
+                raise DeadlineExceeded(
+                    f"worker {to} is unknown here, and the coordinator (rank {self.coordinator}) did not say in time "
+                    f"whether it is in the job. Check that rank {self.coordinator} is not stopped or overloaded"
+                ) from exc
+        worker_id = self.find(to)
         if worker_id is None:
-            if asyncio._get_running_loop() is None:
-                self.refresh()
-            else:
-                self.refresh_soon()
-            worker_id = self._find(to)
-        if worker_id is None:
-            raise self._unknown(to.name if isinstance(to, WorkerInfo) else f"{to}")
+            error = self._unknown(to.name if isinstance(to, WorkerInfo) else f"{to}")
+            if is_on_loop:
+                error.add_note(
+                    "This function does not wait on an event loop, and a worker that has just joined may be unknown "
+                    "here. The functions that wait for the coordinator's answer find it: rpc_async, rpc_stream, and "
+                    "those that end in _async, such as `await rpc.remote_async(...)`."
+                )
+            raise error
         return worker_id
 
-    def _find(self, to: object) -> int | None:
+    def find(self, to: object) -> int | None:
+        """The id of a destination, None if it is unknown here; asks nobody. Raises `ConfigError` as `resolve` does."""
         if isinstance(to, str):
             return self._by_name.get(to)
         if isinstance(to, WorkerInfo):
