@@ -131,6 +131,8 @@ class _Retried:
         """`attempt` on a pool thread."""
         try:
             if not self._ended:
+                self._owner.directory.resolve(self._to, self._deadline.remaining_s())  # may wait for the coordinator
+            if not self._ended:
                 self._state.call(self.attempt)
         except BaseException as exc:
             self.end(exc)
