@@ -160,13 +160,15 @@ async def joined(pieces: AsyncIterable[bytes], piece_type: type[Message]) -> byt
     """The data of which `cut` made the pieces.
 
     Raises:
-        ProtocolViolation: the pieces exceed the limit; the rest is not read.
+        ProtocolViolation: the pieces exceed the limit, or are too many for their bytes; the rest is not read.
         DecodeError: a message is not a piece.
     """
     kind: Any = piece_type
     parts: list[bytes] = []
     size_bytes = 0
     async for piece in pieces:
+        if parts and len(parts[-1]) < CHUNK_BYTES:  # each piece takes memory, even an empty one
+            raise ProtocolViolation(f"a piece of {len(parts[-1])} bytes is not the last of its message")
         parts.append(kind.FromString(piece).data)
         size_bytes += len(parts[-1])
         if size_bytes > LARGEST_JOINED_BYTES:

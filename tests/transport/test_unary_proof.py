@@ -1,11 +1,26 @@
-"""Unary calls prove that they belong to an open session, each once."""
+"""Unary calls prove that they belong to an open session, each once; and their messages in pieces."""
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Iterable
+from itertools import repeat
+
 import pytest
 
+from rpcdist._proto import store_pb2
+from rpcdist.errors import ProtocolViolation
 from rpcdist.ids import Identity
-from rpcdist.transport.keys import COUNTER_KEY, PROOF_KEY, SESSION_KEY, ProvenSessions, SessionKeys, request_metadata
+from rpcdist.transport.keys import (
+    COUNTER_KEY,
+    LARGEST_UNCUT_BYTES,
+    PROOF_KEY,
+    SESSION_KEY,
+    ProvenSessions,
+    SessionKeys,
+    cut,
+    joined,
+    request_metadata,
+)
 
 KEYS = SessionKeys(b"s" * 16, b"k" * 32)
 PEER = Identity("peer", 1, 2)
@@ -44,3 +59,23 @@ def test_missing_metadata_is_refused(proven: ProvenSessions, missing: str) -> No
     metadata = [entry for entry in request_metadata(KEYS, 1, PATH) if entry[0] != missing]
     assert proven.peer_of(PATH, metadata) is None
     assert proven.peer_of(PATH, request_metadata(KEYS, 1, PATH)) == PEER  # an unproven call uses no number up
+
+
+async def test_pieces_that_are_no_whole_message_are_not_read_on() -> None:
+    """Each empty piece took 400 bytes and was not counted: a peer that sent them without end filled the memory."""
+    num_read = 0
+
+    async def sent(pieces: Iterable[bytes]) -> AsyncIterator[bytes]:
+        nonlocal num_read
+        for piece in pieces:
+            num_read += 1
+            yield piece
+
+    whole_bytes = len(store_pb2.Piece.FromString(next(cut(bytes(LARGEST_UNCUT_BYTES), store_pb2.Piece))).data)
+    for data in (b"", b"x", bytes(whole_bytes), bytes(2 * whole_bytes + 1)):
+        assert await joined(sent(cut(data, store_pb2.Piece)), store_pb2.Piece) == data
+    for size in (0, 1, whole_bytes - 1):
+        num_read, piece = 0, store_pb2.Piece(data=bytes(size)).SerializeToString()
+        with pytest.raises(ProtocolViolation, match=f"a piece of {size} bytes is not the last"):
+            await joined(sent(repeat(piece, 100)), store_pb2.Piece)
+        assert num_read == 2
