@@ -156,7 +156,7 @@ class FileTable:
                     if header != self._header or size < self._offset:
                         raise DistStoreError(f"{self.path} was replaced or cut short while a store used it")
                     if size > self._offset:
-                        self._apply(self._read())
+                        self._apply_new()
                     yield
                 finally:
                     self._close_file()
@@ -201,6 +201,17 @@ class FileTable:
         """Writes the changes before it applies them, so that a full disk leaves file and contents unchanged."""
         self._write(changes)
         self._apply(changes)
+
+    def _apply_new(self) -> None:
+        offset = self._offset
+        try:
+            self._apply(self._read())
+        except KeyError as exc:  # of a value or queue to remove
+            self._offset = offset  # so that each later use fails as well
+            raise DistStoreError(
+                f"{self.path} has a record after byte {offset} that no store wrote: it removes {exc}, which is not "
+                "there; use another file"
+            ) from exc
 
     def _apply(self, changes: Iterable[tuple[int, str, bytes]]) -> None:
         values = self.contents.values

@@ -118,6 +118,20 @@ def test_a_record_of_another_program_is_an_error(tmp_path: Path, body: bytes) ->
             store.num_keys()
 
 
+@pytest.mark.parametrize("code", [Code.DELETE, Code.POP])
+def test_a_record_that_removes_what_is_not_there_is_an_error(tmp_path: Path, code: Code) -> None:
+    """At each use, since the contents after it are not known."""
+    path = tmp_path / "store"
+    with FileStore(path) as store:
+        store.set("before", "1")
+        body = struct.pack("<BII", code, 1, 0) + b"k"
+        with open(path, "ab") as file:
+            file.write(struct.pack("<II", len(body), zlib.crc32(body)) + body)
+        for use in (store.num_keys, lambda: store.get("before"), lambda: store.set("after", "1")):
+            with pytest.raises(DistStoreError, match="no store wrote: it removes 'k', which is not there; use another"):
+                use()
+
+
 def test_a_damaged_record_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "store"
     with FileStore(path) as store:
