@@ -5,9 +5,16 @@ The commands of this package.
 from __future__ import annotations
 
 import argparse
+import errno
+import os
 import signal
 import sys
 import threading
+from typing import Final
+
+_EARLY_END: Final = __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+if _EARLY_END:  # during the imports below, Ctrl-C ends the process without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from rpcdist._dashboard.live_commands import add_live_commands
 from rpcdist._doctor.command import add_doctor
@@ -18,9 +25,15 @@ from rpcdist._launch.rank_main import drop_unread_output
 from rpcdist.compat._commands import add_port, add_run
 from rpcdist.errors import RpcdistError
 
+_CANNOT_BE_WRITTEN: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""The errors of a full disk, and of a terminal that was closed."""
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command that the arguments name; returns the exit status."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed, as with `>&-`
+            setattr(sys, name, open(os.devnull, "w"))
     parser = argparse.ArgumentParser(prog="python -m rpcdist", description="Commands of rpcdist.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     add_launch_commands(commands)
@@ -33,6 +46,8 @@ def main(arguments: list[str] | None = None) -> int:
     _add_store(commands)
     chosen = parser.parse_args(arguments)
     try:
+        if _EARLY_END:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         status: int = chosen.run(chosen)
         sys.stdout.flush()
     except RpcdistError as error:  # without a traceback, since its text says what to do
@@ -42,11 +57,24 @@ def main(arguments: list[str] | None = None) -> int:
         if chosen.command == "run" or isinstance(error, SystemExit):  # the user's program; the latter is reported
             raise
         raise interrupted() from None
-    except BrokenPipeError:
-        if not drop_unread_output():  # another pipe; otherwise the reader of the output, such as `head`, has had enough
+    except OSError as error:
+        if isinstance(error, BrokenPipeError) and drop_unread_output():  # `head`, for example, has had enough
+            return 1
+        if chosen.command == "run" or error.errno not in _CANNOT_BE_WRITTEN:
             raise
+        print(f"the output cannot be written: {error.strerror}. Write it to another place", file=sys.stderr)
+        _drop_rest()
         return 1
     return status
+
+
+def _drop_rest() -> None:
+    """Redirects stdout to nowhere if it takes no data: the interpreter would report that at its end."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def _add_store(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -25,7 +25,7 @@ from rpcdist._launch.local_ranks import LocalRanks
 from rpcdist._launch.output import KEPT_LINES, JobOutput
 from rpcdist._launch.placement import Placement, placement_from_environment
 from rpcdist._launch.progress import error_of, interrupted
-from rpcdist._launch.rank_main import check_not_importing_main
+from rpcdist._launch.rank_main import check_not_importing_main, takes_output
 from rpcdist._launch.reports import RankCall, main_has_a_file, pickle_call
 from rpcdist._launch.supervisor import BackgroundRanks, StopSignals, kept_interrupt
 from rpcdist.deadline import Deadline
@@ -239,7 +239,7 @@ class LocalCluster(ClusterBlock):
         check_can_start("the cluster")
         self._plans, _ = plan_job([role], {}, os.environ, this_machine(os.environ), named=False)
         self._options = options
-        self._output = JobOutput(prefix, log_dir)
+        self._output = JobOutput(prefix, log_dir, takes_output)
         self._wants_dashboard = dashboard
         self.dashboard_url: str | None = None
         self._engine: LocalRanks | None = None

@@ -31,6 +31,9 @@ START_DESCRIPTORS: Final = 32
 """Descriptors for event loops, gRPC's poller, listeners and first connections when a process starts; 22 to 28 are used.
 """
 
+LOOP_DESCRIPTORS: Final = 12
+"""Descriptors for one more event loop in a process that runs already; 7 to 9 are used."""
+
 START_THREADS: Final = 8
 """Threads that these start, most of them gRPC's own; 7 are used."""
 
@@ -134,7 +137,7 @@ def try_for_descriptor() -> None:
     socket.socket().close()
 
 
-def check_can_start(what: str, starts_threads: bool = True) -> None:
+def check_can_start(what: str, starts_threads: bool = True, num_descriptors: int = START_DESCRIPTORS) -> None:
     """Checks that there are descriptors and threads for a part that is about to start.
 
     uvloop aborts the process if it gets no descriptor for a new loop, and gRPC crashes if it gets no descriptor for its
@@ -144,23 +147,25 @@ def check_can_start(what: str, starts_threads: bool = True) -> None:
     Args:
         what: the name of the part, for the text.
         starts_threads: whether the part starts several threads, none of which may fail half-way.
+        num_descriptors: how many it needs.
 
     Raises:
-        TransportError: fewer than `START_DESCRIPTORS` are free, or fewer than `START_THREADS` can be started.
+        TransportError: fewer descriptors are free, or fewer than `START_THREADS` threads can be started.
     """
-    _check_descriptors(what)
+    _check_descriptors(what, num_descriptors)
     if starts_threads:
         _check_threads(what)
 
 
-def _check_descriptors(what: str) -> None:
+def _check_descriptors(what: str, num_descriptors: int) -> None:
     held: list[int] = []
     try:
         held.append(os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC))
-        while len(held) < START_DESCRIPTORS:
+        while len(held) < num_descriptors:
             held.append(os.dup(held[0]))
     except OSError as exc:
-        shortage = _shortage_of_errno(exc.errno, len(held))
+        free = f"only {len(held)} free file descriptors of the {num_descriptors} that it needs" if held else _NONE_FREE
+        shortage = _shortage_of_errno(exc.errno, free)
         if shortage is None:
             raise
         raise TransportError(f"{what} cannot start: {shortage}") from exc
@@ -223,8 +228,7 @@ def _shortage_named_by(exc: BaseException) -> str | None:
     return NO_THREAD if isinstance(exc, RuntimeError) and "can't start new thread" in str(exc) else None
 
 
-def _shortage_of_errno(number: int | None, num_free: int = 0) -> str | None:
-    free = f"only {num_free} free file descriptors of the {START_DESCRIPTORS} that it needs" if num_free else _NONE_FREE
+def _shortage_of_errno(number: int | None, free: str = _NONE_FREE) -> str | None:
     if number == errno.EMFILE:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return f"this process has {free} (ulimit -n is {limit}): close files, or raise the limit"

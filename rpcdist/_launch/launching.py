@@ -5,9 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar, TypeVarTuple, overload
 
@@ -17,7 +15,7 @@ from rpcdist._launch.local_ranks import LocalRanks
 from rpcdist._launch.output import ERROR_LINES, JobOutput
 from rpcdist._launch.placement import ROLE_VARIABLE, Placement, placement_from_environment
 from rpcdist._launch.progress import Failed, Late, Outcome, Progress, error_of, interrupted, is_unread_output
-from rpcdist._launch.rank_main import check_not_importing_main, drop_unread_output
+from rpcdist._launch.rank_main import check_not_importing_main, drop_unread_output, report_end, takes_output
 from rpcdist._launch.reports import load_result, pickle_call
 from rpcdist._launch.supervisor import StopSignals, run_job
 from rpcdist.deadline import Deadline
@@ -139,7 +137,7 @@ def launch(
         return run_here(placement, plans, by_role=roles is not None)
     if notice:
         logger.info(notice)
-    output = JobOutput(roles is not None if prefix is None else prefix, log_dir)
+    output = JobOutput(roles is not None if prefix is None else prefix, log_dir, takes_output)
     calls = {role.name: pickle_call(role.function, role.args) for role in all_roles}
     progress = progress_of(plans, join_timeout_s)
     with names_shortage("launch"), StopSignals() as stop, held_port(master_port) as port:
@@ -223,10 +221,9 @@ def results_of(
             lists.setdefault(one.role.name, []).append(result)
         return lists
     if outcome == signal.SIGINT:
-        raise interrupted()
+        raise interrupted(report_end)
     if isinstance(outcome, signal.Signals):
-        with suppress(OSError):  # after SIGHUP the terminal is gone
-            print("terminated", file=sys.stderr)
+        report_end("terminated")
         raise SystemExit(128 + outcome)
     if isinstance(outcome, Late):
         ranks = ", ".join(map(str, outcome.ranks))

@@ -29,7 +29,7 @@ from rpcdist._launch.reports import Event, ProcessEnded, RankCall, Ready, Report
 from rpcdist._launch.supervisor import StopSignals
 from rpcdist.deadline import Deadline
 from rpcdist.errors import on_error
-from rpcdist.time_limits import CLOSE_LIMIT_S, LONGEST_WAIT_S
+from rpcdist.time_limits import CLOSE_LIMIT_S, LONGEST_WAIT_S, SIGNAL_CHECK_INTERVAL_S
 
 _READ_BYTES = 1 << 20
 
@@ -185,6 +185,7 @@ class LocalRanks:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake, selectors.EVENT_READ)
         self._processes: list[RankProcess] = []
+        self._held: dict[str, int] = {}  # streams whose output waits for its reader, with that one's descriptors
         self._reported: set[RankProcess] = set()
         self._looked_at: float | None = None
         self._is_ending = False
@@ -198,8 +199,7 @@ class LocalRanks:
         with self._reaping:
             self._processes.append(process)
         self._selector.register(process, selectors.EVENT_READ, (process, None))
-        for name, stream in process.streams.items():
-            self._selector.register(stream, selectors.EVENT_READ, (process, name))
+        self._watch_streams(process)
 
     def reports(self, limit_s: float) -> list[tuple[int, Event]]:
         alive_at = self._looked_at or time.monotonic()
@@ -210,6 +210,11 @@ class LocalRanks:
             if key.data is None:
                 continue  # woken
             process, stream = key.data
+            if process is None:
+                for name in self._held:
+                    with suppress(BrokenPipeError):  # the next output of a rank gets the error
+                        self._output.write_on(name)
+                continue
             if process not in self._processes:
                 continue  # its end was just seen, and the rest of its output copied
             if stream is None:
@@ -217,7 +222,28 @@ class LocalRanks:
             elif not process.copy_output(stream):
                 self._unregister(key.fileobj)
                 process.streams.pop(stream).close()  # if the process writes again, it gets the error of a broken pipe
+        self._hold_output()
         return events
+
+    def _watch_streams(self, process: RankProcess) -> None:
+        for name, stream in process.streams.items():
+            if name not in self._held:
+                self._selector.register(stream, selectors.EVENT_READ, (process, name))
+
+    def _hold_output(self) -> None:
+        """Stops reading the output of the ranks while the reader of this process's own does not read."""
+        held = self._output.blocked()
+        if held == self._held:
+            return
+        for descriptor in self._held.values():
+            self._unregister(descriptor)
+        self._held = held
+        for descriptor in set(held.values()):  # both streams may be the same
+            self._selector.register(descriptor, selectors.EVENT_WRITE, (None, None))
+        for process in self._processes:
+            for stream in process.streams.values():
+                self._unregister(stream)
+            self._watch_streams(process)
 
     def pause(self) -> None:
         """Stops all processes until `end`, so that they do not notice connections that this process closes."""
@@ -237,6 +263,7 @@ class LocalRanks:
         for number in (signal.SIGSTOP, signal.SIGTERM, signal.SIGCONT):
             for process in self._processes:
                 process.signal(number)
+        stop = self._wake if isinstance(self._wake, StopSignals) else None
         self._selector.unregister(self._wake)
         self._is_ending = self._output.is_ending = True
         deadline = Deadline.after(CLOSE_LIMIT_S)
@@ -245,6 +272,9 @@ class LocalRanks:
         for process in list(self._processes):
             process.kill_group()
             self._reap(process)
+        self._hold_output()
+        while self._held and (stop is None or stop.received is None):  # as long as `print` would wait
+            self.reports(SIGNAL_CHECK_INTERVAL_S)
         self._selector.close()
 
     def _read(self, process: RankProcess, alive_at: float) -> Sequence[Event]:

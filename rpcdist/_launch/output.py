@@ -21,6 +21,7 @@ ERROR_LINES: Final = 20
 
 KEPT_LINES: Final = 200
 _LONGEST_LINE_BYTES: Final = 1 << 13
+_PIECE_BYTES: Final = 1 << 12  # a pipe that takes more takes this much without waiting
 _COLOURS: Final = (36, 33, 35, 32, 34, 31)  # terminal codes
 
 
@@ -30,6 +31,7 @@ class JobOutput:
     Args:
         prefix: whether each line on the terminal begins with the worker's name.
         log_dir: a folder for the files `NAME.ATTEMPT.log`; made if necessary.
+        takes_output: whether a descriptor takes `_PIECE_BYTES` without waiting.
 
     Attributes:
         is_ending: set when the job ends, which it must do even if the terminal was closed, or `head` has seen enough:
@@ -39,11 +41,18 @@ class JobOutput:
         ConfigError: the folder cannot be made.
     """
 
-    def __init__(self, prefix: bool = False, log_dir: str | os.PathLike[str] | None = None) -> None:
+    def __init__(
+        self,
+        prefix: bool = False,
+        log_dir: str | os.PathLike[str] | None = None,
+        takes_output: Callable[[int], bool] = lambda descriptor: True,
+    ) -> None:
         self.is_ending = False
+        self._takes_output = takes_output
         self._prefix = prefix
         self.log_dir = None if log_dir is None else os.path.abspath(log_dir)
         self._workers: dict[str, WorkerOutput] = {}
+        self._unwritten = {"stdout": bytearray(), "stderr": bytearray()}
         if self.log_dir is not None:
             with raised_as(ConfigError, f"log_dir={self.log_dir!r} cannot be made", OSError):
                 os.makedirs(self.log_dir, exist_ok=True)
@@ -61,20 +70,62 @@ class JobOutput:
         return self._workers[name].tail(num_lines) if name in self._workers else ""
 
     def show(self, stream: str, data: bytes) -> None:
-        """Writes to the terminal, or to whatever takes its place."""
-        target = getattr(sys, stream)
-        if not data or target is None:  # the latter in pythonw and daemons
+        """Writes to the terminal, or to whatever takes its place, as much as that takes now; see `blocked`.
+
+        Raises:
+            BrokenPipeError: nobody reads it any more.
+            ConfigError: it cannot be written for another reason, such as a full disk.
+        """
+        if not data:
             return
+        self._unwritten[stream] += data
+        self.write_on(stream)
+
+    def write_on(self, stream: str) -> None:
+        """Writes what `show` has kept, as much as is possible without waiting; raises as `show` does."""
+        target, rest = getattr(sys, stream), self._unwritten[stream]
         try:
-            if hasattr(target, "buffer"):
+            descriptor = _descriptor_of(target)
+            if target is None:  # in pythonw and daemons
+                rest.clear()
+            elif descriptor is None:  # in a notebook
+                data = bytes(rest)
+                rest.clear()
+                if hasattr(target, "buffer"):
+                    target.flush()
+                    target.buffer.write(data)
+                else:
+                    target.write(data.decode(errors="replace"))
                 target.flush()
-                target.buffer.write(data)
-            else:  # in a notebook
-                target.write(data.decode(errors="replace"))
-            target.flush()
-        except OSError:
-            if not self.is_ending:
+            while rest and descriptor is not None and self._takes_output(descriptor):
+                target.flush()
+                del rest[: os.write(descriptor, rest[:_PIECE_BYTES])]
+        except BlockingIOError:  # another process has made the pipe non-blocking, and has just filled it
+            pass
+        except OSError as exc:
+            rest.clear()
+            if self.is_ending:
+                return
+            if isinstance(exc, BrokenPipeError):
                 raise
+            text = f"the output of the ranks cannot be written to {stream}: {exc.strerror}. Write it to another place"
+            raise ConfigError(text) from exc
+
+    def blocked(self) -> dict[str, int]:
+        """The streams, with their descriptors, whose reader has not read what is already there: it is slow, or stopped.
+
+        Until the descriptor takes more, the output of the ranks should not be read, so that they wait as well.
+        """
+        streams = (name for name, rest in self._unwritten.items() if rest)
+        return {name: descriptor for name in streams if (descriptor := _descriptor_of(getattr(sys, name))) is not None}
+
+
+def _descriptor_of(target: object) -> int | None:
+    """The descriptor of an output; None if it is not a file, or closed."""
+    try:
+        return target.fileno()  # type: ignore[no-any-return, attr-defined]
+    except (OSError, ValueError, AttributeError):
+        return None
 
 
 def _opened(path: str) -> IO[bytes]:

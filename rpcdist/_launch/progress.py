@@ -222,11 +222,15 @@ class Interrupted(KeyboardInterrupt, SystemExit):
         self.code = 128 + signal.SIGINT
 
 
-def interrupted() -> BaseException:
-    """Returns the error after Ctrl-C: `Interrupted`, or `KeyboardInterrupt` in a notebook or at a prompt."""
+def interrupted(report: Callable[[str], object] = lambda text: print(text, file=sys.stderr)) -> BaseException:
+    """Returns the error after Ctrl-C: `Interrupted`, or `KeyboardInterrupt` in a notebook or at a prompt.
+
+    Args:
+        report: prints a line to stderr.
+    """
     if hasattr(sys, "ps1"):
         return KeyboardInterrupt()
-    print("\ninterrupted", file=sys.stderr)
+    report("\ninterrupted")
     return Interrupted()
 
 

@@ -161,6 +161,23 @@ def drop_unread_output() -> bool:
     return bool(unread)
 
 
+def takes_output(descriptor: int) -> bool:
+    """Whether a page can be written without waiting, or the attempt raises an error."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLOUT)
+    return bool(poll.poll(0))
+
+
+def report_end(text: str) -> None:
+    """Prints a line to stderr, unless that would wait for a reader: the program must end even if that is stopped."""
+    has_room = True
+    with suppress(OSError, ValueError, AttributeError):  # not a file, or closed, or None
+        has_room = takes_output(sys.stderr.fileno())
+    if has_room:
+        with suppress(OSError):  # after SIGHUP the terminal is gone
+            print(text, file=sys.stderr)
+
+
 def _end_forked_child(report: Report) -> NoReturn:
     """Ends a forked child that has left the function. It is not a rank, so it ends without a report."""
     if isinstance(report, Raised):

@@ -13,11 +13,13 @@ import io
 import os
 import pkgutil
 import runpy
+import shutil
 import sys
 import tokenize
 from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, TracebackType
+from typing import Any
 
 _DESCRIPTION = """Changes torch.distributed, its rpc, autograd, optim and nn, DDP, SyncBatchNorm and
 DistributedSampler to rpcdist's in the import lines and where they are written out in full. Shows a diff, and writes
@@ -73,7 +75,7 @@ def _port_file(path: Path, *, write: bool) -> int:
         print(f"{path}: is not Python that this version reads: {reason}", file=sys.stderr)
         return 2
     if result.text != before and write:
-        path.write_bytes(result.text.encode(encoding))
+        _replace(path, result.text.encode(encoding))
         print(f"{path}: {result.changes} changed")
     elif result.text != before:
         old, new = before.splitlines(keepends=True), result.text.splitlines(keepends=True)
@@ -82,6 +84,18 @@ def _port_file(path: Path, *, write: bool) -> int:
     for left in result.left:
         print(f"{path}:{left.line}: {left.name}: {left.advice}", file=sys.stderr)
     return 1 if result.left else 0
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Writes a file as a whole: on a full disk the file stays as it was."""
+    target = path.resolve()
+    written = target.with_name(f"{target.name}.{os.getpid()}.new")
+    try:
+        written.write_bytes(content)
+        shutil.copymode(target, written)
+        written.replace(target)
+    finally:
+        written.unlink(missing_ok=True)
 
 
 def add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -140,10 +154,26 @@ def _run_program(arguments: argparse.Namespace) -> int:
     try:
         run_script(arguments.script, arguments.arguments, arguments.module)
     except Exception as error:
-        frames = error.__traceback__
-        while frames is not None and frames.tb_frame.f_globals.get("__name__") in (__name__, "runpy"):
-            frames = frames.tb_next
         # Printed as `python script.py` would, without the frames of this command.
+        frames = _frames_of_program(error.__traceback__)
         sys.excepthook(type(error), error.with_traceback(frames), frames)
         return 1
+    except KeyboardInterrupt:  # the interpreter prints it, and ends with SIGINT
+        show = sys.excepthook
+        sys.excepthook = lambda kind, error, frames: show(
+            kind, error.with_traceback(_frames_of_program(frames)), _frames_of_program(frames)
+        )
+        raise
     return 0
+
+
+def _frames_of_program(frames: TracebackType | None) -> TracebackType | None:
+    while frames is not None and _is_ours(frames.tb_frame.f_globals):
+        frames = frames.tb_next
+    return frames
+
+
+def _is_ours(names: dict[str, Any]) -> bool:
+    """Whether a frame with these globals is one of this command, which the program did not call."""
+    is_command = names.get("__name__") == "__main__" and names.get("__package__") == "rpcdist"
+    return is_command or names.get("__name__") in (__name__, "rpcdist.__main__", "runpy")

@@ -18,7 +18,7 @@ from typing import Any, Final, TypeVar
 from rpcdist.deadline import Deadline, longest_sleep_s
 from rpcdist.errors import BlockingInLoop, DeadlineExceeded, RpcdistError, TransportError, on_error
 from rpcdist.giving_up import check_not_given_up, wake_if_given_up
-from rpcdist.own_shortage import NO_THREAD, check_can_start
+from rpcdist.own_shortage import NO_THREAD, START_DESCRIPTORS, check_can_start
 from rpcdist.time_limits import CHECK_INTERVAL_S, CLOSE_LIMIT_S, CLOSE_STEP_LIMIT_S
 
 T = TypeVar("T")
@@ -28,15 +28,15 @@ Check = Callable[[], None] | None
 logger = logging.getLogger(__name__)
 
 
-def new_event_loop(what: str) -> asyncio.AbstractEventLoop:
-    """A new loop; `what` names it.
+def new_event_loop(what: str, num_descriptors: int) -> asyncio.AbstractEventLoop:
+    """A new loop; `what` names it. It is made only if `num_descriptors` are free.
 
     Raises:
         TransportError: this process has too few free descriptors.
     """
     import uvloop  # late: programs that only import the package do not need it
 
-    check_can_start(what, starts_threads=False)
+    check_can_start(what, starts_threads=False, num_descriptors=num_descriptors)
     return uvloop.new_event_loop()
 
 
@@ -63,7 +63,7 @@ class IoLoop:
 
     def __init__(self, name: str = "rpcdist-io") -> None:
         self.name = name
-        self.loop = new_event_loop("an event loop")
+        self.loop = new_event_loop("an event loop", START_DESCRIPTORS)
         self.loop.set_exception_handler(_report_loop_error)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._tasks: set[asyncio.Task[Any]] = set()

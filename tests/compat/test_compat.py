@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import py_compile
+import signal
 import subprocess
 import sys
 import zipapp
@@ -13,7 +14,7 @@ from docs_programs import environment, run, two_free_ports
 from full_sets import FULL, FULL_ONLY
 
 from rpcdist.__main__ import main
-from rpcdist.testing import free_port
+from rpcdist.testing import LIMIT_S, free_port
 
 HERE = Path(__file__).parent
 PORTED = HERE.parent / "ported"
@@ -147,3 +148,17 @@ def test_errors_of_a_script_are_told_without_the_way_to_it(
     script.write_text(text)
     assert main(["run", str(script)]) == 1
     assert capsys.readouterr().err == said.format(script)
+
+
+def test_ctrl_c_shows_the_frames_of_the_program_alone(tmp_path: Path) -> None:
+    script = tmp_path / "waits.py"
+    script.write_text("import time\n\ndef wait():\n    print('waits', flush=True)\n    time.sleep(600)\n\nwait()\n")
+    ends = []
+    for way in ([], ["-m", "rpcdist", "run"]):
+        command = [sys.executable, *way, str(script)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
+            assert program.stdout is not None and program.stdout.readline() == "waits\n"
+            program.send_signal(signal.SIGINT)
+            ends.append((program.communicate(timeout=LIMIT_S), program.returncode))
+    assert ends[0] == ends[1]
+    assert ends[0][1] == -signal.SIGINT

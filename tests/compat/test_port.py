@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+from errno import ENOSPC
 from pathlib import Path
 
 import pytest
@@ -206,3 +208,21 @@ def test_the_table_says_what_the_command_does() -> None:
         text, ported = (f"from {theirs} import {name}", f"from {ours} import {name}") if name else (
             f"import {theirs} as it", f"import {ours} as it")  # fmt: skip
         assert port(text).text == ported
+
+
+def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script, write = tmp_path / "train.py", Path.write_bytes
+    script.write_text("import torch.distributed as dist\n")
+
+    def fill_disk(path: Path, content: bytes) -> int:
+        write(path, content[:5])
+        raise OSError(ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", fill_disk)
+    assert main(["port", "--write", str(script)]) == 1
+    assert script.read_text() == "import torch.distributed as dist\n"
+    monkeypatch.undo()
+    script.chmod(0o750)
+    assert main(["port", "--write", str(script)]) == 0
+    assert script.read_text() == "import rpcdist.collectives as dist\n" and script.stat().st_mode & 0o777 == 0o750
+    assert os.listdir(tmp_path) == ["train.py"]

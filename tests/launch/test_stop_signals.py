@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from contextlib import suppress
 from errno import EIO
@@ -14,9 +16,13 @@ import pytest
 
 from rpcdist._launch.output import JobOutput
 from rpcdist._launch.progress import is_unread_output
-from rpcdist._launch.rank_main import drop_unread_output
+from rpcdist._launch.rank_main import drop_unread_output, takes_output
 from rpcdist._launch.reports import Exited, ProcessEnded, Raised
 from rpcdist._launch.supervisor import StopSignals, kept_interrupt
+from rpcdist.errors import ConfigError
+from rpcdist.testing import LIMIT_S, eventually
+
+PIPE_BYTES = 1 << 16  # the most that a pipe holds
 
 
 def press_ctrl_c() -> None:
@@ -91,10 +97,69 @@ def test_output_that_cannot_be_shown_does_not_keep_a_job_from_ending(monkeypatch
     output = JobOutput()
     worker = output.open("w", 0)
     monkeypatch.setattr("sys.stdout", ClosedTerminal())
-    with pytest.raises(OSError, match="it was closed"):
+    with pytest.raises(ConfigError, match="cannot be written to stdout: it was closed"):
         worker.write("stdout", b"seen by nobody")
     output.is_ending = True
     worker.write("stdout", b"seen by nobody")
+
+
+@pytest.mark.parametrize("is_blocking", [True, False])
+def test_output_waits_for_a_reader_that_is_stopped(is_blocking: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The supervisor waited in the write, deaf to Ctrl-C; and a pipe that another process set so failed the job."""
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, is_blocking)
+    lines = [b"%d\n" % number for number in range(2 * PIPE_BYTES // 4)]
+    with open(read_end, "rb", buffering=0) as reader, open(write_end, "w") as stdout:
+        monkeypatch.setattr("sys.stdout", stdout)
+        output = JobOutput(takes_output=takes_output)
+        worker = output.open("w", 0)
+        for line in lines:
+            worker.write("stdout", line)
+        assert output.blocked() == {"stdout": write_end}
+        received = b""
+        while output.blocked():
+            received += reader.read(PIPE_BYTES)
+            output.write_on("stdout")
+        stdout.close()
+        received += reader.read(PIPE_BYTES)
+    assert received == b"".join(lines)
+
+
+FLOOD = """
+def flood(rank):
+    while True:
+        print("a line that nobody reads", flush=True)
+"""
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_job_ends_while_the_reader_of_its_output_is_stopped(number: signal.Signals, tmp_path: Path) -> None:
+    (tmp_path / "flooding.py").write_text(FLOOD)
+    command = [sys.executable, "-m", "rpcdist", "launch", "--workers", "2", "flooding:flood"]
+    read_end, write_end = os.pipe()
+    with open(read_end, "rb"), open(write_end, "wb") as stdout:
+        with subprocess.Popen(command, stdout=stdout, stderr=subprocess.PIPE, cwd=tmp_path) as program:
+            try:
+                eventually(lambda: not takes_output(write_end), "the pipe is full")
+                program.send_signal(number)
+                assert program.wait(LIMIT_S) == 128 + number
+            finally:
+                program.kill()
+
+
+@pytest.mark.parametrize(
+    ("redirection", "status", "says"),
+    [
+        (">&-", 0, ""),
+        ("<&- >&- 2>/dev/null", 0, ""),
+        (">/dev/full", 1, "the output cannot be written: No space left on device. Write it to another place\n"),
+    ],
+)
+def test_commands_whose_stdout_is_closed_or_full(redirection: str, status: int, says: str) -> None:
+    command = ["sh", "-c", f'exec "$0" -m rpcdist status {redirection}', sys.executable]
+    ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=LIMIT_S)
+    assert (ended.returncode, ended.stderr) == (status, says)
 
 
 def test_only_output_that_nobody_reads_is_redirected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

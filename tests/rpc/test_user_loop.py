@@ -7,11 +7,13 @@ import contextvars
 import errno
 import gc
 import os
+import resource
 import subprocess
 import sys
 import textwrap
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 from unittest.mock import Mock
 
@@ -31,6 +33,7 @@ from rpcdist.errors import (
     RpcdistError,
     TransportError,
 )
+from rpcdist.own_shortage import LOOP_DESCRIPTORS
 from rpcdist.rpc._executors import user_loop
 from rpcdist.rpc._executors.user_loop import UserLoop
 from rpcdist.rpc.future import Future
@@ -308,6 +311,28 @@ def test_a_loop_that_cannot_start_refuses_the_coroutine_and_starts_later(
     assert len(loop) == 0 and loop.ident is None
     assert run(loop, five) == 5
     assert loop.close(LIMIT_S) == []
+
+
+@pytest.mark.usefixtures("starts_late")
+def test_the_loop_of_a_running_worker_starts_with_few_free_descriptors() -> None:
+    """A worker that had 31 free ones could not host the shutdown, and all workers waited for it until its limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = [os.open(os.devnull, os.O_RDONLY)]
+    loop = UserLoop()
+    loop.register_at_exit()
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 600), hard))
+        with suppress(OSError):
+            while True:
+                held.append(os.dup(held[0]))
+        for _ in range(LOOP_DESCRIPTORS):
+            os.close(held.pop())
+        assert run(loop, five) == 5
+        assert loop.close(LIMIT_S) == []
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 async def items() -> AsyncIterator[int]:

@@ -24,7 +24,7 @@ from typing import Any, Final, TypeVar
 from rpcdist.at_exit import STARTS_NO_THREAD, register_at_exit, unregister_at_exit
 from rpcdist.deadline import NEVER, Deadline, current_deadline
 from rpcdist.errors import Cancelled, DeadlineExceeded, ForkedProcess, NotInitialized, TransportError
-from rpcdist.own_shortage import NO_THREAD
+from rpcdist.own_shortage import LOOP_DESCRIPTORS, NO_THREAD
 from rpcdist.rpc._executors.torch_state import StatefulCoroutine, adopt_num_threads
 from rpcdist.rpc._values.exceptions import drop_first_frame, traceback_of
 from rpcdist.time_limits import CLOSE_LIMIT_S, CLOSE_STEP_LIMIT_S, THREAD_GRACE_S
@@ -211,7 +211,7 @@ class UserLoop:
                 return self._loop
             if self._refusal is not None:
                 raise self._refusal()
-            loop = new_event_loop(_WHAT)
+            loop = new_event_loop(_WHAT, LOOP_DESCRIPTORS)
             loop.set_task_factory(self._make_task)
             loop.set_exception_handler(_log_loop_error)
             thread = threading.Thread(target=self._work, args=(loop,), name="rpcdist-user-loop", daemon=True)
