@@ -335,7 +335,10 @@ def examples_of_group_messages() -> list[bytes]:
 def layouts(data: bytes) -> None:
     """Descriptions of published tensors, and selections from them."""
     with suppress(ValueError, RecursionError, RpcdistError):
-        plain, selected, description = json.loads(data)
+        parts = json.loads(data)
+        if not isinstance(parts, list) or len(parts) != 3:
+            return
+        plain, selected, description = parts
         with suppress(RpcdistError):
             _hosts.check_description(description)
         layout = _layout.VersionLayout.from_plain(plain)
