@@ -52,7 +52,7 @@ from rpcdist.transport.session_writer import SessionWriter
 from rpcdist.transport.shared_payloads import SharedPayloads
 from rpcdist.transport.striping import OpenConnections, Striping
 from rpcdist.transport.wire_messages import WireMessage
-from rpcdist.waiters import ends_within
+from rpcdist.waiters import check_stack, ends_within
 
 logger = logging.getLogger(__name__)
 
@@ -418,7 +418,12 @@ class Session:
     def read_while_waiting(
         self, is_waiting: Waits, timeout_s: float | None, sleep: Sleep | None = None, send_first: Send = None
     ) -> bool:
-        """Reads on this thread while it waits, if the channel supports that and no thread reads; see `SocketReader`."""
+        """Reads on this thread while it waits, if the channel supports that and no thread reads; see `SocketReader`.
+
+        Raises:
+            RecursionError: this thread is so deep in calls that it would fail amid a message, which ends the session.
+        """
+        check_stack()
         if self._direct is not None:
             send_first = partial(self._writer.write_after, send_first)
             return self._direct.read_while_waiting(is_waiting, timeout_s, sleep, send_first)

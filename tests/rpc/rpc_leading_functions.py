@@ -8,6 +8,7 @@ import asyncio
 import itertools
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ from inside_agents import current_agent, reader_of
 from threads_at_once import problems_of_threads
 
 from rpcdist import rpc
+from rpcdist.errors import RpcdistError
 from rpcdist.rpc._calling.new_calls import SyncReplySink
 from rpcdist.testing import LIMIT_S
 from rpcdist.transport.memory_copies import LargeBuffer
@@ -168,3 +170,25 @@ def call_from_threads(to: str, num_threads: int, num_calls: int) -> list[str]:
                 yield f"{number}: wrong, async"
 
     return problems_of_threads(calls, num_threads)
+
+
+def _call_at(depth: int, how: str, to: str) -> object:
+    if depth > 0:
+        return _call_at(depth - 1, how, to)
+    if how == "rpc_sync":
+        return rpc.rpc_sync(to, pow, (2, 3))
+    return rpc.rpc_async(to, pow, (2, 3)).wait()
+
+
+def call_near_the_recursion_limit(to: str, how: str) -> list[str]:
+    """The outcomes of calls, the last ones of which find no room on the stack."""
+    outcomes = []
+    limit = sys.getrecursionlimit()
+    for depth in range(limit - 250, limit, 2):
+        try:
+            outcomes.append(str(_call_at(depth, how, to)))
+        except RecursionError:
+            outcomes.append("RecursionError")
+        except RpcdistError as exc:
+            outcomes.append(f"{type(exc).__name__}: {exc}")
+    return outcomes

@@ -12,6 +12,7 @@ import rpc_leading_functions as functions
 from full_sets import FULL_ONLY
 from peer_timeouts import CALM_S
 
+from rpcdist import rpc
 from rpcdist.testing import RpcWorld, WorkerPool, eventually
 
 pytestmark = pytest.mark.multiproc
@@ -88,3 +89,13 @@ def test_many_threads_that_call_without_pause(world: RpcWorld) -> None:
     for number in (2, 8):
         assert world["a"].run(functions.call_from_threads, "b", number, 100) == []
     world.shutdown()
+
+
+@pytest.mark.parametrize("how", ["rpc_sync", "rpc_async"])
+def test_calls_near_the_recursion_limit_leave_the_connection_whole(world: RpcWorld, how: str) -> None:
+    """The thread that read a reply failed amid a message, and the connection of all threads ended."""
+    world["a"].run(rpc.rpc_sync, "b", str)
+    kept = world["a"].run(functions.session_with, "b")
+    outcomes = world["a"].run(functions.call_near_the_recursion_limit, "b", how)
+    assert set(outcomes) == {"8", "RecursionError"}
+    assert world["a"].run(functions.session_with, "b") == kept

@@ -38,6 +38,7 @@ from rpcdist.transport.common_buffers import CommonBuffers, FreeMemory, free_mem
 from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.memory_copies import LargeBuffer
 from rpcdist.transport.wire_messages import CallMessage, ReplyMessage
+from rpcdist.waiters import check_stack
 
 Destination = str | int | WorkerInfo
 
@@ -328,6 +329,7 @@ class Caller:
         self, call: PendingCall, message: CallMessage, large: Sequence[LargeBuffer], session: AnySession | None
     ) -> None:
         """Enters a call into the table before it is sent, and completes its message."""
+        check_stack()  # a message that is sent in part would end the session
         if self.lifetime.is_closed:
             self.in_flight.end(call.peer, call.id)
             raise RpcdistError("RPC is shutting down in this process")
