@@ -90,14 +90,15 @@ def _add_store(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _serve_store(arguments: argparse.Namespace) -> int:
+    ended = threading.Event()
+    # Before the imports: torch's C++ code drops a Ctrl-C that comes while it imports.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under `nohup`
+            signal.signal(number, lambda *_: ended.set())
     from rpcdist.collectives import TCPStore
     from rpcdist.transport.addresses import join_address, split_address
 
     host, port = split_address(arguments.address)
-    ended = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as under `nohup`
-            signal.signal(number, lambda *_: ended.set())
     store = TCPStore(host, port, None, is_master=True, wait_for_workers=False)
     try:
         print(f"RPCDIST_STORE={join_address(host, store.port)}", flush=True)

@@ -21,6 +21,9 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
+from rpcdist._launch.progress import interrupted
+from rpcdist._launch.supervisor import kept_interrupt
+
 _DESCRIPTION = """Changes torch.distributed, its rpc, autograd, optim and nn, DDP, SyncBatchNorm and
 DistributedSampler to rpcdist's in the import lines and where they are written out in full. Shows a diff, and writes
 nothing unless --write is given. Names each line that is left to you on stderr; the exit status is then 1."""
@@ -148,9 +151,13 @@ def _run_program(arguments: argparse.Namespace) -> int:
         print(f"error: there is no file {arguments.script}", file=sys.stderr)
         return 2
     if arguments.compat:
-        from rpcdist.compat._aliases import install
+        try:
+            with kept_interrupt():  # the imports take seconds
+                from rpcdist.compat._aliases import install
 
-        install()
+                install()
+        except KeyboardInterrupt:
+            raise interrupted() from None
     try:
         run_script(arguments.script, arguments.arguments, arguments.module)
     except Exception as error:

@@ -162,6 +162,27 @@ def test_commands_whose_stdout_is_closed_or_full(redirection: str, status: int, 
     assert (ended.returncode, ended.stderr) == (status, says)
 
 
+CTRL_C_AT_AN_IMPORT = """
+import os, signal, sys
+from rpcdist.__main__ import main
+
+class PressesCtrlC:
+    def find_spec(self, name, path=None, target=None):
+        if name == "rpcdist.collectives":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, PressesCtrlC())
+sys.exit(main(["store", "127.0.0.1:0"]))
+"""
+
+
+def test_ctrl_c_while_the_store_imports_is_not_lost() -> None:
+    """torch's C++ code drops the exception of one that comes while it imports, and the store then served for ever."""
+    ended = subprocess.run([sys.executable, "-c", CTRL_C_AT_AN_IMPORT], capture_output=True, text=True, timeout=LIMIT_S)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.startswith("RPCDIST_STORE=127.0.0.1:")
+
+
 def test_only_output_that_nobody_reads_is_redirected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     read_end, write_end = os.pipe()
     with open(write_end, "w") as unread, open(tmp_path / "output", "w") as file:
