@@ -314,6 +314,7 @@ class Caller:
         and `later` is given, `later` is called when there is room; meanwhile the deadline applies.
         """
         try:
+            check_stack()  # a message that is sent in part would end the session
             self._enter(call, message, large, session)
             if later is not None and not self._has_room(call, _num_bytes(message, large), later):
                 return
@@ -329,7 +330,6 @@ class Caller:
         self, call: PendingCall, message: CallMessage, large: Sequence[LargeBuffer], session: AnySession | None
     ) -> None:
         """Enters a call into the table before it is sent, and completes its message."""
-        check_stack()  # a message that is sent in part would end the session
         if self.lifetime.is_closed:
             self.in_flight.end(call.peer, call.id)
             raise RpcdistError("RPC is shutting down in this process")
