@@ -7,11 +7,10 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextvars
-import sys
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 from rpcdist.errors import RpcdistError
 from rpcdist.giving_up import given_up
@@ -150,19 +149,3 @@ async def noticed(waiting: Coroutine[Any, Any, T], after_s: float, notice: Calla
         return await task
     finally:
         task.cancel()
-
-
-FRAMES_LEFT: Final = 100  # that sending and reading messages may need
-
-
-def check_stack() -> None:
-    """Raises `RecursionError` if this thread has fewer than `FRAMES_LEFT` frames left; takes 0.3 microseconds."""
-    limit = sys.getrecursionlimit()
-    try:
-        sys._getframe(limit - min(FRAMES_LEFT, limit // 2))
-    except ValueError:
-        return  # there are fewer frames on the stack
-    raise RecursionError(
-        f"maximum recursion depth exceeded: a remote call needs {FRAMES_LEFT} frames, and this thread has fewer left. "
-        "Call it from fewer nested functions, or raise the limit (sys.setrecursionlimit)"
-    )

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import threading
 import time
 from _thread import get_ident
@@ -52,7 +53,7 @@ from rpcdist.transport.session_writer import SessionWriter
 from rpcdist.transport.shared_payloads import SharedPayloads
 from rpcdist.transport.striping import OpenConnections, Striping
 from rpcdist.transport.wire_messages import WireMessage
-from rpcdist.waiters import check_stack, ends_within
+from rpcdist.waiters import ends_within
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,22 @@ _OWN_KINDS = {"heartbeat", "chunk_credit", "transfer_aborted", "segment_news", "
 TURNS_TO_READ: Final = 3
 """Turns that a delayed I/O loop takes before it checks its peers: it reads arrived data in the first turn, and handles
 connections that ended in the next."""
+
+
+FRAMES_LEFT: Final = 100  # that sending and reading messages may need
+
+
+def check_stack() -> None:
+    """Raises `RecursionError` if this thread has fewer than `FRAMES_LEFT` frames left; takes 0.3 microseconds."""
+    limit = sys.getrecursionlimit()
+    try:
+        sys._getframe(limit - min(FRAMES_LEFT, limit // 2))
+    except ValueError:
+        return  # there are fewer frames on the stack
+    raise RecursionError(
+        f"maximum recursion depth exceeded: a remote call needs {FRAMES_LEFT} frames, and this thread has fewer left. "
+        "Call it from fewer nested functions, or raise the limit (sys.setrecursionlimit)"
+    )
 
 
 def is_for_loop(message: WireMessage) -> bool:

@@ -37,8 +37,8 @@ from rpcdist.rpc.worker_info import WorkerInfo
 from rpcdist.transport.common_buffers import CommonBuffers, FreeMemory, free_memory
 from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.memory_copies import LargeBuffer
+from rpcdist.transport.session import check_stack
 from rpcdist.transport.wire_messages import CallMessage, ReplyMessage
-from rpcdist.waiters import check_stack
 
 Destination = str | int | WorkerInfo
 
