@@ -6,6 +6,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -124,10 +125,10 @@ def test_a_gathering_after_a_replacement_has_all_members() -> None:
 def test_a_gathering_that_loses_a_member_says_so() -> None:
     """Whether the member dies while the others wait for it, or before."""
     with InProcessCluster("a", "b", "c", peer_timeout=UNIT_S) as cluster:
-        gathering = [cluster.begin(name, rpc.api._all_gather, name) for name in ("a", "c")]
+        waiting: list[Future[Any]] = [cluster.begin(name, rpc.api._all_gather, name) for name in ("a", "c")]
         cluster.kill("b")
-        gathering.append(cluster.begin("a", rpc.api._barrier, {"a", "b"}))
-        for future in gathering:
+        waiting.append(cluster.begin("a", rpc.api._barrier, {"a", "b"}))
+        for future in waiting:
             with pytest.raises(WorkerLost, match="'b' was lost during a gathering of workers"):
                 future.result(LIMIT_S)
 
