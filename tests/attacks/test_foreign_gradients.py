@@ -100,7 +100,7 @@ def test_a_neighbour_that_speaks_of_what_another_was_sent_ends_its_session_and_c
         def attack(context: int) -> None:
             with cluster.use("a") as agent:
                 worker: Any = agent.autograd
-                [to_b] = [id for id, send in worker.contexts.find(context)._sends.items() if send.to == SECOND]
+                [to_b] = [id for id, send in worker.contexts.find(context).sends.items() if send.to == SECOND]
                 rpc.rpc_sync("c", abs, (-1,))
             tell(cluster, FIRST)
             [at_first] = [one for one in agent_of(cluster, "a").connections.taken if one.peer.name == "c"]

@@ -70,6 +70,9 @@ class Calls:
     def fetch(self, state: HandleState, timeout_s: float, creation: object = None) -> Any:
         return self.start_fetch(state, timeout_s).wait()
 
+    async def find_owner(self, state: HandleState) -> None:
+        """All owners are known here."""
+
     def start_fetch(self, state: HandleState, timeout_s: float) -> Future[Any]:
         result: Future[Any] = Future()
         result.is_quiet = True
