@@ -248,8 +248,12 @@ class SpinPolicy:
     """Learns from recent waits how long to spin before sleeping. Used by one thread at a time.
 
     Waking up from a sleep takes long on a core that has gone idle. Spinning takes a core away from other threads, even
-    with a `sched_yield` after each attempt. So a rank does not spin on a host with more ranks than cores, and spins
-    little where other programs keep the cores busy, because waits are long there; never with `RPCDIST_POLLING=off`.
+    with a `sched_yield` after each attempt. So a rank does not spin in a collective of more ranks than the host has
+    cores, and spins little where other programs keep the cores busy, because waits are long there; never with
+    `RPCDIST_POLLING=off`.
+
+    Args:
+        num_ranks: the ranks on this host that wait for each other.
 
     Attributes:
         spin_s: how long to try before the next sleep, in seconds.

@@ -77,7 +77,8 @@ class Messenger:
         self._connect = connect
         self._on_close = on_close
         self._state = MessageState(rank, ranks, buffer_limit_bytes)
-        self._progress = ProgressEngine(self._state, SpinPolicy(num_ranks_here), group_name)
+        spin_policy = SpinPolicy(min(num_ranks_here, 2))  # a message concerns two ranks, and the others may sleep
+        self._progress = ProgressEngine(self._state, spin_policy, group_name)
         self._lock = self._progress.lock
         self._entrance = self._progress.entrance
 
