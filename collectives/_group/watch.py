@@ -163,7 +163,8 @@ class WatchConnection:
             return
         except OSError as exc:
             self._break(exc)
-        self._stop_writing()
+        else:
+            self._stop_writing()
 
     def _break(self, error: OSError | ProtocolViolation) -> None:
         """Ends the connection, as a part of a message may be sent; its listener reports the first error."""

@@ -521,6 +521,22 @@ def test_a_call_on_a_loop_to_a_worker_that_nobody_knows_fails(newcomer: InProces
         asyncio.run(awaited(rpc.rpc_async("nobody", str)))
 
 
+def test_a_call_to_a_newcomer_that_gets_no_thread_fails_alone(
+    newcomer: InProcessCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(job: Callable[[], None]) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def run() -> tuple[int, int]:
+        with newcomer.use("a") as agent, monkeypatch.context() as patched:
+            patched.setattr(agent.retries, "submit", refuse)
+            with pytest.raises(RuntimeError, match="can't start"):
+                rpc.rpc_async("new", divmod, (7, 4))
+        return await asyncio.wait_for(rpc.rpc_async("new", divmod, (7, 4)), LIMIT_S)
+
+    assert asyncio.run(run()) == (1, 3)
+
+
 def test_a_cancelled_call_to_a_newcomer_is_not_made(newcomer: InProcessCluster) -> None:
     async def run() -> None:
         rpc.rpc_async("new", note_in_order, (1,)).cancel()

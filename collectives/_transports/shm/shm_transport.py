@@ -119,7 +119,7 @@ class ShmTransport(Transport):
             publishes = (*publishes, (self.rank, self._own_offset(path)))
         targets = [(tensor.data_ptr(), tensor.nbytes) for tensor in operation.outputs]
         step, steps = 0, routes.num_steps((operation.inputs or operation.outputs)[0].nbytes, path.slice_bytes)
-        own_steps = routes.num_steps(max([t.nbytes for t in (*operation.inputs, *operation.outputs)]), path.slice_bytes)
+        own_steps = steps
         while step < steps:
             if step > own_steps:  # a rank that lies about its sizes would keep this one here
                 self._signals.check(control)
@@ -129,6 +129,8 @@ class ShmTransport(Transport):
                 self._signals.publish_sizes(half, operation)
             self._signals.synchronise(control)
             if uneven and step == 0:
+                own = max(tensor.nbytes for tensor in (*operation.inputs, *operation.outputs))
+                own_steps = routes.num_steps(own, path.slice_bytes)
                 steps = routes.num_steps(self._signals.compare_sizes(half, operation), path.slice_bytes)
             if reduces:
                 self._reduce_own(operation, path, step, half)

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from rpcdist.deadline import backoff
-from rpcdist.errors import OwnerLost, WorkerLost
+from rpcdist.errors import OwnerLost, WorkerLost, on_error
 from rpcdist.rpc._calling.caller import Caller, Destination
 from rpcdist.rpc._calling.new_calls import Invocation
 from rpcdist.rpc._executors.torch_state import StateSlot
@@ -70,7 +70,8 @@ class Retries:
             waiting = self._to_strangers.setdefault(to, deque())
             waiting.append(retried)
             if len(waiting) == 1:
-                self.submit(partial(self._attempt_each, to, waiting))
+                with on_error(partial(self._to_strangers.pop, to)):  # no later call waits for a job that is not there
+                    self.submit(partial(self._attempt_each, to, waiting))
 
     def _attempt_each(self, to: Destination, waiting: deque[_Retried]) -> None:
         """Makes the calls to a worker that was unknown, in their order; the first one asks for the worker."""
