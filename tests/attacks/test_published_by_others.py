@@ -4,6 +4,8 @@ false description.
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 from collections.abc import Iterator
 from contextlib import closing
@@ -176,6 +178,10 @@ def test_a_source_is_spoken_for_by_its_worker_alone(cluster: InProcessCluster) -
     eventually(lambda: not hosts_of(origin), "it has left the chain")
 
 
+def ends_during_admission(*_: object) -> None:
+    raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+
 def test_a_reader_of_the_host_is_admitted_under_its_own_name_and_a_bounded_number_of_times(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -199,6 +205,10 @@ def test_a_reader_of_the_host_is_admitted_under_its_own_name_and_a_bounded_numbe
         with pytest.raises(TransportError, match="worker 'evil' cannot read as worker 'g0': each worker speaks for"):
             connect(evil, "g0").close()
         monkeypatch.setattr(_source, "MAX_READERS_OF_WORKER", 2)
+        with monkeypatch.context() as broken:
+            broken.setattr(socket, "send_fds", ends_during_admission)
+            for _ in range(3):  # none of them takes a place, or stays in the way of the next reader
+                connect(evil, "evil").close()
         with connect(evil, "evil"):
             second = connect(evil, "evil")
             with pytest.raises(TransportError, match="worker 'evil' has 2 readers of 'policy' already"):

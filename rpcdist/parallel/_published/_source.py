@@ -261,6 +261,8 @@ class VersionSource:
             self._admit(purpose.removeprefix(_PURPOSE), connection)
         except OSError as exc:
             logger.warning("%r cannot be read by %r: %s", self.name, purpose.removeprefix(_PURPOSE), exc)
+            with self._changed:  # another thread may have forgotten it already, since it has ended
+                self._connections = [reader for reader in self._connections if reader.socket is not connection]
             connection.close()
 
     def _admit(self, name: str, connection: socket.socket) -> None:
@@ -377,16 +379,15 @@ class VersionSource:
             self._memory.words[ASKED] = 1
             with self._changed:  # a fence, too
                 self._forget_ended()
-                sockets = [connection.socket for connection in self._connections]
+                poller = select.poll()
+                for connection in self._connections:  # here, since another thread may close one later
+                    poller.register(connection.socket, select.POLLIN)
                 if is_done():
                     self._memory.words[ASKED] = 0
                     return True
             if deadline.expired():
                 self._memory.words[ASKED] = 0
                 return False
-            poller = select.poll()
-            for each in sockets:
-                poller.register(each, select.POLLIN)
             poller.poll(1 + 1000 * min(CHECK_INTERVAL_S, deadline.remaining_s()))
 
     # ------------------------------------------------------------ other hosts
