@@ -46,6 +46,15 @@ class Work:
 
     limit_s: float = 0.0
     __reduce_ex__ = refuse_pickling
+    # Defaults of the class: most works never change them, and small operations are quick.
+    _waiter: threading.Event | None = None
+    _callbacks: tuple[Callable[[Work], object], ...] = ()
+    _done = False
+    _settled = False  # done, and its callbacks were called, so that its futures are done when `wait` returns
+    _awaited_by = 0  # the thread whose `wait` last returned
+    _settler = 0  # the thread that runs the callbacks, which may wait for it
+    _error: BaseException | None = None
+    _source = -1
 
     def __init__(
         self,
@@ -59,14 +68,6 @@ class Work:
         self._callbacks_of_group = callbacks
         self._result = result or []
         self._lock = threading.Lock()
-        self._waiter: threading.Event | None = None
-        self._callbacks: list[Callable[[Work], object]] = []
-        self._done = False
-        self._settled = False  # done, and its callbacks were called, so that its futures are done when `wait` returns
-        self._awaited_by = 0  # the thread whose `wait` last returned
-        self._settler = 0  # the thread that runs the callbacks, which may wait for it
-        self._error: BaseException | None = None
-        self._source: int = -1
 
     def __repr__(self) -> str:
         state = "running" if not self._done else "done" if self._error is None else f"failed: {self._error}"
@@ -102,24 +103,28 @@ class Work:
                 return
             self._error = error
             self._done = True
-            self._settler = threading.get_ident()
-            callbacks, self._callbacks = self._callbacks, []
+            callbacks = self._callbacks
+            if callbacks:
+                self._callbacks = ()
+                self._settler = threading.get_ident()
+            else:
+                self._settled = True
         try:
             for callback in callbacks:
                 callback(self)
         finally:
-            with self._lock:
-                self._settled = True
-                self._settler = 0
-                waiter = self._waiter
-            if waiter is not None:
-                waiter.set()
+            if callbacks:
+                with self._lock:
+                    self._settled = True
+                    self._settler = 0
+            if self._waiter is not None:
+                self._waiter.set()
 
     def when_done(self, callback: Callable[[Work], object]) -> None:
         """Calls `callback` once, on the thread that finishes the operation, or at once; it must not block or raise."""
         with self._lock:
             if not self._done:
-                self._callbacks.append(callback)
+                self._callbacks = (*self._callbacks, callback)
                 return
         callback(self)
 

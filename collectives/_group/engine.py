@@ -98,7 +98,7 @@ def record_of(group: str, sequence: int, operation: Operation) -> Record:
     outputs = inputs if writes is reads else [tensor.numel() for tensor in writes]
     dtype, op = operation.dtype, operation.reduce_op
     return Record(
-        group, sequence, operation.kind.title, _DTYPE_NAMES[dtype], inputs, outputs, "" if op is None else op.name
+        group, sequence, operation.kind.title, _DTYPE_NAMES[dtype], inputs, outputs, "" if op is None else op._name_
     )
 
 

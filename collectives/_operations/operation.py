@@ -93,7 +93,6 @@ DTYPES: Final = (
 )  # fmt: skip
 _CODES: Final = {dtype: code for code, dtype in enumerate(DTYPES)}
 _NO_CODE: Final = 255
-_REDUCE_CODES: Final[dict[ReduceOp | None, int]] = {None: _NO_CODE, **{op: op.value for op in ReduceOp}}
 _IN_PLACE: Final = frozenset((Kind.ALL_REDUCE, Kind.REDUCE, Kind.BROADCAST))
 _TITLES: Final = {kind: kind.name.lower() for kind in Kind}
 _FINGERPRINT: Final = struct.Struct("<QQqBBBx")
@@ -109,7 +108,7 @@ dtype_code: Final[Callable[[torch.dtype], int]] = _CODES.__getitem__
 """Returns the number of a dtype in messages. Raises KeyError for a dtype that groups do not carry."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Operation:
     """One operation on one rank; see the table above.
 
@@ -149,7 +148,8 @@ class Operation:
             size_bytes, code = tensors[0].nbytes, _CODES[tensors[0].dtype]
         else:
             size_bytes, code = self.size_bytes, _CODES[tensors[0].dtype] if tensors else _NO_CODE
-        return _FINGERPRINT.pack(sequence, size_bytes, self.root, kind, code, _REDUCE_CODES[self.reduce_op])
+        reduce_code = _NO_CODE if self.reduce_op is None else self.reduce_op._value_
+        return _FINGERPRINT.pack(sequence, size_bytes, self.root, kind, code, reduce_code)
 
 
 def describe_fingerprint(data: bytes) -> str:
