@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import time
 from functools import partial
 
 import pytest
@@ -37,6 +38,7 @@ from rpcdist.rpc._membership.roster import MembershipTable
 from rpcdist.rpc._membership.roster_messages import members_from_bytes, members_of, return_request
 from rpcdist.rpc._membership.roster_service import MembershipService
 from rpcdist.rpc._peers.directory import Member, Roster
+from rpcdist.testing import UNIT_S
 
 
 def back(
@@ -54,7 +56,7 @@ def back(
 
 
 async def test_workers_are_taken_back_once_all_have_come() -> None:
-    service = MembershipService(recovery_s=0.1)
+    service = MembershipService(recovery_s=10 * UNIT_S)  # half of which it waits for newcomers
     first, second = ask(service, A2, 3), back(service, B, A, B, C)
     await until_waiting(service, 2)
     with pytest.raises(CallRefused, match="is being rebuilt"):
@@ -91,6 +93,16 @@ async def test_who_lives_and_notices_nothing_stays_in_the_job(world_size: int) -
     announced = back(service, B, A, B, C, world_size=world_size, version=50)
     assert await settled(announced) == [OK]
     assert announced.result().version >= 50  # of what it knows, nothing would be believed that is older
+
+
+async def test_who_lives_stays_although_the_coordinator_stood_still() -> None:
+    """All times were over when it went on, and those that it had not asked yet were lost."""
+    service = MembershipService(recovery_s=0.01)
+    waiting = [ask(service, A2, 3), back(service, C, A, B, C)]
+    await until_waiting(service, 2)
+    time.sleep(0.05)  # noqa: ASYNC251  (the process stands still)
+    assert await settled(*waiting) == [OK] * 2
+    assert [member.identity for member in service.table.members] == [A2, B, C]
 
 
 async def test_who_has_not_answered_yet_is_waited_for() -> None:

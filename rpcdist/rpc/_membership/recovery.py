@@ -19,7 +19,7 @@ import asyncio
 import resource
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from itertools import islice
 from operator import itemgetter
 from typing import Final
@@ -42,7 +42,7 @@ class Recovery:
 
     Args:
         table: has the workers that have returned or joined.
-        limit_s: how long the missing workers have to return.
+        limit_s: how long the missing workers have to return, and then those that were asked to answer.
         newcomers_until: the end of the time in which new processes take precedence, in monotonic seconds.
         on_end: called once, unless `close` was called before.
         coordinator: the rank of this coordinator, and of the previous one.
@@ -53,7 +53,7 @@ class Recovery:
 
     _table: MembershipTable
     _probe: Probe
-    limit_s: InitVar[float]
+    _limit_s: float
     _newcomers_until: float
     _on_end: Callable[[], object]
     _coordinator: int
@@ -68,13 +68,12 @@ class Recovery:
     _probes: set[asyncio.Task[None]] = field(default_factory=set)
     _most_probes: int = 0  # at a time; none at first, since most workers return on their own
 
-    def __post_init__(self, limit_s: float) -> None:
+    def __post_init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._timers = [
-            self._loop.call_later(limit_s / HEARTBEATS_PER_PEER_TIMEOUT, self._ask_the_missing),
-            self._loop.call_later(limit_s, self._end_of_time),
-            self._loop.call_later(2 * limit_s, self._end),  # without the answers that are missing
-        ]
+        # Each step starts the timer of the next one. Otherwise all would be due at once after this process stood still,
+        # and workers that nobody had asked would count as lost.
+        self._timers: list[asyncio.TimerHandle] = []
+        self._after(self._limit_s / HEARTBEATS_PER_PEER_TIMEOUT, self._ask_the_missing)
 
     def take_back(self, identity: Identity, known: Iterable[Member]) -> None:
         """Adds a returned worker, and the members that it knew, only once for each worker."""
@@ -103,7 +102,7 @@ class Recovery:
         elif not missing and self._table.has_rank(self._coordinator):
             wait_s = self._newcomers_until - time.monotonic() if self._table.world_size else 0.0
             if wait_s > 0:
-                self._timers.append(self._loop.call_later(wait_s, self.review))
+                self._after(wait_s, self.review)
             else:
                 self._end()
 
@@ -127,8 +126,12 @@ class Recovery:
         missing = [identity for identity in self._named if not self._table.has_rank(identity.id)]
         return sorted(missing, key=lambda one: one.id)
 
+    def _after(self, delay_s: float, step: Callable[[], None]) -> None:
+        self._timers.append(self._loop.call_later(delay_s, step))
+
     def _end_of_time(self) -> None:
         self._is_time_over = True
+        self._after(self._limit_s, self._end)  # without the answers that are missing
         self.review()
 
     def _end(self) -> None:
@@ -139,6 +142,7 @@ class Recovery:
 
     def _ask_the_missing(self) -> None:
         self._most_probes = max_at_once()
+        self._after(self._limit_s * (1 - 1 / HEARTBEATS_PER_PEER_TIMEOUT), self._end_of_time)
         self._ask_more()
 
     def _ask_more(self) -> None:
