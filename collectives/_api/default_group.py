@@ -111,7 +111,7 @@ def init_process_group(
     except BaseException as exc:
         if default is not None:
             world.end()
-            default.abort()
+            default.abort(f"it could not be made there: {type(exc).__name__}: {exc}")
             default.shutdown()
         if isinstance(exc, RpcdistError):
             shared.note_failure(str(exc))

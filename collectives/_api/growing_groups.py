@@ -173,8 +173,8 @@ def _open(invitation: _Invitation, own: Store, options: object | None, device: t
     group = open_group(invitation.name, invitation.rank, ranks, part, settings)
     try:
         barrier(group)  # no rank leaves the old group before all ranks have the new one
-    except BaseException:
-        group.abort()
+    except BaseException as exc:
+        group.abort(f"it could not be made there: {type(exc).__name__}: {exc}")
         group.shutdown()
         raise
     return group

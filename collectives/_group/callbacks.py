@@ -27,6 +27,7 @@ from typing import NoReturn, TypeVar
 
 import torch
 
+from rpcdist.errors import RpcdistError, on_error
 from rpcdist.own_shortage import own_shortage
 
 logger = logging.getLogger(__name__)
@@ -58,24 +59,31 @@ class Callbacks:
             self._call(callback)
             return
         with self._changed:
-            at_once = not self._busy and future.done()
+            at_once = not (self._busy or self._waiting) and future.done()
             if not at_once:
                 self._waiting.append((partial(_wait, future), callback))
             if self._busy:
                 return
             self._busy = True
-        if at_once:
-            self._run(callback)
-            with self._changed:
-                if not self._waiting:
-                    self._busy = False
-                    self._changed.notify_all()
-                    return
-        try:
-            threading.Thread(target=self._run_all, name=f"rpcdist callbacks {self._group}", daemon=True).start()
-        except RuntimeError as exc:  # the system cannot start a thread, so the caller waits itself
-            own_shortage(exc)
-            self._run_all()
+        with on_error(self._pause):
+            if at_once:
+                self._run(callback)
+                with self._changed:
+                    if not self._waiting:
+                        self._busy = False
+                        self._changed.notify_all()
+                        return
+            try:
+                threading.Thread(target=self._run_all, name=f"rpcdist callbacks {self._group}", daemon=True).start()
+            except RuntimeError as exc:  # the system cannot start a thread, so the caller waits itself
+                own_shortage(exc)
+                self._run_all()
+
+    def _pause(self) -> None:
+        """Ctrl-C has ended this thread's turn. The next thread that attaches a callback runs the waiting ones first."""
+        with self._changed:
+            self._busy = False
+            self._changed.notify_all()
 
     def _run_all(self) -> None:
         while True:
@@ -84,8 +92,9 @@ class Callbacks:
                     self._busy = False
                     self._changed.notify_all()
                     return
-                wait, callback = self._waiting.popleft()
+                wait, callback = self._waiting[0]  # it stays there if Ctrl-C ends the wait
             wait()
+            self._waiting.popleft()
             self._run(callback)
 
     def _run(self, callback: Callable[[], None]) -> None:
@@ -98,7 +107,9 @@ class Callbacks:
     def _call(self, callback: Callable[[], None]) -> None:
         try:
             callback()
-        except Exception:
+        except KeyboardInterrupt:  # the user pressed Ctrl-C while the callback ran
+            raise
+        except BaseException:  # `SystemExit` ends the callback, not the thread, which has others to run
             logger.exception("a callback of group %r failed", self._group)
 
     def drain(self, timeout_s: float) -> bool:
@@ -176,6 +187,12 @@ class OrderedFuture(torch.futures.Future[T]):
                 result = callback(self)
             except Exception as exc:
                 fail_future(following, exc)
+            except BaseException as exc:  # as in torch, it must not end the thread that waits for the result
+                kind = type(exc).__name__
+                fail_future(
+                    following, RpcdistError(f"Got the following error when running the callback: {kind}: {exc}")
+                )
+                raise
             else:
                 following.set_result(result)
 

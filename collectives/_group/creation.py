@@ -17,9 +17,10 @@ from rpcdist.collectives._stores.store_base import Store
 from rpcdist.collectives.backends import Backend, BackendConfig, make_backend
 from rpcdist.collectives.constants import default_pg_nccl_timeout, default_pg_timeout
 from rpcdist.collectives.process_group import ProcessGroup
-from rpcdist.errors import ConfigError, RankLost
+from rpcdist.errors import ConfigError, RankLost, TransportError, raised_as
 from rpcdist.freed_memory import keep_freed_memory
 from rpcdist.own_shortage import names_shortage
+from rpcdist.transport.shared_memory import SegmentError
 
 MakeBackend = Callable[[Backend | str, GroupContext], GroupBackend]
 """Constructs the backend with a name; blocks until all ranks of the group can be reached."""
@@ -80,7 +81,8 @@ def open_group(
         names = BackendConfig(settings.backend).device_backend_map
         for device_type, backend_name in names.items():
             if backend_name not in opened:
-                with names_shortage(f"making group {name!r}"):
+                making = f"making group {name!r}"
+                with raised_as(TransportError, f"{making} failed", SegmentError), names_shortage(making):
                     own = replace(context, store=PrefixStore(backend_name, store))
                     opened[backend_name] = make(backend_name, own)
             by_device[device_type] = opened[backend_name]

@@ -25,6 +25,7 @@ from rpcdist.collectives._operations.operation import DTYPES, dtype_code
 from rpcdist.collectives.work import Work
 from rpcdist.deadline import Deadline
 from rpcdist.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, ConfigError, GroupAborted
+from rpcdist.own_shortage import NO_THREAD
 from rpcdist.time_limits import IDLE_RECHECK_S, THREAD_GRACE_S
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ class MpiMessages:
     def send(
         self, title: object, tensor: torch.Tensor, peer: int, tag: int, *, asynchronous: bool, timeout_s: float
     ) -> Work:
-        self._check(title, tag)
+        self._check(title, tag, asynchronous)
         with self._lock:
             number = self._numbers[peer]
             self._numbers[peer] = (number + 1) % _NUMBERS
@@ -101,7 +102,7 @@ class MpiMessages:
                 self._headers.Isend([header, self.mpi.BYTE], peer, tag),
                 self._elements.Isend(as_bytes(self.mpi, tensor), peer, number),
             ]
-            self._add(message, asynchronous)
+            self._add(message)
         return self._wait_unless_asynchronous(message, asynchronous)
 
     def recv(
@@ -115,27 +116,32 @@ class MpiMessages:
         timeout_s: float,
         finish: Callable[[], None] | None = None,
     ) -> Work:
-        self._check(title, tag)
+        self._check(title, tag, asynchronous)
         work, header = Work(title, [tensor]), bytearray(_HEADER.size)
         message = _MpiMessage(work, Deadline.after(timeout_s), tensor, header, finish, expects_header=True)
         source = self.mpi.ANY_SOURCE if peer is None else peer
         with self._lock:
             message.requests = [self._headers.Irecv([header, self.mpi.BYTE], source, tag)]
-            self._add(message, asynchronous)
+            self._add(message)
         return self._wait_unless_asynchronous(message, asynchronous)
 
-    def _check(self, title: object, tag: int) -> None:
+    def _check(self, title: object, tag: int, asynchronous: bool) -> None:
         if self._error is not None:
             raise self._error.error(str(title))
         largest = self._headers.Get_attr(self.mpi.TAG_UB)
         if not 0 <= tag <= largest:
             raise ConfigError(f"{title}: a tag must be from 0 to {largest} with this MPI")
+        with self._lock:
+            if asynchronous and self._poller is None:  # before MPI has the message, which nothing else would move
+                poller = threading.Thread(target=self._poll, name=f"rpcdist mpi {self._group}", daemon=True)
+                try:
+                    poller.start()
+                except RuntimeError as exc:
+                    raise CollectiveError(str(title), NO_THREAD) from exc
+                self._poller = poller
 
-    def _add(self, message: _MpiMessage, asynchronous: bool) -> None:
+    def _add(self, message: _MpiMessage) -> None:
         self._pending.append(message)
-        if asynchronous and self._poller is None:
-            self._poller = threading.Thread(target=self._poll, name=f"rpcdist mpi {self._group}", daemon=True)
-            self._poller.start()
         self._changed.notify_all()
 
     def _wait_unless_asynchronous(self, message: _MpiMessage, asynchronous: bool) -> Work:

@@ -427,7 +427,10 @@ class Agent:
         self._say_goodbye()
         self.network.handle_role(ROLE, None)
         self.network.handle_role(PROBE_ROLE, None)
-        self.network.run(self._close_connections(), timeout_s)
+        try:
+            self.network.run(self._close_connections(), timeout_s)
+        except RpcdistError as exc:  # the threads below end all the same
+            logger.error("worker %r did not close its connections in order: %s", self.worker_name, exc)
         self.user_loop.close(timeout_s)
         self.pool.close(timeout_s)
         forbid_inspection()

@@ -8,6 +8,7 @@ import logging
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from errno import EBADF
@@ -175,14 +176,17 @@ class IoLoop:
             raise RpcdistError(f"the loop {self.name!r} is closed") from exc
         if may_give_up:
             wake_if_given_up(future.cancel)
-        deadline = Deadline.after(timeout_s)
+        deadline, stood_still = Deadline.after(timeout_s), False
         try:
             while not future.done():
                 with suppress(concurrent.futures.TimeoutError):
                     slice_s = longest_sleep_s() if check is None else CHECK_INTERVAL_S
                     return future.result(min(slice_s, deadline.remaining_s()))
                 if not future.done() and deadline.expired():
-                    raise DeadlineExceeded(f"an operation took longer than {timeout_s} s")
+                    if stood_still or time.monotonic() - deadline.at < CHECK_INTERVAL_S:
+                        raise DeadlineExceeded(f"an operation took longer than {timeout_s} s")
+                    # This thread woke late, as after SIGSTOP: the loop did not have that time either.
+                    deadline, stood_still = Deadline.after(CLOSE_STEP_LIMIT_S), True
                 if not future.done() and check is not None:
                     check()
             return future.result()

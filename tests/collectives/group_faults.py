@@ -12,16 +12,19 @@ from datetime import timedelta
 from functools import partial
 
 import api_cases
+import pytest
 import torch
 
 import rpcdist.collectives as c
 from rpcdist.collectives import tcp
 from rpcdist.collectives.tcp import TcpOptions
+from rpcdist.transport.shared_memory import Segment, SegmentError
 
 __all__ = [
     "FUNCTIONS",
     "die_while_the_group_is_made",
     "go_on_until_it_fails",
+    "lack_memory_while_the_group_is_made",
     "leave",
     "may_a_child_call",
     "meet_and_part",
@@ -179,6 +182,26 @@ def die_while_the_group_is_made(rank: int, size: int, path: str, victim: int) ->
     except Exception as exc:
         return type(exc).__name__, str(exc), time.time()
     return "nothing", "", 0.0
+
+
+def lack_memory_while_the_group_is_made(rank: int, size: int, path: str, victim: int, again: str) -> tuple[str, str]:
+    """The victim cannot map the memory of its host. Afterwards all ranks make the group."""
+    leave(rank, size)
+
+    def refuse(*_: object) -> None:
+        raise SegmentError("cannot map it today")
+
+    outcome = "nothing", ""
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == victim:
+            patch.setattr(Segment, "map", refuse)
+        try:
+            open_world(rank, size, path, True, 30.0)
+        except Exception as exc:
+            outcome = type(exc).__name__, str(exc)
+    open_world(rank, size, again, True, 30.0)
+    leave(rank, size)
+    return outcome
 
 
 def meet_and_part(rank: int, size: int, path: str, count: int) -> None:

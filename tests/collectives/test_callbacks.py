@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from functools import partial
 
@@ -11,6 +12,7 @@ import torch
 
 from rpcdist.collectives._group.callbacks import Callbacks, OrderedFuture
 from rpcdist.collectives.work import Work
+from rpcdist.errors import RpcdistError
 from rpcdist.testing import RankPool
 
 LIMIT_S = 10.0
@@ -205,3 +207,41 @@ def test_a_callback_may_wait_for_its_own_work(callbacks: Callbacks) -> None:
     thread.start()
     thread.join(LIMIT_S)
     assert not thread.is_alive() and seen == [True, True, True]
+
+
+@pytest.mark.parametrize("is_done", [False, True])
+def test_a_callback_that_exits_ends_neither_the_thread_of_the_others_nor_what_waits_for_it(
+    callbacks: Callbacks, is_done: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`SystemExit` ended the thread: later callbacks never ran, and `destroy_process_group` waited for them."""
+    future, other = futures(callbacks, 2)
+    if is_done:
+        future.set_result(1)
+    exiting, later = future.then(lambda _: sys.exit(3)), other.then(lambda _: 7)
+    future.add_done_callback(lambda _: sys.exit(4))
+    for each in (future, other):
+        if not each.done():
+            each.set_result(1)
+    assert later.wait() == 7
+    with pytest.raises(RpcdistError, match="when running the callback: SystemExit: 3"):
+        exiting.wait()
+    assert callbacks.drain(LIMIT_S)
+    assert "SystemExit: 3" in caplog.text and "SystemExit: 4" in caplog.text
+
+
+def test_ctrl_c_in_a_callback_ends_the_program_and_keeps_the_other_callbacks(callbacks: Callbacks) -> None:
+    def interrupted(_: object) -> None:
+        attaching = threading.Thread(target=lambda: waiting.append(other.then(lambda done: done.value())))
+        attaching.start()
+        attaching.join(LIMIT_S)
+        assert not waiting[0].done()  # its turn is after this callback
+        raise KeyboardInterrupt
+
+    future, other = futures(callbacks, 2)
+    waiting: list[torch.futures.Future[int]] = []
+    future.set_result(1)
+    other.set_result(2)
+    with pytest.raises(KeyboardInterrupt):
+        future.add_done_callback(interrupted)
+    assert callbacks.drain(LIMIT_S)
+    assert other.then(lambda done: done.value() + 1).wait() == 3 and waiting[0].wait() == 2

@@ -110,5 +110,17 @@ def test_a_rank_that_dies_while_the_group_is_made_is_named(rank_pool: RankPool) 
         assert failed_at - killed_at < PROMPT_S
 
 
+def test_a_rank_that_cannot_make_the_group_says_why_and_is_named(rank_pool: RankPool) -> None:
+    """It raised a bare `OSError`, and a rank that failed because of it was said to have called `abort`."""
+    paths = rank_pool.new_file(), rank_pool.new_file()
+    outcomes = rank_pool.run(SIZE, group_faults.lack_memory_while_the_group_is_made, paths[0], VICTIM, paths[1])
+    for rank, (error, text) in enumerate(outcomes):
+        if rank == VICTIM:
+            assert error == "TransportError" and text.endswith("failed: cannot map it today"), text
+        else:
+            assert error in ("RankLost", "GroupAborted") and f"rank {VICTIM} gave up" in text, text
+            assert "abort() was called" not in text
+
+
 def test_ranks_may_part_as_soon_as_they_have_met(rank_pool: RankPool) -> None:
     rank_pool.run(SIZE, group_faults.meet_and_part, rank_pool.new_file(), 10)

@@ -358,6 +358,21 @@ def test_at_the_cap_the_error_names_the_option_and_stuck_jobs_get_an_answer(capl
     assert ["max_worker_threads" in record.getMessage() for record in caplog.records] == [True]
 
 
+def test_a_stuck_job_that_gets_no_answer_stays_in_its_line(caplog: pytest.LogCaptureFixture) -> None:
+    """A job that waits at the cap may get a thread of its own. If the system has none, the job was lost."""
+    gate, ran = threading.Event(), threading.Event()
+
+    def exhausted(error: PoolExhausted, function: Callable[..., object], arguments: tuple[object, ...]) -> None:
+        gate.set()
+        raise RuntimeError("can't start new thread")
+
+    pool = ThreadPool(max_threads=2, stall_limit_s=0.1, on_exhausted=exhausted)
+    pool.submit_many([(gate.wait, (LIMIT_S,))] * 2 + [(ran.set, ())])
+    assert ran.wait(LIMIT_S)
+    assert pool.close(LIMIT_S) == []
+    assert "can't start new thread" in caplog.text
+
+
 def test_the_cap_is_kept(pool: ThreadPool) -> None:
     pool.max_threads = 4
     gate = threading.Event()

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from typing import Any
 
 import pytest
@@ -203,3 +203,23 @@ def test_shutdown_gives_up_no_call_that_somebody_waits_for(
     for each in everybody:
         each.result(LIMIT_S)
     cluster.close()
+
+
+def test_a_shutdown_that_cannot_close_its_connections_ends_its_threads(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As after SIGSTOP in the middle of it. Its threads stayed for ever, and its caller got the error."""
+
+    def too_slow(coroutine: Coroutine[Any, Any, Any], timeout_s: float | None, **given: Any) -> Any:
+        if "_close_connections" not in repr(coroutine):
+            return run(coroutine, timeout_s, **given)
+        coroutine.close()
+        raise DeadlineExceeded("an operation took longer than 5.0 s")
+
+    with InProcessCluster("a") as cluster:
+        cluster.run("a", rpc.rpc_sync, "a", add, (1, 2))
+        network = cluster.run("a", current_agent).network
+        run = network.run
+        monkeypatch.setattr(network, "run", too_slow)
+        cluster.shutdown()
+    assert "worker 'a' did not close its connections in order: an operation took longer" in caplog.text

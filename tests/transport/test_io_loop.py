@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import ctypes
 import threading
 from collections.abc import Iterator
 
 import pytest
 
+from rpcdist.errors import DeadlineExceeded
 from rpcdist.transport.io_loop import IoLoop
 
 LIMIT_S = 10.0
@@ -60,3 +63,17 @@ def test_a_worker_that_could_not_start_is_not_joined(io: IoLoop, monkeypatch: py
         with pytest.raises(RuntimeError, match="can't start new thread"):
             io.start_worker(fail, "a worker")
     io.close()
+
+
+def test_an_operation_gets_its_time_after_the_process_stood_still(io: IoLoop) -> None:
+    """As after SIGSTOP. The waiting thread often woke before the loop, and a worker that was ending left threads."""
+    for _ in range(5):
+        holding = threading.Thread(target=ctypes.PyDLL(None).usleep, args=(400_000,))  # holds the interpreter lock
+        io.call_soon(holding.start)
+        io.run(asyncio.sleep(0.05), 0.2)
+        holding.join(LIMIT_S)
+
+
+def test_an_operation_that_takes_too_long_ends(io: IoLoop) -> None:
+    with pytest.raises(DeadlineExceeded, match=r"an operation took longer than 0\.05 s"):
+        io.run(asyncio.sleep(LIMIT_S), 0.05)

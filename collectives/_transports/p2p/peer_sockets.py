@@ -256,7 +256,8 @@ class _MessageConnection(Generic[S]):
             return
         sock.setblocking(False)
         if sock.family == socket.AF_UNIX:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MOST_BYTES)
+            with suppress(OSError):  # it is slower with a small buffer
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MOST_BYTES)
         self.sock = sock
         self.is_open = True
 

@@ -520,13 +520,16 @@ class ThreadPool:
         for line in list(self._turns):
             while (at := line.oldest_at) is not None and time.monotonic() - at >= self.stall_limit_s:
                 try:
-                    function, arguments, _ = line.popleft()
+                    job = line.popleft()
                 except IndexError:  # a thread was faster
                     break
                 try:
-                    hook(self._exhaustion(), function, arguments)
+                    hook(self._exhaustion(), *job[:2])
                 except Exception:
-                    logger.exception("the exhaustion hook of the worker pool failed")
+                    logger.exception("the exhaustion hook of the worker pool failed; the job waits again")
+                    line.appendleft(job)
+                    self._turns[line] = None  # a thread that found no job may have dropped it meanwhile
+                    break
             if not line:
                 with contextlib.suppress(KeyError):
                     del self._turns[line]
