@@ -12,6 +12,7 @@ docs/metrics.md lists the metrics; `families` returns them as data.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import threading
@@ -40,6 +41,8 @@ from rpcdist.rpc._current import agent_or_none
 from rpcdist.time_limits import ANSWER_LIMIT_S
 from rpcdist.transport.addresses import PortRange
 from rpcdist.transport.node import Node
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["METRICS", "Family", "Histogram", "attach", "export_to_opentelemetry", "families", "serve"]
 
@@ -289,7 +292,11 @@ def _bound_connections(server: Any) -> None:
         came(lambda: request.fileno() >= 0, partial(request.shutdown, socket.SHUT_RDWR))
         start_thread(request, address)
 
+    def log_failure(_request: socket.socket, address: object) -> None:
+        logger.debug("a connection from %s to the metrics failed", address, exc_info=True)
+
     server.process_request = process_request
+    server.handle_error = log_failure  # by default it writes a traceback for each, as many as a stranger likes
 
 
 def _parsed(address: str) -> tuple[str, PortRange]:

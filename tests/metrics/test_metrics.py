@@ -6,6 +6,7 @@ import json
 import re
 import signal
 import socket
+import struct
 import threading
 from contextlib import ExitStack
 
@@ -147,6 +148,22 @@ def test_silent_connections_take_no_thread_each(worker_pool: WorkerPool) -> None
         scraped(address)
         eventually(lambda: worker.run(threading.active_count) <= before + 17)
     eventually(lambda: worker.run(threading.active_count) <= before)
+
+
+@pytest.mark.multiproc
+def test_a_connection_that_breaks_writes_no_traceback(worker_pool: WorkerPool) -> None:
+    """Any process that reached the port could fill the log of the worker."""
+    worker = worker_pool.start("w0")
+    address = worker.run(serve_at, str(free_port()))
+    before = worker.run(threading.active_count)
+    host, _, port = address.rpartition(":")
+    for _ in range(20):
+        with socket.create_connection((host, int(port))) as stranger:
+            stranger.sendall(b"GET " + b"/" * 60_000)
+            stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset, no end
+    scraped(address)
+    eventually(lambda: worker.run(threading.active_count) <= before)
+    assert "Traceback" not in worker.output()
 
 
 def test_a_port_that_is_taken_is_named(worker_pool: WorkerPool) -> None:
