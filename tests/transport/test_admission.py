@@ -28,7 +28,7 @@ from transport_nodes import (
 
 from rpcdist._proto import handshake_pb2 as pb
 from rpcdist._proto import rpc_pb2
-from rpcdist.errors import TransportError
+from rpcdist.errors import AuthenticationFailed, TransportError
 from rpcdist.ids import Identity
 from rpcdist.testing import eventually
 from rpcdist.transport import Node
@@ -38,6 +38,7 @@ from rpcdist.transport._server import admission
 from rpcdist.transport._server.admission import Admission, Origin
 from rpcdist.transport.credentials import Credentials
 from rpcdist.transport.handshake import ClientHandshake, ServerHandshake
+from rpcdist.transport.handshake_side import refusal
 from rpcdist.transport.keys import SESSION_PATH
 from rpcdist.transport.unix_sockets import local_name
 
@@ -218,6 +219,21 @@ def test_who_goes_away_is_forgotten_without_a_word(caplog: pytest.LogCaptureFixt
 
     run(scene)
     assert not caplog.records
+
+
+async def test_who_is_displaced_before_it_speaks_reads_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It tries again only if it knows why; its first message found the connection closed, and it gave up."""
+    pipe = Pipe(asyncio.Queue(), asyncio.Queue())
+    pipe.inbox.put_nowait(refusal(pb.Refusal.BUSY, "too many handshakes").SerializeToString())
+
+    async def broken(data: bytes) -> None:
+        raise TransportError("the connection broke: Broken pipe")
+
+    monkeypatch.setattr(pipe, "write", broken)
+    handshake = ClientHandshake(SECRET, "default", "rpc", ALICE)
+    with pytest.raises(AuthenticationFailed, match="too many handshakes"):
+        await prove_client(pipe, handshake)
+    assert handshake.refusal_code == pb.Refusal.BUSY
 
 
 # ---------------------------------------------------------------- crowds at a live server

@@ -55,7 +55,7 @@ async def prove_client(
         ProtocolViolation: the peer sent something that is not a handshake message.
         TransportError: the connection broke.
     """
-    await write_step(pipe, handshake.start())
+    await _send(pipe, handshake, handshake.start())
     while not handshake.done:
         reply = handshake.receive(await _read(pipe))
         if other_way is not None and handshake.other_way is not None:
@@ -64,7 +64,7 @@ async def prove_client(
                 return found
             other_way = None
         if reply is not None:
-            await _answer(pipe, handshake, reply)
+            await _send(pipe, handshake, reply)
         if handshake.failure is not None and reply is not None:
             await _until_read(pipe)
         handshake.check()
@@ -124,10 +124,10 @@ async def prove_server(pipe: HandshakePipe, handshake: ServerHandshake) -> None:
         handshake.check()
 
 
-async def _answer(pipe: HandshakePipe, handshake: ClientHandshake, reply: pb.Handshake) -> None:
+async def _send(pipe: HandshakePipe, handshake: ClientHandshake, step: pb.Handshake) -> None:
     """Sends a message. If the server has closed the connection, raises its refusal, which is still unread."""
     try:
-        await write_step(pipe, reply)
+        await write_step(pipe, step)
     except TransportError:
         if handshake.failure is None:
             with suppress(ProtocolViolation, TransportError, TimeoutError):
