@@ -59,6 +59,17 @@ def register_at_exit(action: Callable[[], object]) -> None:
         _arm(os.getpid())
 
 
+def ending_error() -> BaseException | None:
+    """Returns the error that this thread handles, as in a `finally`, or with which the program ends; None without one.
+
+    Actions at exit call it. In an interactive interpreter, whose errors do not end it, only the first kind counts.
+    """
+    error = sys.exception()
+    if error is None and not hasattr(sys, "ps1"):
+        error = getattr(sys, "last_value", None)  # set when the interpreter prints the error that ends the program
+    return error if isinstance(error, Exception | KeyboardInterrupt) else None
+
+
 def unregister_at_exit(action: Callable[[], object]) -> None:
     """Removes a registered action, if it is registered."""
     while action in _actions:

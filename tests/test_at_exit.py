@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from rpcdist.at_exit import ending_error
 from rpcdist.testing import Program
 from rpcdist.testing.limits import LIMIT_S
 
@@ -44,6 +45,42 @@ def test_actions_follow_all_callbacks_in_reverse_order(ending: str) -> None:
     assert ended == {"": 0, "sys.exit(3)": 3}.get(ending, -signal.SIGINT)
     expected = ["late callback", "early callback", "first", "fails", "last"]
     assert [line for line in program.output.splitlines() if line in expected] == expected, program.output
+
+
+@pytest.mark.parametrize(
+    ("ending", "error"),
+    [
+        pytest.param("raise ValueError('no data')", "ValueError('no data')", id="the program ends with it"),
+        pytest.param("raise KeyboardInterrupt", "KeyboardInterrupt()", id="Ctrl-C"),
+        pytest.param("sys.exit('no data')", "None", id="the program says so itself"),
+        pytest.param("sys.ps1 = '>>> '; raise ValueError", "None", id="an interactive interpreter goes on"),
+        pytest.param(
+            "exec('try: raise ValueError\\nexcept ValueError: pass')", "None", id="the program has handled it"
+        ),
+    ],
+)
+def test_an_action_learns_the_error_with_which_the_program_ends(ending: str, error: str) -> None:
+    code = f"""
+    import sys
+    from rpcdist.at_exit import ending_error, register_at_exit
+
+    register_at_exit(lambda: print("ends with", repr(ending_error())))
+    {ending}
+    """
+    with Program(code) as program:
+        program.end()
+    assert f"ends with {error}\n" in program.output, program.output
+
+
+def test_a_clean_up_learns_the_error_that_passes_it() -> None:
+    error = ValueError("no data")
+    seen = [ending_error()]
+    with pytest.raises(ValueError, match="no data"):
+        try:
+            raise error
+        finally:
+            seen.append(ending_error())
+    assert seen == [None, error] and ending_error() is None
 
 
 def test_a_child_that_was_forked_leaves_the_actions_to_its_parent() -> None:

@@ -132,6 +132,8 @@ def monitored_text(rank: int, missing: Sequence[int], limit_s: float, wait_all_r
     return f"[Rank 0]: {who} failed to pass monitoredBarrier in {limit_ms} ms."
 
 
+_WHY_RANKS_LEAVE: Final = "destroy_process_group, or the end of its program"
+
 LEFT: Final = "it left the default group"
 """The reason for a rank that left in order."""
 
@@ -177,6 +179,7 @@ class GroupState:
     Attributes:
         failure: why the group ended; None while it works.
         departed: the ranks that left, in order, each with the last sequence number in which it took part.
+        errors: those with which ranks left, as text.
         refusal: why new operations are refused; None while they are accepted.
         sequence: number of operations accepted so far; the shell counts, after it has checked `refusal`.
         last: title of the operation that ended last; the shell sets it.
@@ -189,6 +192,7 @@ class GroupState:
         self.world_ranks = world_ranks
         self.failure: GroupFailure | None = None
         self.departed: dict[int, int] = {}
+        self.errors: dict[int, str] = {}
         self.refusal: GroupFailure | None = None
         self.sequence = 0
         self.current: RunningOperation | None = None
@@ -211,8 +215,14 @@ class GroupState:
         self.failure = self.refusal = failure
         return GroupActions(fails=failure if self._opened else None, reports=None if heard else failure)
 
-    def leave(self, rank: int, last_sequence: int) -> GroupActions:
-        """A rank left the group in order, after taking part in all operations up to `last_sequence`."""
+    def leave(self, rank: int, last_sequence: int, error: str = "") -> GroupActions:
+        """A rank left the group in order, after taking part in all operations up to `last_sequence`.
+
+        Args:
+            error: the error with which the program of that rank ends; empty if it has none.
+        """
+        if error:
+            self.errors = {**self.errors, rank: error}
         self.departed = {**self.departed, rank: last_sequence}
         if not self._opened:
             return GroupActions()
@@ -229,10 +239,8 @@ class GroupState:
     def departure(self, rank: int) -> GroupFailure:
         last = self.departed[rank]
         when = f"after collective #{last}" if last else "before its first collective"
-        reason = (
-            f"rank {self.world_ranks[rank]} left the group (destroy_process_group, or the end of its program) {when}"
-        )
-        return GroupFailure(RankLost, reason, (rank,))
+        why = f"its error was {self.errors[rank]}" if rank in self.errors else _WHY_RANKS_LEAVE
+        return GroupFailure(RankLost, f"rank {self.world_ranks[rank]} left the group ({why}) {when}", (rank,))
 
     def departure_before(self, sequence: int) -> GroupFailure | None:
         for rank, last_sequence in self.departed.items():

@@ -10,7 +10,8 @@ A message is its length in four bytes, then a JSON object with the key `say`:
     timeout   title sequence            an operation ran out of time at the sender; rank 0 asks around, then tells all
     where     question                  rank 0 asks: where are you?
     here      question sequence text    the answer
-    left      rank sequence             a rank leaves in order after that many operations; rank 0 passes it on
+    left      rank sequence error       a rank leaves in order after that many operations; rank 0 passes it on. The
+                                        error is that with which its program ends, or empty
     value     number value              a rank's value for an exchange
     values    number values             rank 0: the values of all ranks, by rank
     memory    size                      rank 0: memory to share, whose descriptor comes along; size 0 if there is none
@@ -34,6 +35,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Final
 
+from rpcdist.at_exit import ending_error
 from rpcdist.collectives._group.state import (
     MAX_REASON_LENGTH,
     GroupActions,
@@ -60,6 +62,7 @@ _VALUE_BYTES: Final = 12 * MAX_VALUE_CHARS  # as JSON, at most
 MAX_UNSENT_BYTES: Final = 1 << 20
 """The limit of bytes that wait for a peer that does not read, before another message. A peer that only stands still
 gets less in that time: news of ranks that leave, and one message each about failure, timeout and values."""
+_LONGEST_ERROR: Final = 300  # in characters, of a rank that leaves
 _HEAD_BYTES: Final = 4
 _READ_BYTES: Final = 8 << 10
 
@@ -100,8 +103,8 @@ class StateKeeper(ABC):
         self._handle(partial(self.state.fail, failure, heard=False))
         return self.state.failure or failure
 
-    def rank_left(self, rank: int, last_sequence: int) -> None:
-        self._handle(partial(self.state.leave, rank, last_sequence))
+    def rank_left(self, rank: int, last_sequence: int, error: str = "") -> None:
+        self._handle(partial(self.state.leave, rank, last_sequence, error))
 
     def where(self) -> tuple[int, str]:
         return self.state.where(time.monotonic())
@@ -287,6 +290,7 @@ class Watch(Reporter):
         self._answers: dict[int, tuple[int, str]] = {}
         self._answered = asyncio.Event()
         self._asking = False  # rank 0: set when the first rank times out; the verdict is for all ranks
+        self._passed_error = False  # rank 0: it has passed on the error of a rank that left
         self._has_reported = False  # rank 0: it has sent the first failure, the final one
         self._closing = False
         self._exchanges = 0  # the number of finished ones
@@ -455,7 +459,7 @@ class Watch(Reporter):
         if say == "failure":
             self._failed(GroupFailure.from_json(message), sender)
         elif say == "left":
-            self._left(integer(message, "rank"), integer(message, "sequence"), sender)
+            self._left(integer(message, "rank"), integer(message, "sequence"), str(message.get("error", "")), sender)
         elif say == "where" and self._rank != 0:  # its answer goes to rank 0
             sequence, text = self._listener.where()
             answer: Message = {"say": "here", "question": message.get("question"), "sequence": sequence, "text": text}
@@ -484,17 +488,20 @@ class Watch(Reporter):
             self._has_reported = True
             self._send({"say": "failure", **failure.to_json()}, skip=sender)
 
-    def _left(self, rank: int, sequence: int, sender: int) -> None:
+    def _left(self, rank: int, sequence: int, error: str, sender: int) -> None:
         # A rank may announce only its own departure; rank 0 passes on those of others.
         if not 0 <= rank < len(self._world_ranks) or (self._rank == 0 and rank != sender):
             raise ProtocolViolation(f"rank {sender} said that rank {rank} left")
         if rank in self._departed:
             return
         self._departed.add(rank)
-        self._listener.rank_left(rank, sequence)
+        error = error[:_LONGEST_ERROR].encode(errors="backslashreplace").decode()
+        self._listener.rank_left(rank, sequence, error)
         self._exchange.cancel()  # it may never be complete
         if self._rank == 0 and rank != 0:
-            self._send({"say": "left", "rank": rank, "sequence": sequence}, skip=sender)
+            # The errors of later ranks are mostly consequences, and too much for a peer that stands still.
+            first, self._passed_error = "" if self._passed_error else error, self._passed_error or bool(error)
+            self._send({"say": "left", "rank": rank, "sequence": sequence, "error": first}, skip=sender)
 
     def _lost(self, rank: int, reason: str) -> None:
         world_rank = self._world_ranks[rank]
@@ -517,9 +524,14 @@ class Watch(Reporter):
     # ------------------------------------------------------------ life
 
     def close(self, sequence: int, timeout_s: float = 2 * ANSWER_LIMIT_S) -> None:
-        """Announces that this rank leaves after `sequence` operations, and closes. Bounded; idempotent."""
+        """Announces that this rank leaves after `sequence` operations, and closes. Bounded; idempotent.
+
+        If the calling thread handles an error, or the program ends with one, the other ranks get its text.
+        """
+        error = ending_error()
+        text = "" if error is None else f"{type(error).__name__}: {error}"[:_LONGEST_ERROR]
         try:
-            self._node.io.finish(self._close(sequence), timeout_s)
+            self._node.io.finish(self._close(sequence, text), timeout_s)
         except (RpcdistError, OSError) as exc:
             logger.debug("the watch of group %s closed without announcing that this rank leaves: %s", self._group, exc)
 
@@ -529,13 +541,13 @@ class Watch(Reporter):
         if ended:
             await asyncio.wait(ended, timeout=ANSWER_LIMIT_S)
 
-    async def _close(self, sequence: int) -> None:
+    async def _close(self, sequence: int, error: str = "") -> None:
         if self._closing:
             return
         if self._rank == 0:
             await self._report_last_losses()
         if self._connections:  # before `_closing`, after which the end of a connection is not a failure
-            self._send({"say": "left", "rank": self._rank, "sequence": sequence})
+            self._send({"say": "left", "rank": self._rank, "sequence": sequence, "error": error})
             await asyncio.gather(*(connection.flush() for connection in self._connections.values()))
         self._closing = True
         tasks = self._tasks - {asyncio.current_task()}

@@ -30,6 +30,7 @@ __all__ = [
     "meet_and_part",
     "open_world",
     "sum_up",
+    "sum_up_until_one_fails",
     "time_out",
 ]
 
@@ -107,6 +108,22 @@ def leave(rank: int, size: int) -> None:
     if c.is_initialized():
         c.destroy_process_group()
         c.close_stores()
+
+
+def sum_up_until_one_fails(rank: int, size: int, victim: int) -> str:
+    """The victim's program fails and cleans up; returns the text of the error that this rank raised."""
+    try:
+        c.all_reduce(torch.ones(2))
+        try:
+            if rank == victim:
+                raise ValueError("no more data")
+            c.all_reduce(torch.ones(2))
+        finally:
+            if rank == victim:
+                c.destroy_process_group()
+    except Exception as exc:
+        return str(exc)
+    return "nothing"
 
 
 def go_on_until_it_fails(rank: int, size: int, name: str, victim: int) -> tuple[str, str, float]:

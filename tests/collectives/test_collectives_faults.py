@@ -78,6 +78,15 @@ def test_a_rank_that_hangs_is_named_when_the_time_is_over(
     assert error != "nothing"
 
 
+@pytest.mark.parametrize("victim", range(SIZE))
+def test_the_others_learn_why_a_program_failed(rank_pool: RankPool, world: Callable[..., None], victim: int) -> None:
+    world(victim != 0)
+    texts = rank_pool.run(SIZE, group_faults.sum_up_until_one_fails, victim)
+    assert texts.pop(victim) == "no more data"
+    for text in texts:
+        assert f"rank {victim} left the group (its error was ValueError: no more data)" in text
+
+
 @pytest.mark.parametrize("shared", [True, False], ids=["shared memory", "sockets"])
 def test_a_rank_that_is_stopped_again_and_again_is_waited_for(
     rank_pool: RankPool, world: Callable[..., None], shared: bool

@@ -39,6 +39,7 @@ class Listener(StateKeeper):
         super().__init__(GroupState("g", 0, WORLD))
         self.failures: queue.Queue[GroupFailure] = queue.Queue()
         self.departures: queue.Queue[tuple[int, int]] = queue.Queue()
+        self.errors: list[str] = []
         self.place = (5, "is in all_reduce #5")
 
     def fail(self, failure: GroupFailure) -> None:
@@ -47,8 +48,9 @@ class Listener(StateKeeper):
     def _handle(self, event: Callable[[], GroupActions]) -> None:
         raise AssertionError("its events go to the queues")
 
-    def rank_left(self, rank: int, last_sequence: int) -> None:
+    def rank_left(self, rank: int, last_sequence: int, error: str = "") -> None:
         self.departures.put((rank, last_sequence))
+        self.errors.append(error)
 
     def where(self) -> tuple[int, str]:
         return self.place
@@ -133,6 +135,19 @@ def test_rank_0_tells_of_a_death_also_when_it_leaves_at_once(star: Star, node: N
         failure = star.failure(rank)
         assert (failure.kind, failure.ranks) == (RankLost, (1,))
         assert failure.reason == "rank 21 was lost: its process ended"
+
+
+def test_a_rank_that_leaves_with_an_error_tells_the_others(star: Star) -> None:
+    for rank, error in ((2, ValueError("no \udcff" + 500 * "x")), (3, RuntimeError("a consequence"))):
+        try:
+            raise error
+        except Exception:
+            star.watches[rank].close(9)
+        assert star.listeners[1].departures.get(timeout=LIMIT_S) == (rank, 9)
+    told, consequence = star.listeners[1].errors
+    assert told.startswith("ValueError: no \\udcffxxx") and len(told) < 400
+    assert consequence == ""
+    assert star.listeners[0].errors[1] == "RuntimeError: a consequence"
 
 
 def test_a_rank_that_leaves_beside_rank_0_is_not_lost(star: Star, node: Node) -> None:

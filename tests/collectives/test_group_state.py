@@ -115,6 +115,12 @@ def test_a_departure_wakes_what_cannot_be_finished(running: Running | None, wake
     assert handle(state, rank_left(0, 2)) == GroupActions(wakes, (left(0, 2),))
 
 
+def test_a_departure_names_the_error_of_the_rank() -> None:
+    state = new_state()
+    state.leave(0, 2, "ValueError: no data")
+    assert state.departure(0).reason == "rank 10 left the group (its error was ValueError: no data) after collective #2"
+
+
 def test_operations_are_accepted_until_they_are_refused() -> None:
     state = new_state()
     assert state.refusal is None
