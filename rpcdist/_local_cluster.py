@@ -11,6 +11,7 @@ import importlib
 import logging
 import os
 import selectors
+import signal
 import subprocess
 import sys
 from abc import ABC, abstractmethod
@@ -112,8 +113,14 @@ class ClusterBlock(ABC):
         """Asks the other workers to leave the job, before this one leaves."""
 
     def _abandon(self) -> None:
-        """Ends what is left of the job at once."""
-        with StopSignals():  # a second Ctrl-C does not interrupt this, which takes seconds at most
+        """Ends what is left of the job at once. After a signal, it waits for no reader of the output; then the signal
+        takes effect, if it is the first one.
+        """
+        is_first = not isinstance(sys.exc_info()[1], KeyboardInterrupt)
+        if not is_first:
+            self._drop_output()
+        with StopSignals(self._drop_output) as stop:
+            self._pause()
             running, self._running = self._running, []
             try:
                 if self._is_worker:
@@ -124,6 +131,18 @@ class ClusterBlock(ABC):
                 for ranks in running:
                     ranks.end()
                 self._held.close()
+        if is_first and stop.received is signal.SIGINT:
+            raise interrupted()
+        if is_first and stop.received is not None:
+            signal.raise_signal(stop.received)
+
+    @abstractmethod
+    def _pause(self) -> None:
+        """Stops the processes, so that none reports the end of the job as a failure."""
+
+    @abstractmethod
+    def _drop_output(self) -> None:
+        """Drops the output of the processes that its reader has not read."""
 
     def _cancel(self) -> None:
         """Ends a start that is under way on another thread."""
@@ -371,12 +390,12 @@ class LocalCluster(ClusterBlock):
             raise SystemExit(0)
         self._is_worker = True
 
-    def _abandon(self) -> None:
-        """Ends what is left of the job at once. The processes are paused first, so that none reports the end."""
-        with StopSignals():
-            if self._running and self._engine is not None:
-                self._engine.pause()
-            super()._abandon()
+    def _pause(self) -> None:
+        if self._running and self._engine is not None:
+            self._engine.pause()
+
+    def _drop_output(self) -> None:
+        self._output.is_unwanted = True
 
     def _note_failure(self, error: BaseException) -> None:
         """Adds what is known of the process that was lost."""

@@ -273,8 +273,8 @@ class LocalRanks:
             process.kill_group()
             self._reap(process)
         self._hold_output()
-        while self._held and (stop is None or stop.received is None):  # as long as `print` would wait
-            self.reports(SIGNAL_CHECK_INTERVAL_S)
+        while self._held and not self._output.is_unwanted and (stop is None or stop.received is None):
+            self.reports(SIGNAL_CHECK_INTERVAL_S)  # as long as `print` would wait
         self._selector.close()
 
     def _read(self, process: RankProcess, alive_at: float) -> Sequence[Event]:

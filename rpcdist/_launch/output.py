@@ -36,6 +36,7 @@ class JobOutput:
     Attributes:
         is_ending: set when the job ends, which it must do even if the terminal was closed, or `head` has seen enough:
             output that cannot be shown is then dropped.
+        is_unwanted: set when the user has ended the job: what its reader has not read by then is dropped.
 
     Raises:
         ConfigError: the folder cannot be made.
@@ -48,6 +49,7 @@ class JobOutput:
         takes_output: Callable[[int], bool] = lambda descriptor: True,
     ) -> None:
         self.is_ending = False
+        self.is_unwanted = False
         self._takes_output = takes_output
         self._prefix = prefix
         self.log_dir = None if log_dir is None else os.path.abspath(log_dir)

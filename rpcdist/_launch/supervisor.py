@@ -28,10 +28,14 @@ class StopSignals:
 
     It does not replace handlers of the program, or the choice of `nohup` or a shell to ignore a signal, and has no
     effect outside the main thread, where Python delivers signals.
+
+    Args:
+        on_stop: called in the main thread when the first signal comes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_stop: Callable[[], object] = lambda: None) -> None:
         self.received: signal.Signals | None = None
+        self._on_stop = on_stop
         self._replaced: dict[signal.Signals, Any] = {}
         self._read_end = self._write_end = -1
 
@@ -63,6 +67,7 @@ class StopSignals:
             self.received = signal.Signals(number)
             if self._write_end >= 0:
                 os.write(self._write_end, b"\0")
+            self._on_stop()
 
 
 @contextmanager

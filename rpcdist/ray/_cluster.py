@@ -204,6 +204,12 @@ class Cluster(ClusterBlock):
         self._others.clear()
         super()._abandon()
 
+    def _pause(self) -> None:
+        """Does nothing: Ray ends its processes itself."""
+
+    def _drop_output(self) -> None:
+        """Does nothing: Ray shows the output of its processes."""
+
 
 def join_and_serve(rank: int, names: Mapping[int, str], options: RpcOptions) -> None:
     """Runs in a worker's actor: joins, and serves until the worker is stopped."""

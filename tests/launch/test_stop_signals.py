@@ -20,7 +20,7 @@ from rpcdist._launch.rank_main import drop_unread_output, takes_output
 from rpcdist._launch.reports import Exited, ProcessEnded, Raised
 from rpcdist._launch.supervisor import StopSignals, kept_interrupt
 from rpcdist.errors import ConfigError
-from rpcdist.testing import LIMIT_S, eventually
+from rpcdist.testing import LIMIT_S, eventually, wait_until_asleep
 
 PIPE_BYTES = 1 << 16  # the most that a pipe holds
 
@@ -146,6 +146,45 @@ def test_a_job_ends_while_the_reader_of_its_output_is_stopped(number: signal.Sig
                 assert program.wait(LIMIT_S) == 128 + number
             finally:
                 program.kill()
+
+
+CLUSTER = """
+import sys
+import rpcdist
+from rpcdist import rpc
+
+def write(num_bytes):
+    print("x" * num_bytes, flush=True)
+
+if __name__ == "__main__":
+    with rpcdist.LocalCluster(2) as cluster:
+        writing = rpc.rpc_async("worker1", write, (int(sys.argv[1]),), timeout=0)
+        if len(sys.argv) > 2:
+            writing.wait()
+        print("closing", file=sys.stderr, flush=True)
+"""
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("arguments", [[f"{8 * PIPE_BYTES}"], [f"{PIPE_BYTES + 1}", "done"]], ids=["calls", "output"])
+def test_a_cluster_ends_while_the_reader_of_its_output_is_stopped(
+    number: signal.Signals, arguments: list[str], tmp_path: Path
+) -> None:
+    """Its end waits for the call that writes, or for the reader. It was deaf to Ctrl-C and SIGTERM meanwhile."""
+    program = tmp_path / "writes.py"
+    program.write_text(CLUSTER)
+    read_end, write_end = os.pipe()
+    with open(read_end, "rb"), open(write_end, "wb") as stdout:
+        with subprocess.Popen([sys.executable, program, *arguments], stdout=stdout, stderr=subprocess.PIPE) as cluster:
+            try:
+                assert cluster.stderr is not None and b"closing" in cluster.stderr.readline()
+                eventually(lambda: not takes_output(write_end), "the pipe is full")
+                wait_until_asleep(cluster.pid)
+                cluster.send_signal(number)
+                assert cluster.wait(LIMIT_S) in (128 + number, -number)
+            finally:
+                cluster.kill()
 
 
 @pytest.mark.parametrize(
