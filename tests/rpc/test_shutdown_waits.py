@@ -173,8 +173,11 @@ def test_shutdown_gives_up_a_handler_that_never_ends_when_its_caller_has(
     monkeypatch.setattr(leaving_module, "SLOW_WORK_LIMIT_S", SHORT_S)
     with cluster.use("a"):
         if how == "deadline":
-            with pytest.raises(DeadlineExceeded):
-                rpc.rpc_sync("b", enter_and_wait, timeout=0.1)
+            limit_s = UNIT_S / 4
+            while not entered.is_set():  # on a busy machine a deadline may be over before the call begins
+                limit_s *= 4
+                with pytest.raises(DeadlineExceeded):
+                    rpc.rpc_sync("b", enter_and_wait, timeout=limit_s)
         else:
             future = rpc.rpc_async("b", enter_and_wait)
             assert entered.wait(LIMIT_S)
