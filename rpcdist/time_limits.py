@@ -136,7 +136,8 @@ ELASTIC_TIMEOUT_S: Final = 60.0
 STORE_TIMEOUT_S: Final = 300.0
 """Store operations without a timeout of their own; torch's default. Then they fail with `DistStoreError`."""
 STORE_GRACE_S: Final = 10.0
-"""Additional time for the store's answer on a busy machine, beyond the requested wait."""
+"""Additional time for the store's answer on a busy machine, beyond the requested wait. At the end of its program, the
+rank that serves the store waits this long for groups of other ranks that are not made yet."""
 MIN_ATTEMPT_S: Final = 0.1
 """Every attempt to connect gets at least this much time, including the last one before a deadline. So does the kernel's
 answer about the process at an address of this host."""

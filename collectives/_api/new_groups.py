@@ -8,7 +8,7 @@ from typing import cast
 
 import torch
 
-from rpcdist.collectives._group.creation import GroupSettings, make_group, timeout_of_group
+from rpcdist.collectives._group.creation import GroupSettings, keep_store_for, make_group, timeout_of_group
 from rpcdist.collectives._group.world import NON_GROUP_MEMBER, current_world, default_group, group_or_default
 from rpcdist.collectives._operations.operation import whole_number
 from rpcdist.collectives.backends import Backend, BackendConfig
@@ -88,6 +88,7 @@ def _make(
     members = _members(ranks, parent.size(), sort_ranks)
     name = name_of(members)
     if parent.rank() not in members:
+        keep_store_for(current_world(), name, members)
         return NON_GROUP_MEMBER
     return make_group(current_world(), name, members, settings)
 

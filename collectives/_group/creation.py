@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
+from typing import Final
 
 import torch
 
+from rpcdist.at_exit import ending_error, register_at_exit
 from rpcdist.collectives._group.backend_contract import GroupBackend, GroupContext
 from rpcdist.collectives._group.bootstrap import agree
+from rpcdist.collectives._group.state import list_ranks
 from rpcdist.collectives._group.world import World, current_world, default_group
 from rpcdist.collectives._operations.operation import check_timeout
 from rpcdist.collectives._stores.derived_stores import PrefixStore
@@ -17,10 +22,13 @@ from rpcdist.collectives._stores.store_base import Store
 from rpcdist.collectives.backends import Backend, BackendConfig, make_backend
 from rpcdist.collectives.constants import default_pg_nccl_timeout, default_pg_timeout
 from rpcdist.collectives.process_group import ProcessGroup
-from rpcdist.errors import ConfigError, RankLost, TransportError, raised_as
+from rpcdist.errors import ConfigError, RankLost, RpcdistError, StoreTimeout, TransportError, raised_as
 from rpcdist.freed_memory import keep_freed_memory
 from rpcdist.own_shortage import names_shortage
+from rpcdist.time_limits import STORE_GRACE_S
 from rpcdist.transport.shared_memory import SegmentError
+
+logger = logging.getLogger(__name__)
 
 MakeBackend = Callable[[Backend | str, GroupContext], GroupBackend]
 """Constructs the backend with a name; blocks until all ranks of the group can be reached."""
@@ -126,7 +134,39 @@ def make_group(
     own = agree(part, members[rank], members, title, limit_s, described, fresh=True, check=check)
     group = open_group(name, rank, members, own, settings, make, check)
     world.groups[name] = group
+    if len(members) < parent.size():
+        part.set(_MADE.format(parent.rank()), b"1")  # see `keep_store_for`
     return group
+
+
+_MADE: Final = "made/{}"
+"""The key of a rank that has made the group."""
+
+
+def keep_store_for(world: World, name: str, members: tuple[int, ...]) -> None:
+    """If this process serves the store, lets the members of another group make it before this process ends.
+
+    In torch, `new_group` waits on all ranks. Here only the members wait, but they need the store, and the program of
+    the rank that serves it may end at once.
+    """
+    if world.store is not None and world.store.is_served_here:
+        register_at_exit(partial(_until_made, PrefixStore(f"group/{name}", world.store), name, members))
+
+
+def _until_made(store: Store, name: str, members: tuple[int, ...]) -> None:
+    if ending_error() is not None:  # the members shall not make a group in which to wait for this rank
+        return
+    try:
+        store.wait([_MADE.format(rank) for rank in members], STORE_GRACE_S)
+    except StoreTimeout:
+        missing = [rank for rank in members if not store.check([_MADE.format(rank)])]
+        logger.warning(
+            "%s did not make group %r within %g s after the end of the program of this rank, which serves the store; "
+            "they cannot make it any more",
+            list_ranks(missing), name, STORE_GRACE_S,
+        )  # fmt: skip
+    except RpcdistError as exc:
+        logger.debug("the store was closed before its process ended: %s", exc)
 
 
 def split_off(

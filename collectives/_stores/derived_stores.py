@@ -64,6 +64,10 @@ class PrefixStore(Store):
         """Sets the limit of waits without a timeout of their own, in seconds or as a `timedelta`."""
         self.underlying_store.set_timeout(timeout)
 
+    @property
+    def is_served_here(self) -> bool:
+        return self.underlying_store.is_served_here
+
     def note_failure(self, reason: str) -> None:
         self.underlying_store.note_failure(reason)
 

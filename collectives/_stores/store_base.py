@@ -214,6 +214,11 @@ class Store:
         if the kind of store has no such block."""
         return None
 
+    @property
+    def is_served_here(self) -> bool:
+        """Whether this process serves the store to others, which lose it when this process ends."""
+        return False
+
     def note_failure(self, reason: str) -> None:  # most stores do not serve other processes
         """Records why this process gives up, for errors of processes that lose the store it serves. Never blocks."""
 

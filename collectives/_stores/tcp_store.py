@@ -271,6 +271,10 @@ class TCPStore(Store):
         twin._attach(self._access.share())
         return twin
 
+    @property
+    def is_served_here(self) -> bool:
+        return isinstance(self._access, ServedTable)
+
     def note_failure(self, reason: str) -> None:
         if isinstance(self._access, ServedTable):
             self._access.table.failure = reason

@@ -7,7 +7,7 @@ import textwrap
 import pytest
 from forked_program import ForkedProgram
 
-from rpcdist.testing import WorkerPool, free_port
+from rpcdist.testing import LIMIT_S, Program, WorkerPool, free_port
 
 pytestmark = pytest.mark.multiproc
 
@@ -84,3 +84,45 @@ def test_by_environment_and_beside_rpc(worker_pool: WorkerPool) -> None:
     ):
         for expected in ("again and again", "with rpc"):
             assert first.line() == expected and second.line() == expected
+
+
+GROUP_OF_RANK_1 = """
+    import os, sys, time
+    from datetime import timedelta
+    import rpcdist.collectives as c
+
+    c.init_process_group(timeout=timedelta(seconds=30))
+    if os.environ["RANK"] == "1":
+        time.sleep(float(sys.argv[2]))  # it has more work than rank 0, whose program ends meanwhile
+    group = c.new_group([1])
+    if os.environ["RANK"] == "1":
+        c.barrier(group)
+    elif sys.argv[1] == "destroys":
+        c.destroy_process_group()
+    elif sys.argv[1] == "fails":
+        raise ValueError("no data")
+"""
+
+
+def end_with_rank_1(way: str, late_s: float) -> tuple[Program, Program]:
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    first, second = (
+        Program(GROUP_OF_RANK_1, way, late_s, environment={**environment, "RANK": str(rank)}) for rank in range(2)
+    )
+    return first, second
+
+
+@pytest.mark.parametrize("way", ["returns", "destroys"])
+def test_the_program_of_rank_0_may_end_before_others_make_their_group(way: str) -> None:
+    """Rank 0 serves the store that they need; in torch, it waits in `new_group`."""
+    first, second = end_with_rank_1(way, 1.0)
+    with first, second:
+        assert second.end() == 0, second.output
+        assert first.end() == 0, first.output
+
+
+def test_rank_0_does_not_wait_for_groups_of_others_when_it_fails() -> None:
+    first, second = end_with_rank_1("fails", LIMIT_S)
+    with first, second:
+        assert first.end() == 1
+        assert "ValueError: no data" in first.output and "did not make group" not in first.output, first.output
