@@ -30,13 +30,13 @@ from rpcdist.autograd._context import Context, SpanKind, worker_of
 from rpcdist.autograd._pass_message import PassMessage, encode_error
 from rpcdist.autograd._step_part import StepPart, do_work
 from rpcdist.deadline import Deadline
-from rpcdist.errors import BackwardError, DeadlineExceeded, RpcdistError, TransportError, WorkerLost
+from rpcdist.errors import BackwardError, DeadlineExceeded, RpcdistError, TransportError, WorkerLost, text_of
 from rpcdist.inspection import PassFacts
 from rpcdist.rpc._agent import Agent
 from rpcdist.rpc._executors.blocking import blocking, hooks
 from rpcdist.rpc._executors.deferred_replies import DeferredReply
 from rpcdist.rpc._peers.network import AnySession, PoolJob
-from rpcdist.rpc._values.exceptions import set_cause, text_of, traceback_of
+from rpcdist.rpc._values.exceptions import set_cause, traceback_of
 from rpcdist.rpc._values.tensors import DeviceRoute
 from rpcdist.transport.memory_copies import LargeBuffer
 from rpcdist.transport.wire_messages import CompactPass

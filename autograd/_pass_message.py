@@ -33,12 +33,11 @@ from google.protobuf.message import DecodeError
 from rpcdist._proto import autograd_pb2, value_pb2
 from rpcdist.autograd._message_nodes import Gradients, RecordedSend
 from rpcdist.deadline import Deadline
-from rpcdist.errors import AutogradError, BackwardError, ProtocolViolation, SerializationError
+from rpcdist.errors import AutogradError, BackwardError, ProtocolViolation, SerializationError, text_of
 from rpcdist.rpc._inspection.call_records import MAX_TRACEPARENT_CHARS
 from rpcdist.rpc._values.buffers import INLINE_LIMIT, ReceiveBuffer
 from rpcdist.rpc._values.codec import decode, encode_into
 from rpcdist.rpc._values.compact import compact_tensors, read_compact_tensors
-from rpcdist.rpc._values.exceptions import text_of
 from rpcdist.rpc._values.rebuild import GpuArrivals
 from rpcdist.rpc._values.tensors import DeviceRoute
 from rpcdist.transport._framing.message_parts import parsed

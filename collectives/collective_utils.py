@@ -11,7 +11,7 @@ from typing import TypeVar, cast, overload
 
 from rpcdist.collectives._api import objects
 from rpcdist.collectives.process_group import ProcessGroup
-from rpcdist.errors import ConfigError, DistBackendError
+from rpcdist.errors import ConfigError, DistBackendError, described_error
 
 __all__ = ["all_gather", "broadcast"]
 
@@ -117,7 +117,7 @@ def _portable(exc: Exception) -> Exception:
     try:
         pickle.loads(pickle.dumps(exc))
     except Exception:
-        return DistBackendError(f"{type(exc).__name__}: {exc}")
+        return DistBackendError(described_error(exc))
     return exc
 
 

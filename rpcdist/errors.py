@@ -55,7 +55,9 @@ import difflib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
-from typing import NoReturn, ParamSpec, TypeVar
+from typing import Final, NoReturn, ParamSpec, TypeVar
+
+MAX_TEXT: Final = 64 * 1024  # characters of a traceback or message; a failing call must not become a large one
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -76,6 +78,31 @@ def abridged(value: object, depth: int = 2) -> str:
         return f"({', '.join(texts)}{', ...' if len(value) > len(texts) else ''})"
     is_short = value is None or isinstance(value, float) or (isinstance(value, int) and value.bit_length() <= 64)
     return repr(value) if is_short else f"a {type(value).__name__}"
+
+
+def described(what: str, describe: Callable[[], str]) -> str:
+    """The result of `describe` in a form that can be sent, or a text that says that it failed; raises nothing."""
+    try:
+        # UTF-8 has no surrogate halves, which file names may have; a subclass of `str` may override any method.
+        return str.encode(describe(), "utf-8", "backslashreplace").decode()
+    except BaseException as why:
+        return f"<{what} failed: {type.__repr__(type(why))}>"
+
+
+def cut(text: str, limit: int = MAX_TEXT) -> str:
+    """The beginning of a text, with a mark if the rest is missing."""
+    return text if len(text) <= limit else f"{text[:limit]}... [{len(text) - limit} characters cut]"
+
+
+def text_of(exc: BaseException) -> str:
+    """The text of an exception, cut to `MAX_TEXT`; raises nothing."""
+    return described("str() of the exception", lambda: cut(str(exc)))
+
+
+def described_error(exc: BaseException) -> str:
+    """The class and the text of an exception; raises nothing."""
+    name, text = described("the name of the type", lambda: type(exc).__name__), text_of(exc)
+    return f"{name}: {text}" if text else name
 
 
 def refuse_pickling(value: object, _protocol: object = None) -> NoReturn:

@@ -31,7 +31,16 @@ from rpcdist.collectives._stores.store_base import Store
 from rpcdist.collectives.backends import Backend, BackendConfig, default_backend
 from rpcdist.collectives.process_group import ProcessGroup
 from rpcdist.collectives.rendezvous import job_attempt
-from rpcdist.errors import ConfigError, DistNetworkError, RankLost, RendezvousError, RpcdistError, StoreTimeout
+from rpcdist.errors import (
+    ConfigError,
+    DistNetworkError,
+    RankLost,
+    RendezvousError,
+    RpcdistError,
+    StoreTimeout,
+    described_error,
+    text_of,
+)
 
 __all__ = ["close_stores", "destroy_process_group", "get_node_local_rank", "init_process_group"]
 
@@ -111,10 +120,10 @@ def init_process_group(
     except BaseException as exc:
         if default is not None:
             world.end()
-            default.abort(f"it could not be made there: {type(exc).__name__}: {exc}")
+            default.abort(f"it could not be made there: {described_error(exc)}")
             default.shutdown()
         if isinstance(exc, RpcdistError):
-            shared.note_failure(str(exc))
+            shared.note_failure(text_of(exc))
         raise
     shared.note_failure("")  # an earlier attempt may have failed
     if metrics_are_wanted():

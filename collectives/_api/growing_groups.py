@@ -20,7 +20,7 @@ from rpcdist.collectives._stores.derived_stores import PrefixStore
 from rpcdist.collectives._stores.store_base import SignedRecords, Store
 from rpcdist.collectives.constants import default_pg_timeout
 from rpcdist.collectives.process_group import ProcessGroup
-from rpcdist.errors import ConfigError, RankLost, RendezvousError, StoreTimeout
+from rpcdist.errors import ConfigError, RankLost, RendezvousError, StoreTimeout, described_error
 
 __all__ = ["grow_group"]
 
@@ -174,7 +174,7 @@ def _open(invitation: _Invitation, own: Store, options: object | None, device: t
     try:
         barrier(group)  # no rank leaves the old group before all ranks have the new one
     except BaseException as exc:
-        group.abort(f"it could not be made there: {type(exc).__name__}: {exc}")
+        group.abort(f"it could not be made there: {described_error(exc)}")
         group.shutdown()
         raise
     return group

@@ -27,7 +27,7 @@ from typing import NoReturn, TypeVar
 
 import torch
 
-from rpcdist.errors import RpcdistError, on_error
+from rpcdist.errors import RpcdistError, described_error, on_error
 from rpcdist.own_shortage import own_shortage
 
 logger = logging.getLogger(__name__)
@@ -188,10 +188,8 @@ class OrderedFuture(torch.futures.Future[T]):
             except Exception as exc:
                 fail_future(following, exc)
             except BaseException as exc:  # as in torch, it must not end the thread that waits for the result
-                kind = type(exc).__name__
-                fail_future(
-                    following, RpcdistError(f"Got the following error when running the callback: {kind}: {exc}")
-                )
+                text = f"Got the following error when running the callback: {described_error(exc)}"
+                fail_future(following, RpcdistError(text))
                 raise
             else:
                 following.set_result(result)

@@ -16,6 +16,7 @@ from typing import Final
 import torch
 
 from rpcdist.collectives.work import Work
+from rpcdist.errors import text_of
 from rpcdist.private_files import flight_recorder_size, write_flight_file
 from rpcdist.profile_ranges import operation_taps
 
@@ -76,7 +77,7 @@ class Record:
         self.ended_ns = time.time_ns()
         self.state = "done" if error is None else "failed"
         if error is not None:
-            self.error = str(error)
+            self.error = text_of(error)
         listeners, self.listeners = self.listeners, ()
         for listener in listeners:
             try:

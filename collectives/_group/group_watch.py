@@ -26,6 +26,7 @@ from rpcdist.errors import (
     RendezvousError,
     TransportError,
     abridged,
+    described_error,
     on_error,
 )
 from rpcdist.time_limits import ANSWER_LIMIT_S, CHECK_INTERVAL_S
@@ -213,7 +214,7 @@ def connect_watch(
         text = (
             f"ranks {late} of group {context.name!r} did not connect to rank 0. Did they end? Their own error says why"
         )
-        gave_up = f"rank {context.ranks[0]} gave up making group {context.name!r}: {type(error).__name__}: {error}"
+        gave_up = f"rank {context.ranks[0]} gave up making group {context.name!r}: {described_error(error)}"
         reason = text if isinstance(error, TimeoutError) else gave_up
         failure = GroupFailure(CollectiveTimeout, reason, tuple(missing))
         for sock in sockets.values():

@@ -24,7 +24,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
-from rpcdist.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, GroupAborted, RankLost
+from rpcdist.errors import (
+    CollectiveError,
+    CollectiveMismatch,
+    CollectiveTimeout,
+    GroupAborted,
+    RankLost,
+    described_error,
+)
 
 MAX_REASON_LENGTH = 4000
 
@@ -284,7 +291,7 @@ class GroupState:
         return GroupFailure(CollectiveMismatch, f"the ranks called different operations: {calls}")
 
     def raised(self, error: BaseException) -> GroupFailure:
-        reason = f"rank {self.world_ranks[self.rank]} raised {type(error).__name__}: {error}"
+        reason = f"rank {self.world_ranks[self.rank]} raised {described_error(error)}"
         return GroupFailure(CollectiveError, reason)
 
     def aborted(self, reason: str) -> GroupFailure:

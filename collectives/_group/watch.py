@@ -44,7 +44,7 @@ from rpcdist.collectives._group.state import (
     Reporter,
     timeout_verdict,
 )
-from rpcdist.errors import ProtocolViolation, RankLost, RpcdistError
+from rpcdist.errors import ProtocolViolation, RankLost, RpcdistError, described_error
 from rpcdist.time_limits import ANSWER_LIMIT_S, CLOSE_STEP_LIMIT_S, GROUP_ANSWER_LIMIT_S, GROUP_SILENCE_LIMIT_S
 from rpcdist.transport import Node
 from rpcdist.transport._channels.stream_sockets import break_when_silent, keep_alive, receive_some, until_ready
@@ -529,7 +529,7 @@ class Watch(Reporter):
         If the calling thread handles an error, or the program ends with one, the other ranks get its text.
         """
         error = ending_error()
-        text = "" if error is None else f"{type(error).__name__}: {error}"[:_LONGEST_ERROR]
+        text = "" if error is None else described_error(error)[:_LONGEST_ERROR]
         try:
             self._node.io.finish(self._close(sequence, text), timeout_s)
         except (RpcdistError, OSError) as exc:

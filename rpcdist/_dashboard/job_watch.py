@@ -9,7 +9,7 @@ from functools import partial
 
 from rpcdist._dashboard.job_history import JobHistory
 from rpcdist._inspect.asking import Asker
-from rpcdist.errors import RpcdistError
+from rpcdist.errors import RpcdistError, text_of
 from rpcdist.inspection import WorkerFacts
 from rpcdist.inspection.facts import JobFacts
 from rpcdist.waiters import ends_within, run_in_thread
@@ -46,7 +46,7 @@ class JobWatch:
                 self.history.add(answers, time.time())
             except Exception as error:  # shown in the view, which continues
                 logger.exception("the query of the job failed")
-                answers = JobFacts(error=f"the query of the job failed: {error}")
+                answers = JobFacts(error=f"the query of the job failed: {text_of(error)}")
                 self.history.add(answers, time.time())
             if not answers.error:
                 others = [facts.address for facts in answers.workers if facts.address != self._addresses[0]]

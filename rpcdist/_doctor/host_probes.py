@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from rpcdist._doctor.doctor_facts import HostFacts
-from rpcdist.errors import ConfigError, TransportError
+from rpcdist.errors import ConfigError, TransportError, text_of
 from rpcdist.own_shortage import check_can_start
 from rpcdist.transport._channels.channel import CHANNELS_VARIABLE, allowed_channels
 from rpcdist.transport._channels.polling_and_signals import may_poll
@@ -158,5 +158,5 @@ def _nccl_error() -> str | None:
     try:
         import cupy.cuda.nccl  # noqa: F401
     except Exception as exc:  # CuPy passes on any error of its loader
-        return f"CuPy cannot load NCCL: {exc}"
+        return f"CuPy cannot load NCCL: {text_of(exc)}"
     return None

@@ -18,7 +18,7 @@ from rpcdist._launch.job_plan import Role
 from rpcdist._launch.job_records import LaunchedJob, find_job, jobs, start_of
 from rpcdist._launch.launching import launch
 from rpcdist._launch.reports import text_of_error
-from rpcdist.errors import ConfigError
+from rpcdist.errors import ConfigError, text_of
 from rpcdist.time_limits import JOB_STOP_LIMIT_S, LONGEST_WAIT_S
 
 _ROLE_FORM: Final = "NAME=N:MODULE:FUNCTION"
@@ -119,7 +119,7 @@ def _function(text: str) -> Callable[..., Any]:
         found = importlib.import_module(module)
     except Exception as exc:  # the user's module may raise any
         if isinstance(exc, ModuleNotFoundError) and f"{module}.".startswith(f"{exc.name}."):
-            raise ConfigError(f"{text}: {exc}; modules are also searched in this folder") from exc
+            raise ConfigError(f"{text}: {text_of(exc)}; modules are also searched in this folder") from exc
         raise ConfigError(f"{text}: the import of {module} failed\n\n{text_of_error(exc).rstrip()}") from exc
     function = getattr(found, name, None)
     if not callable(function):

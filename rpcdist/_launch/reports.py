@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Final
 
-from rpcdist.errors import GroupAborted, SerializationError, raised_as
+from rpcdist.errors import GroupAborted, SerializationError, raised_as, text_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +64,8 @@ def pickle_call(function: object, args: tuple[object, ...], imports: tuple[str, 
         return RankCall(_dump((function, args), by_value), by_value, imports)
     except Exception as exc:  # pickle raises many types, and objects may raise others
         raise SerializationError(
-            f"{function!r} with {len(args)} arguments cannot be sent to a new process: {exc}. Define the function at "
-            "the top of a module, and pass arguments that can be pickled."
+            f"{function!r} with {len(args)} arguments cannot be sent to a new process: {text_of(exc)}. "
+            "Define the function at the top of a module, and pass arguments that can be pickled."
         ) from exc
 
 

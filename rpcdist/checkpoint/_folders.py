@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rpcdist.errors import CheckpointError, ConfigError, RpcdistError
+from rpcdist.errors import CheckpointError, ConfigError, RpcdistError, text_of
 from rpcdist.own_shortage import own_shortage
 
 NUM_RANDOM_BYTES = 8
@@ -94,17 +94,17 @@ def writing(folder: Path) -> Iterator[None]:
     except RpcdistError:
         raise
     except Exception as exc:
-        if not (isinstance(exc, OSError) or (isinstance(exc, RuntimeError) and _OF_FILES in str(exc))):
+        if not (isinstance(exc, OSError) or (isinstance(exc, RuntimeError) and _OF_FILES in text_of(exc))):
             raise CheckpointError(
                 f"a value of the checkpoint at {folder} cannot be turned into bytes ({type(exc).__name__}: "
-                f"{str(exc)[:300]}): leave it out, or save a value from which it can be rebuilt. The previous "
+                f"{text_of(exc)[:300]}): leave it out, or save a value from which it can be rebuilt. The previous "
                 "checkpoint is intact"
             ) from exc
         if (shortage := own_shortage(exc)) is not None:
             text = f"writing the checkpoint into {folder} failed: {shortage}. The previous checkpoint is intact"
             raise CheckpointError(text) from exc
         raise CheckpointError(
-            f"writing the checkpoint into {folder} failed ({type(exc).__name__}: {str(exc)[:300]}); its disk has "
+            f"writing the checkpoint into {folder} failed ({type(exc).__name__}: {text_of(exc)[:300]}); its disk has "
             f"{_free_mib(folder)}. The previous checkpoint is intact. Make room, and save again"
         ) from exc
 

@@ -24,7 +24,7 @@ from rpcdist.checkpoint import _storage as storage
 from rpcdist.checkpoint._entries import Entries, entries_of
 from rpcdist.checkpoint._folders import checkpoint_path
 from rpcdist.collectives import ProcessGroup
-from rpcdist.errors import CheckpointError, ConfigError
+from rpcdist.errors import CheckpointError, ConfigError, described_error
 from rpcdist.own_shortage import names_shortage
 from rpcdist.rpc import RRef
 from rpcdist.rpc._executors.blocking import async_form, off_loop
@@ -239,7 +239,7 @@ class Ranks:
                 own = (True, step())
         except Exception as exc:
             error = exc
-            own = (False, f"{type(exc).__name__}: {exc}")
+            own = (False, described_error(exc))
         outcomes: list[object] = [None] * self._group.size()
         collectives.all_gather_object(outcomes, own, group=self._group)
         found = cast("list[tuple[bool, T | str]]", outcomes)

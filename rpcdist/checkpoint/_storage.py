@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_map_only
 
 from rpcdist.checkpoint._entries import Entries, TensorAt, is_stateful, of_module
 from rpcdist.checkpoint._folders import writing
-from rpcdist.errors import CheckpointError, ConfigError, RpcdistError, raised_as
+from rpcdist.errors import CheckpointError, ConfigError, RpcdistError, described_error, raised_as, text_of
 from rpcdist.own_shortage import own_shortage
 
 DIGESTS_NAME: Final = ".digests"
@@ -266,7 +266,9 @@ class StoredEntries:
         except (ValueError, KeyError, TypeError) as exc:
             if isinstance(exc, RpcdistError):
                 raise
-            raise ConfigError(f"what was saved as {key!r} does not fit this {type(value).__name__}: {exc}") from exc
+            raise ConfigError(
+                f"what was saved as {key!r} does not fit this {type(value).__name__}: {text_of(exc)}"
+            ) from exc
         return value
 
     def _read(self, entries: Entries) -> None:
@@ -292,7 +294,7 @@ class StoredEntries:
             raise
         except Exception as exc:
             why = "it is damaged, was replaced by a newer one meanwhile, or has classes that this process cannot import"
-            text = f"the checkpoint at {self._folder} cannot be read ({type(exc).__name__}: {str(exc)[:300]})"
+            text = f"the checkpoint at {self._folder} cannot be read ({described_error(exc)[:300]})"
             raise CheckpointError(f"{text}: {own_shortage(exc) or why}") from exc
 
     def _empty(self, key: str) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 import rpcdist.rpc as rpc
 from rpcdist.autograd import BackwardError
 from rpcdist.deadline import Deadline, current_deadline
-from rpcdist.errors import OwnerLost, WorkerLost
+from rpcdist.errors import OwnerLost, WorkerLost, text_of
 from rpcdist.optim._local_optimizer import decode_outcome, encode_step
 from rpcdist.rpc import Future, WorkerInfo
 from rpcdist.rpc._agent import Agent
@@ -20,7 +20,7 @@ from rpcdist.rpc._autograd_hooks import outside_contexts
 from rpcdist.rpc._calling.new_calls import Invocation
 from rpcdist.rpc._current import current_agent
 from rpcdist.rpc._executors.blocking import check_off_loop
-from rpcdist.rpc._values.exceptions import add_note, text_of
+from rpcdist.rpc._values.exceptions import add_note
 from rpcdist.time_limits import THREAD_GRACE_S
 
 

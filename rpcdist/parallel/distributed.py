@@ -19,7 +19,7 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation
 from rpcdist import collectives
 from rpcdist.collectives import ProcessGroup, ReduceOp
 from rpcdist.collectives._torch_side import hide_frame_from_compiler, hide_from_compiler
-from rpcdist.errors import ConfigError
+from rpcdist.errors import ConfigError, text_of
 from rpcdist.parallel._ddp._buckets import BucketCaps
 from rpcdist.parallel._ddp._comm_hook import CommHook, RegisteredHook, check_comm_hook, refuse_complex
 from rpcdist.parallel._ddp._ddp_arguments import (
@@ -509,7 +509,7 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
         try:
             yield
         except Exception as exc:
-            self.reducer.error = str(exc)
+            self.reducer.error = text_of(exc)
             raise
 
     def _set_static_graph(self) -> None:

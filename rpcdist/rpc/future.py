@@ -41,19 +41,12 @@ import torch
 import torch.futures
 
 from rpcdist.deadline import acquire
-from rpcdist.errors import BlockingInLoop, Cancelled, DeadlineExceeded, RpcdistError
+from rpcdist.errors import BlockingInLoop, Cancelled, DeadlineExceeded, RpcdistError, described, text_of
 from rpcdist.profile_ranges import is_profiling, record_function
 from rpcdist.rpc._executors.blocking import blocking
 from rpcdist.rpc._futures.failure import Failure, raise_failure
 from rpcdist.rpc._peers.network import AnySession
-from rpcdist.rpc._values.exceptions import (
-    described,
-    drop_first_frame,
-    get_traceback,
-    set_traceback,
-    text_of,
-    traceback_of,
-)
+from rpcdist.rpc._values.exceptions import drop_first_frame, get_traceback, set_traceback, traceback_of
 from rpcdist.waiters import running_loop, wake_threadsafe
 
 __all__ = ["Future"]

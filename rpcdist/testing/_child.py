@@ -20,6 +20,8 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
+from rpcdist.errors import described_error
+
 
 def pack(what: object) -> bytes:
     """Pickles a message; a connection's own `send` would move tensors into shared memory."""
@@ -92,7 +94,7 @@ def _outcome_of(packed: bytes) -> tuple[bool, bytes]:
     try:
         return has_failed, pack(value)
     except Exception as exc:  # it cannot be pickled
-        return True, pack((RuntimeError(f"{exc!r} when sending {value!r}"), traceback.format_exc()))
+        return True, pack((RuntimeError(f"{described_error(exc)} when sending {value!r}"), traceback.format_exc()))
     finally:
         del value  # or the error's traceback would keep this frame, and through it the error, alive
 

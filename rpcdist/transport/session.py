@@ -29,7 +29,7 @@ from functools import partial
 from typing import Any, Final, Protocol
 
 from rpcdist._proto import rpc_pb2
-from rpcdist.errors import ProtocolViolation, TransportError
+from rpcdist.errors import ProtocolViolation, TransportError, described_error
 from rpcdist.ids import Identity
 from rpcdist.inspection import ChannelFacts, LentMemory
 from rpcdist.time_limits import HEARTBEATS_PER_PEER_TIMEOUT, LEAVE_LIMIT_S, READ_TURN_S
@@ -407,7 +407,7 @@ class Session:
         except Exception as exc:
             # The handler failed on a message, and later messages would be handled out of order.
             logger.exception("a message from %s could not be handled", self.peer.name)
-            reason = f"a message could not be handled: {exc!r}"
+            reason = f"a message could not be handled: {described_error(exc)}"
         finally:
             self._finish(writer, self.closed_reason or reason)
 

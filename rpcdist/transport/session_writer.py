@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from rpcdist._proto import rpc_pb2
-from rpcdist.errors import TransportError
+from rpcdist.errors import TransportError, described_error
 from rpcdist.time_limits import BATCH_DELAY_S, BURST_GAP_S, POLL_S
 from rpcdist.transport._channels.channel import ReadChannel
 from rpcdist.transport._channels.polling_and_signals import SignalShield
@@ -177,7 +177,9 @@ class SessionWriter:
                 self._io.call_soon(self._failed, exc)  # the session ends on the loop, which calls `on_closed`
                 return False
             except BaseException as exc:  # even a signal handler's: the number of bytes sent is unknown
-                self._io.call_soon(self._failed, TransportError(f"writing to {self._name} was interrupted: {exc!r}"))
+                self._io.call_soon(
+                    self._failed, TransportError(f"writing to {self._name} was interrupted: {described_error(exc)}")
+                )
                 raise
             finally:
                 self._turn.release()
@@ -222,7 +224,7 @@ class SessionWriter:
         except Exception as exc:
             # If a buffer cannot be read any more (its memory was released), the peer must not wait forever.
             logger.exception("writing to %s failed", self._name)
-            self._close(f"writing failed: {exc!r}")
+            self._close(f"writing failed: {described_error(exc)}")
 
     async def _write_all(self) -> None:
         channel = self._channel

@@ -137,8 +137,13 @@ def test_rank_0_tells_of_a_death_also_when_it_leaves_at_once(star: Star, node: N
         assert failure.reason == "rank 21 was lost: its process ended"
 
 
+class Speechless(RuntimeError):
+    def __str__(self) -> str:
+        raise SystemExit
+
+
 def test_a_rank_that_leaves_with_an_error_tells_the_others(star: Star) -> None:
-    for rank, error in ((2, ValueError("no \udcff" + 500 * "x")), (3, RuntimeError("a consequence"))):
+    for rank, error in ((2, ValueError("no \udcff" + 500 * "x")), (3, Speechless())):
         try:
             raise error
         except Exception:
@@ -147,7 +152,7 @@ def test_a_rank_that_leaves_with_an_error_tells_the_others(star: Star) -> None:
     told, consequence = star.listeners[1].errors
     assert told.startswith("ValueError: no \\udcffxxx") and len(told) < 400
     assert consequence == ""
-    assert star.listeners[0].errors[1] == "RuntimeError: a consequence"
+    assert star.listeners[0].errors[1] == "Speechless: <str() of the exception failed: <class 'SystemExit'>>"
 
 
 def test_a_rank_that_leaves_beside_rank_0_is_not_lost(star: Star, node: Node) -> None:

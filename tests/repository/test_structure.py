@@ -104,6 +104,32 @@ WAITS_FOR_GPUS = {
 }
 
 
+def catches_any_error(handler: ast.ExceptHandler) -> bool:
+    kinds = [] if handler.type is None else ast.walk(handler.type)
+    return any(isinstance(node, ast.Name) and node.id in {"Exception", "BaseException"} for node in kinds)
+
+
+def is_its_text(node: ast.AST, name: str) -> bool:
+    """Whether the node is `{name}` in an f-string, or `str(name)` or `repr(name)`."""
+    if isinstance(node, ast.FormattedValue):
+        return isinstance(node.value, ast.Name) and node.value.id == name
+    called = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in {"str", "repr"}
+    return called and [each.id for each in node.args if isinstance(each, ast.Name)] == [name]  # type: ignore[attr-defined]
+
+
+def test_the_text_of_any_error_is_made_by_a_function_that_cannot_fail() -> None:
+    """The `str` of a program's exception may raise; then others were not told of the failure, and waited."""
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in sources()
+        for handler in ast.walk(tree_of(path))
+        if isinstance(handler, ast.ExceptHandler) and handler.name and catches_any_error(handler)
+        for node in ast.walk(handler)
+        if isinstance(node, ast.expr) and is_its_text(node, handler.name)
+    ]
+    assert found == [], "use `text_of` or `described_error` of rpcdist.errors"
+
+
 def test_only_these_places_wait_for_a_gpu() -> None:
     """Calls and backward passes over several workers do not synchronize the host (docs/gpus.md)."""
     names = {"synchronize", "item", "cpu", "numpy", "tolist", "is_nonzero", "nonzero"}

@@ -22,7 +22,7 @@ import time
 from rpcdist.collectives._transports.p2p.message_state import MessageState
 from rpcdist.collectives._transports.p2p.requests import Request
 from rpcdist.collectives._transports.transport_base import Pollers, SpinPolicy, Waker
-from rpcdist.errors import GroupAborted
+from rpcdist.errors import GroupAborted, described_error
 from rpcdist.own_shortage import own_shortage
 from rpcdist.time_limits import BATCH_DELAY_S, CLOSE_LIMIT_S, IDLE_RECHECK_S, LONGEST_WAIT_S
 
@@ -231,7 +231,9 @@ class ProgressEngine:
                         incoming.end(state.lost[incoming.peer])
             return moved
         except BaseException as exc:  # from a signal handler: the positions in the streams are unknown
-            error = GroupAborted(f"sends and receives of group {self._group_name!r}", f"{exc!r} interrupted them")
+            error = GroupAborted(
+                f"sends and receives of group {self._group_name!r}", f"{described_error(exc)} interrupted them"
+            )
             error.__cause__ = exc
             state.fail(error)
             raise

@@ -30,7 +30,7 @@ from torch import nn
 
 from rpcdist import collectives
 from rpcdist.collectives import ProcessGroup
-from rpcdist.errors import begins_traceback
+from rpcdist.errors import begins_traceback, text_of
 from rpcdist.parallel._ddp._bucket_reduction import Bucket, BucketReductions
 from rpcdist.parallel._ddp._buckets import DenseBucket, SparseBucket, initial_buckets, rebuilt_buckets
 from rpcdist.parallel._ddp._comm_hook import RegisteredHook
@@ -210,7 +210,7 @@ class Reducer:
             self._post_notice(f"has continued without {self._gradients_of(indices)}", is_final=True)
             missing = [self.parameters[index].name for index in indices]
             error = UnusedParameters(self._world_rank, missing, self.iteration, self.options.rule, indices)
-            self.error = str(error)
+            self.error = text_of(error)
             raise error
 
     _rebuild_buckets = rebuild
@@ -306,7 +306,7 @@ class Reducer:
         try:
             ends()
         except Exception as exc:
-            self.error = str(exc)
+            self.error = text_of(exc)
             raise
 
     # ------------------------------------------------------------ ends by the program
@@ -415,8 +415,10 @@ class Reducer:
 
     def _giving_up(self, error: DataParallelError) -> DataParallelError:
         """Notifies the other ranks of an error, since they may wait for this rank's next reduction."""
-        self.error = str(error)
-        self._reductions.post_notice(self.iteration, f"has given up iteration {self.iteration}: {error}", is_final=True)
+        self.error = text_of(error)
+        self._reductions.post_notice(
+            self.iteration, f"has given up iteration {self.iteration}: {self.error}", is_final=True
+        )
         return error
 
     @property

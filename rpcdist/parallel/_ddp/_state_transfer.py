@@ -14,7 +14,7 @@ from torch import nn
 
 from rpcdist import collectives
 from rpcdist.collectives import ProcessGroup
-from rpcdist.errors import CollectiveError, CollectiveMismatch
+from rpcdist.errors import CollectiveError, CollectiveMismatch, described_error
 from rpcdist.parallel._ddp._tensor_tree import map_tensors
 
 
@@ -67,7 +67,7 @@ def receive_state(group: ProcessGroup, sender: int) -> Any:
     except CollectiveError:
         raise
     except Exception as exc:  # an invalid pickle, or too little memory for its tensors
-        raise _wrong(sender, f"it cannot be read: {exc!r}"[:500]) from exc
+        raise _wrong(sender, f"it cannot be read: {described_error(exc)}"[:500]) from exc
     for tensor in tensors:
         collectives.recv(tensor, group=group, group_src=sender)
     return state
@@ -98,7 +98,7 @@ def take_over(state: Any, module: nn.Module, others: Sequence[HasState], sender:
     except Exception as exc:
         for each, before in loaded:
             each.load_state_dict(before)
-        raise _wrong(sender, repr(exc)[:500]) from exc
+        raise _wrong(sender, described_error(exc)[:500]) from exc
 
 
 def _problem(state: Any, module: nn.Module, num_others: int, step: int) -> str:

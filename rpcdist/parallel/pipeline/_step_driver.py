@@ -12,7 +12,7 @@ from typing import Literal
 
 import rpcdist.rpc as rpc
 from rpcdist.deadline import Deadline
-from rpcdist.errors import ConfigError, DeadlineExceeded, RpcdistError, WorkerLost
+from rpcdist.errors import ConfigError, DeadlineExceeded, RpcdistError, WorkerLost, described_error, text_of
 from rpcdist.parallel.pipeline._schedules import Action, Schedule, forward_only, parse_action, schedule
 from rpcdist.parallel.pipeline._simulation import validate
 from rpcdist.parallel.pipeline._stage_runner import StageRunner
@@ -132,7 +132,7 @@ def _end_failed(
     exc: Exception,
 ) -> Exception:
     """Ends the step on all workers; returns the error that caused the others."""
-    aborts = [runner.rpc_async(CONNECTION_CLOSE_LIMIT_S).abort(step, str(exc)) for runner in runners]
+    aborts = [runner.rpc_async(CONNECTION_CLOSE_LIMIT_S).abort(step, text_of(exc)) for runner in runners]
     for abort in aborts:
         abort.is_quiet = True
     deadline = Deadline.after(CONNECTION_CLOSE_LIMIT_S)
@@ -152,10 +152,10 @@ def _located(
         return error
     worker = next((at for at, call in enumerate(calls) if call.done() and call.exception() is error), None)
     if worker is None:
-        return error if isinstance(error, Exception) else RpcdistError(str(error))
+        return error if isinstance(error, Exception) else RpcdistError(text_of(error))
     if isinstance(error, DeadlineExceeded):
         return _stuck(config, worker, step)
-    located = PipelineError(*config.whole_step(worker, step), f"{type(error).__name__}: {error}")
+    located = PipelineError(*config.whole_step(worker, step), described_error(error))
     located.__cause__ = error
     return located
 

@@ -22,7 +22,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from rpcdist.deadline import Deadline
-from rpcdist.errors import DeadlineExceeded
+from rpcdist.errors import DeadlineExceeded, described_error
 from rpcdist.parallel.pipeline._schedules import Action
 from rpcdist.parallel.pipeline._step_messages import (
     Mailbox,
@@ -163,8 +163,8 @@ class StepExecution:
             raise
         except BaseException as exc:
             error = PipelineTimeout if isinstance(exc, DeadlineExceeded) else PipelineError
-            text = f"{type(exc).__name__}: {exc}"
-            raise error(self._name, (action.stage,), action.microbatch, doing + action.words, text) from exc
+            what = doing + action.words
+            raise error(self._name, (action.stage,), action.microbatch, what, described_error(exc)) from exc
 
     # ------------------------------------------------------------ computing
 

@@ -11,9 +11,8 @@ import inspect
 from collections.abc import AsyncGenerator, Awaitable, Generator
 from typing import Any
 
-from rpcdist.errors import CallRefused, RRefError
+from rpcdist.errors import CallRefused, RRefError, described_error
 from rpcdist.rpc._current import current_agent
-from rpcdist.rpc._values.exceptions import described_error
 from rpcdist.rpc.future import Future
 
 ActorState = tuple[Any]

@@ -29,6 +29,7 @@ from rpcdist.errors import (
     abridged,
     listed,
     on_error,
+    text_of,
 )
 from rpcdist.giving_up import check_not_given_up, wake_if_given_up
 from rpcdist.ids import Identity
@@ -191,7 +192,7 @@ def new_group(
     except BaseException as exc:
         own.not_made(members, number)
         if rank == 0:
-            store.note_failure(str(exc))  # the other members get this when the store closes
+            store.note_failure(text_of(exc))  # the other members get this when the store closes
         store.close()
         raise
     finally:
@@ -230,7 +231,7 @@ def _follow(agent: Agent, leader: Identity, members: Members, number: int, limit
             check_not_given_up()
             raise
         except WorkerLost as exc:
-            raise RankLost(f"making {title}", str(exc), (0,)) from exc
+            raise RankLost(f"making {title}", text_of(exc), (0,)) from exc
     host, port = found
     if not isinstance(host, str) or not isinstance(port, int):
         raise TransportError(

@@ -22,6 +22,7 @@ from rpcdist.errors import (
     RRefError,
     SerializationError,
     WorkerLost,
+    described_error,
 )
 from rpcdist.ids import Identity
 from rpcdist.rpc._actors.checkpointed import ActorState, Checkpointed
@@ -30,7 +31,6 @@ from rpcdist.rpc._calling.new_calls import Invocation
 from rpcdist.rpc._current import current_agent
 from rpcdist.rpc._rref.handles import failed_future
 from rpcdist.rpc._rref.proxied import MethodProxy, Mode, method_name
-from rpcdist.rpc._values.exceptions import described_error
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.rpc.future import Future
 from rpcdist.rpc.membership import wait_for_worker

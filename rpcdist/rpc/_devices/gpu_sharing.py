@@ -20,7 +20,7 @@ import torch
 
 from rpcdist._proto import rpc_pb2, value_pb2
 from rpcdist.deadline import Deadline
-from rpcdist.errors import NotInitialized, SerializationError, abridged
+from rpcdist.errors import NotInitialized, SerializationError, abridged, text_of
 from rpcdist.ids import Identity
 from rpcdist.rpc._devices.borrowed_gpu_memory import Borrowed, BorrowedGpuMemory
 from rpcdist.rpc._devices.cuda_memory import GpuUnavailable, cuda_memory
@@ -250,7 +250,7 @@ class GpuSharing:
         try:
             return lent.lend(*reader, spans)
         except GpuUnavailable as exc:
-            self._note(*reader, str(exc))
+            self._note(*reader, text_of(exc))
             return None
 
     def send_report(self, session: AnySession) -> None:
@@ -277,7 +277,7 @@ class GpuSharing:
             if made is None:
                 raise GpuUnavailable("there is no memory left for loans")
         except (GpuUnavailable, RuntimeError) as exc:
-            return self._note(to, device, str(exc))
+            return self._note(to, device, text_of(exc))
         if to == self._me:
             self._lent.release((), [made[0].number], to)
             return self._note(to, device, "")
@@ -285,7 +285,7 @@ class GpuSharing:
             answer = self._ask(to.id, PROBE, (made[0].SerializeToString(),), SLOW_ANSWER_LIMIT_S)
         except Exception as exc:  # it is lost, and the call in progress reports that
             self._lent.doubt([made[0].number])
-            return self._note(to, device, str(exc))
+            return self._note(to, device, text_of(exc))
         answer.is_quiet = True
         answer._when_done(partial(self._answered, to, device))
         return self._readers.get((to, device), _ASKED)
@@ -344,7 +344,7 @@ class GpuSharing:
         try:
             function(*arguments)
         except (GpuUnavailable, RuntimeError) as exc:
-            if (text := str(exc)) != self._fault:  # a GPU that has failed once fails at each call
+            if (text := text_of(exc)) != self._fault:  # a GPU that has failed once fails at each call
                 self._fault = text
                 logger.error("a GPU has failed, so memory that workers lend each other is not freed: %s", text)
 

@@ -26,7 +26,7 @@ import torch
 
 from rpcdist._proto import rpc_pb2, value_pb2
 from rpcdist.at_exit import AtEnd
-from rpcdist.errors import SerializationError
+from rpcdist.errors import SerializationError, described_error
 from rpcdist.rpc._devices.lent_gpu_memory import MOST_OF_DEVICE
 from rpcdist.rpc._values.buffers import STAGED_BYTES, ReceiveBuffer, pinned_memory, staging_memory
 from rpcdist.transport.memory_copies import memory_view
@@ -310,7 +310,9 @@ class GpuReceiveBuffer(ReceiveBuffer):
                     except SerializationError as exc:
                         self._failure = str(exc)
                     except Exception as exc:  # not kept itself: it would keep the part of the ring
-                        self._failure = f"a tensor that arrived cannot be copied to {self._stream.device}: {exc!r}"
+                        self._failure = (
+                            f"a tensor that arrived cannot be copied to {self._stream.device}: {described_error(exc)}"
+                        )
 
     def _copy(self, start: int, chunk: ChunkMemory, at_end: AtEnd | None) -> None:
         if self._target is None:

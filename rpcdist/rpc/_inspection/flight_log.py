@@ -22,13 +22,13 @@ from typing import Any, ClassVar, Final
 
 from rpcdist._counters import OK
 from rpcdist._proto import rpc_pb2
-from rpcdist.errors import RpcdistError, WorkerLost
+from rpcdist.errors import RpcdistError, WorkerLost, described_error
 from rpcdist.ids import Identity
 from rpcdist.inspection import WorkerFacts, fields_of
 from rpcdist.private_files import add_failure_listener, remove_failure_listener, write_flight_file
 from rpcdist.rpc._inspection.call_records import CallRecorder
 from rpcdist.rpc._peers.network import AnySession, Lifetime
-from rpcdist.rpc._values.exceptions import described_error, traceback_of
+from rpcdist.rpc._values.exceptions import traceback_of
 from rpcdist.time_limits import FLIGHT_NOTICE_S, SLOW_CHECK_INTERVAL_S
 from rpcdist.transport._channels.polling_and_signals import SignalShield
 

@@ -24,6 +24,7 @@ from rpcdist.errors import (
     RpcdistError,
     TransportError,
     WorkerLost,
+    described_error,
     listed,
 )
 from rpcdist.ids import Identity
@@ -403,7 +404,11 @@ class CoordinatorSearch:
             try:
                 found._complete(look_up())
             except Exception as exc:  # other stores may raise anything, and the search waits for this answer
-                found._fail(exc if isinstance(exc, RpcdistError) else DistStoreError(f"the store failed: {exc!r}"))
+                found._fail(
+                    exc
+                    if isinstance(exc, RpcdistError)
+                    else DistStoreError(f"the store failed: {described_error(exc)}")
+                )
 
         self.submit(ask)
         return await found

@@ -35,13 +35,12 @@ from typing import Literal
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.deadline import backoff
-from rpcdist.errors import ALTHOUGH_IT_LIVES, AuthenticationFailed, ConnectFailed, RpcdistError, TransportError
+from rpcdist.errors import ALTHOUGH_IT_LIVES, AuthenticationFailed, ConnectFailed, RpcdistError, TransportError, text_of
 from rpcdist.ids import Identity
 from rpcdist.own_shortage import own_shortage
 from rpcdist.rpc._peers.control import ControlBody, ControlOutbox
 from rpcdist.rpc._peers.directory import Member, PeerEvents
 from rpcdist.rpc._peers.network import Connection, Demultiplexer, Lifetime, Network, SendObserver
-from rpcdist.rpc._values.exceptions import text_of
 from rpcdist.time_limits import (
     FIRST_PAUSE_S,
     LAST_ATTEMPT_SHARE,

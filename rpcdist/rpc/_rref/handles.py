@@ -13,11 +13,20 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from rpcdist.at_exit import AtEnd
-from rpcdist.errors import BlockingInLoop, Cancelled, DeadlineExceeded, LeaseExpired, OwnerLost, RRefError, WorkerLost
+from rpcdist.errors import (
+    BlockingInLoop,
+    Cancelled,
+    DeadlineExceeded,
+    LeaseExpired,
+    OwnerLost,
+    RRefError,
+    WorkerLost,
+    text_of,
+)
 from rpcdist.ids import ProcessId, UniqueId
 from rpcdist.rpc._rref.messages import Reason, RRefId
 from rpcdist.rpc._rref.owner import MAX_HELD
-from rpcdist.rpc._values.exceptions import copied, text_of
+from rpcdist.rpc._values.exceptions import copied
 from rpcdist.rpc.future import Future
 
 Dropped = deque[tuple[RRefId, UniqueId]]

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Final, cast
 
 from rpcdist._proto import rpc_pb2
-from rpcdist.errors import Cancelled, DeadlineExceeded
+from rpcdist.errors import Cancelled, DeadlineExceeded, described
 from rpcdist.ids import Identity
 from rpcdist.rpc._executors.deferred_replies import DeferredReply
 from rpcdist.rpc._marshal.marshal import Marshal, Share
@@ -21,7 +21,6 @@ from rpcdist.rpc._rref.shell import RRefShell
 from rpcdist.rpc._serving.active_calls import NAMES_OF_METHOD_CALLS, ActiveCall, ActiveCalls
 from rpcdist.rpc._serving.producers import is_generator
 from rpcdist.rpc._values.buffers import takes_long
-from rpcdist.rpc._values.exceptions import described
 from rpcdist.rpc._values.failures import exception_of
 from rpcdist.time_limits import LOG_PERIOD_S
 from rpcdist.transport.announced_bytes import AnnouncedBytes

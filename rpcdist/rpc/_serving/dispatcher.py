@@ -35,6 +35,7 @@ from rpcdist.errors import (
     PoolExhausted,
     ProtocolViolation,
     RpcdistError,
+    described,
 )
 from rpcdist.freed_memory import LARGE_BYTES, stock_small_blocks
 from rpcdist.ids import Identity
@@ -61,7 +62,6 @@ from rpcdist.rpc._serving.active_calls import ActiveCall, ActiveCalls, Callables
 from rpcdist.rpc._serving.answers import Answers
 from rpcdist.rpc._serving.producers import AsyncProducer, StreamSender, SyncProducer, is_generator
 from rpcdist.rpc._values.buffers import ReceiveBuffer, keep_for_current_streams
-from rpcdist.rpc._values.exceptions import described
 from rpcdist.rpc._values.function_names import function_name
 from rpcdist.rpc.functions import ASYNC_MARK
 from rpcdist.rpc.future import Future

@@ -17,17 +17,15 @@ from __future__ import annotations
 import copyreg
 import inspect
 import traceback
-from collections.abc import Callable
 from types import BuiltinFunctionType, MemberDescriptorType, TracebackType, WrapperDescriptorType
 from typing import Any, Final, TypeVar, cast
 
-from rpcdist.errors import SerializationError
+from rpcdist.errors import MAX_TEXT, SerializationError, described, text_of
 
 E = TypeVar("E", bound=BaseException)
 State = tuple[dict[str, Any], dict[str, Any]]
 """The attributes in `__slots__` of the classes, and those in the `__dict__`."""
 
-MAX_TEXT: Final = 64 * 1024  # characters of a traceback or message; a failing call must not become a large one
 MAX_CAUSES: Final = 64  # limit on the causes, and the members of groups, that are copied with an exception
 
 _PICKLING: Final = frozenset(
@@ -106,30 +104,6 @@ def restore_state(exc: BaseException, state: State) -> None:
 
 
 # ---------------------------------------------------------------- texts
-
-
-def described(what: str, describe: Callable[[], str]) -> str:
-    """The result of `describe` in a form that can be sent, or a text that says that it failed; raises nothing."""
-    try:
-        # UTF-8 has no surrogate halves, which file names may have; a subclass of `str` may override any method.
-        return str.encode(describe(), "utf-8", "backslashreplace").decode()
-    except BaseException as why:
-        return f"<{what} failed: {type.__repr__(type(why))}>"
-
-
-def cut(text: str, limit: int = MAX_TEXT) -> str:
-    """The beginning of a text, with a mark if the rest is missing."""
-    return text if len(text) <= limit else f"{text[:limit]}... [{len(text) - limit} characters cut]"
-
-
-def text_of(exc: BaseException) -> str:
-    """The text of an exception, cut to `MAX_TEXT`; raises nothing."""
-    return described("str() of the exception", lambda: cut(str(exc)))
-
-
-def described_error(exc: BaseException) -> str:
-    """The class and the text of an exception; raises nothing."""
-    return f"{described('the name of the type', lambda: type(exc).__name__)}: {text_of(exc)}"
 
 
 def traceback_of(exc: BaseException) -> str:

@@ -19,17 +19,17 @@ from rpcdist.errors import (
     RpcdistError,
     RRefError,
     SerializationError,
+    cut,
+    described,
+    text_of,
 )
 from rpcdist.rpc._values.exceptions import (
     args_of,
-    cut,
-    described,
     rebuild_exception,
     reduction_of,
     restore_state,
     set_cause,
     state_of,
-    text_of,
     traceback_of,
 )
 from rpcdist.rpc._values.function_names import FunctionLookupError, look_up_quietly

@@ -20,9 +20,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Parameter
 
-from rpcdist.errors import SerializationError
+from rpcdist.errors import SerializationError, text_of
 from rpcdist.rpc._values.buffers import ReceiveBuffer
-from rpcdist.rpc._values.exceptions import add_note, reduce_exception, text_of
+from rpcdist.rpc._values.exceptions import add_note, reduce_exception
 from rpcdist.rpc._values.tensors import DTYPE_CODES, Internalize, RRefType
 
 Reducer = Callable[[Any], Any]

@@ -28,7 +28,7 @@ from contextvars import Context
 from typing import Any, Final
 
 from rpcdist.deadline import NEVER
-from rpcdist.errors import ProtocolViolation, TransportError
+from rpcdist.errors import ProtocolViolation, TransportError, described_error
 from rpcdist.inspection import ChannelFacts
 from rpcdist.time_limits import READ_TURN_S
 from rpcdist.transport._channels.channel import FrameReceiver
@@ -232,7 +232,7 @@ class SocketChannel:
             self._notify_loop(exc)
             return False
         except BaseException as exc:  # bytes may have been lost
-            self._failure = TransportError(f"reading from {self._address} was interrupted: {exc!r}")
+            self._failure = TransportError(f"reading from {self._address} was interrupted: {described_error(exc)}")
             self._notify_loop(self._failure)
             raise
         return True

@@ -20,7 +20,7 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
 from rpcdist._proto import handshake_pb2
-from rpcdist.errors import Overloaded, ProtocolViolation, RpcdistError
+from rpcdist.errors import Overloaded, ProtocolViolation, RpcdistError, described_error
 from rpcdist.ids import Identity
 from rpcdist.transport._channels.grpc_channel import refuse
 from rpcdist.transport._framing.message_parts import parsed
@@ -107,7 +107,7 @@ class UnaryServices(grpc.GenericRpcHandler):
                 await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(exc))
             except Exception as exc:
                 logger.exception("the handler of %s failed", path)
-                await context.abort(grpc.StatusCode.INTERNAL, repr(exc))
+                await context.abort(grpc.StatusCode.INTERNAL, described_error(exc))
             raise AssertionError("`abort` raises")
 
         async def handle(data: bytes, context: Any) -> bytes:
