@@ -120,7 +120,7 @@ async def test_a_thread_that_is_interrupted_while_it_writes_ends_the_session(
         with pytest.raises(KeyboardInterrupt):
             session.send(call(1))
     await eventually_async(lambda: bool(pair.handlers[0].closed), "the session ends")
-    assert pair.handlers[0].closed == ["writing to b was interrupted: KeyboardInterrupt()"]
+    assert pair.handlers[0].closed == ["writing to b was interrupted: KeyboardInterrupt"]
 
 
 async def test_a_long_burst_is_written_in_parts_if_the_loop_is_late(
@@ -387,7 +387,7 @@ async def test_a_handler_that_fails_is_named_to_the_peer(
     pair.handlers[1].failing = True
     pair.sessions[0].send(call(1))
     assert await pair.sessions[0].ended(LIMIT_S)
-    assert "could not be handled: ValueError('the handler fails')" in pair.handlers[0].closed[0]
+    assert "could not be handled: ValueError: the handler fails" in pair.handlers[0].closed[0]
 
 
 async def test_an_aborted_transfer_frees_the_channel(pair: ChannelPair) -> None:
