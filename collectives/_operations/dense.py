@@ -31,6 +31,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
     """
     return (
         tensor.layout is torch.strided
+        and not tensor.is_nested  # such a tensor has no strides
         and tensor.is_contiguous()
         and not tensor.is_conj()
         and not tensor.is_neg()
@@ -136,6 +137,8 @@ class Copies:
 
 
 def _check_layout(tensor: torch.Tensor) -> None:
+    if tensor.is_nested:
+        raise ConfigError("groups carry dense tensors, but this one is nested; send the parts of unbind() one by one")
     if tensor.layout is not torch.strided:
         raise ConfigError(
             f"groups carry dense tensors, but this one is {tensor.layout}; send its indices and values one by one, "

@@ -262,6 +262,10 @@ def test_sizes_in_a_world_of_two() -> None:
 
     with FakeTensorMode():
         fake = one(2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a prototype, once for each process
+        nested = torch.nested.nested_tensor([one(2), one(3)])
+    jagged = torch.nested.nested_tensor([one(2), one(3)], layout=torch.jagged)
 
     def on_rank(rank: int) -> None:
         other, shared = 1 - rank, one(5)
@@ -280,6 +284,11 @@ def test_sizes_in_a_world_of_two() -> None:
             (lambda: ours.all_gather([one(1), one(1, device="meta")], one(1)), "on one device"),
             (lambda: ours.all_reduce(one(1, device="meta")), "a tensor on the device meta has none"),
             (lambda: ours.broadcast(torch.eye(2).to_sparse(), 0), "groups carry dense tensors"),
+            (lambda: ours.all_reduce(nested), "this one is nested"),  # it has no strides
+            (lambda: ours.all_gather([one(2), one(2)], nested), "this one is nested"),
+            (lambda: ours.isend(nested, other), "this one is nested"),
+            (lambda: ours.irecv(jagged, other), "this one is nested"),
+            (lambda: ours.broadcast(jagged, 0), "this one is nested"),
             (lambda: ours.all_reduce(fake), "a FakeTensor has none"),  # its address is 0
             (lambda: ours.all_gather([one(2), one(2)], fake), "a FakeTensor has none"),
             (lambda: ours.broadcast(fake, rank), "a FakeTensor has none"),
