@@ -420,18 +420,21 @@ class Striping:
             return
         count = len(connections)
         begun: list[StripeConnection] = []
+        unowned = list(connections)
         try:
-            for index, connection in enumerate(connections):
+            for connection in connections:
                 break_when_silent(connection, self._silence_limit_s)  # [Note: silence]
                 if self._is_far:  # [Note: turns]
                     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _MAX_UNSENT_BYTES)
                 pace_if_far(connection)
-                begun.append(StripeConnection(connection, (index, count), self._incoming, self, self._name, self._io))
-        except RuntimeError as exc:  # [Note: unused]
+            while unowned:
+                place = len(begun), count
+                begun.append(StripeConnection(unowned.pop(0), place, self._incoming, self, self._name, self._io))
+        except (OSError, RuntimeError) as exc:  # [Note: unused]
             logger.warning("no payload connections with %s, so one connection carries everything: %s", self._name, exc)
             for stripes in begun:
                 stripes.close()
-            for connection in connections[len(begun) + 1 :]:
+            for connection in unowned:
                 connection.close()
             return
         self._connections = begun

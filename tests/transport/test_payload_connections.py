@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import logging
 import os
@@ -286,6 +287,30 @@ def test_a_process_without_threads_does_without_them(
     monkeypatch.setattr(IoLoop, "start_worker", start_worker)
     link, answers, taker = refused_them(nodes, caplog)
     assert f"no payload connections with {peer}" in caplog.text
+    eventually(lambda: not payload_threads())
+    goes_on(link, answers, taker)
+
+
+@pytest.mark.parametrize("num_set", range(2))
+def test_sockets_that_take_no_option_are_done_without(
+    nodes: Nodes,
+    monkeypatch: pytest.MonkeyPatch,
+    num_set: int,
+    caplog: pytest.LogCaptureFixture,
+    payload_threads: Callable[[], list[str]],
+) -> None:
+    """The threads of the first connection stayed for ever, and so did the peer's."""
+    left, set_option = [num_set], stream_sockets.break_when_silent
+
+    def refuse(connection: Any, limit_s: float) -> None:
+        left[0] -= 1
+        if left[0] == -1:  # once, so that the other side uses them
+            raise OSError(errno.ENOPROTOOPT, os.strerror(errno.ENOPROTOOPT))
+        set_option(connection, limit_s)
+
+    monkeypatch.setattr("rpcdist.transport.striping.break_when_silent", refuse)
+    link, answers, taker = refused_them(nodes, caplog)
+    assert "no payload connections with " in caplog.text and os.strerror(errno.ENOPROTOOPT) in caplog.text
     eventually(lambda: not payload_threads())
     goes_on(link, answers, taker)
 
