@@ -22,7 +22,9 @@ from rpcdist.time_limits import LOG_PERIOD_S, MIN_ATTEMPT_S
 
 logger = logging.getLogger(__name__)
 
-NO_THREAD: Final = "this process can start no more threads: raise ulimit -u, or the pids limit of its container"
+NO_THREAD: Final = (
+    "this process can start no more threads: raise ulimit -u, ulimit -v, or the pids limit of its container"
+)
 _NO_PORT: Final = (
     "this process has no free local port (net.ipv4.ip_local_port_range): close connections, or widen the range"
 )

@@ -89,45 +89,45 @@ def init_process_group(
         ConnectFailed: the coordinator did not answer in time.
         CollectiveMismatch: another rank passed another backend or world size.
     """
-    world = current_world()
-    if world.default is not None:
-        raise ConfigError("trying to initialize the default process group twice!")
-    rank, world_size = whole_number(rank, "rank"), whole_number(world_size, "world_size")
-    _check_rendezvous(init_method, store, rank, world_size)
-    if enable_reconfigure:
-        raise ConfigError(
-            "enable_reconfigure is not supported: no backend of rpcdist can change a group's ranks. Leave it out, and "
-            "call grow_group or shrink_group when ranks come or go"
-        )
-    device = _device(device_id)
-    name = Backend(_backend_name(backend, device))
-    config = BackendConfig(name)
-    timeout = timeout_of_group(name, timeout)
-    shared, rank, world_size = _open_store(world, name, init_method, store, rank, world_size, timeout)
-    if world_size < 1:  # a store can be opened without a world size, but a group cannot
-        raise ConfigError(f"the world size must be at least 1, but is {world_size}: check world_size, or WORLD_SIZE")
-    timeout_s = timeout.total_seconds()
-    described = f"the default group of {world_size} ranks with backend {config}"
-    ranks = tuple(range(world_size))
-    base = PrefixStore(f"default_pg/{job_attempt()}", shared)
-    default: ProcessGroup | None = None
-    try:
-        own = agree(base, rank, ranks, DEFAULT_GROUP, timeout_s, described, fresh=False)
-        settings = GroupSettings(name, timeout, "default_pg", pg_options, device)
-        default = open_group(DEFAULT_NAME, rank, ranks, PrefixStore(f"group/{DEFAULT_NAME}", own), settings)
-        world.begin(default, own)
-        _until_all_have_it(own, default, timeout_s)
-    except BaseException as exc:
-        if default is not None:
-            world.end()
-            default.abort(f"it could not be made there: {described_error(exc)}")
-            default.shutdown()
-        if isinstance(exc, RpcdistError):
-            shared.note_failure(text_of(exc))
-        raise
-    shared.note_failure("")  # an earlier attempt may have failed
-    if metrics_are_wanted():
-        load("metrics")()
+    with current_world().beginning() as world:
+        rank, world_size = whole_number(rank, "rank"), whole_number(world_size, "world_size")
+        _check_rendezvous(init_method, store, rank, world_size)
+        if enable_reconfigure:
+            raise ConfigError(
+                "enable_reconfigure is not supported: no backend of rpcdist can change a group's ranks. Leave it out, "
+                "and call grow_group or shrink_group when ranks come or go"
+            )
+        device = _device(device_id)
+        name = Backend(_backend_name(backend, device))
+        config = BackendConfig(name)
+        timeout = timeout_of_group(name, timeout)
+        shared, rank, world_size = _open_store(world, name, init_method, store, rank, world_size, timeout)
+        if world_size < 1:  # a store can be opened without a world size, but a group cannot
+            raise ConfigError(
+                f"the world size must be at least 1, but is {world_size}: check world_size, or WORLD_SIZE"
+            )
+        timeout_s = timeout.total_seconds()
+        described = f"the default group of {world_size} ranks with backend {config}"
+        ranks = tuple(range(world_size))
+        base = PrefixStore(f"default_pg/{job_attempt()}", shared)
+        default: ProcessGroup | None = None
+        try:
+            own = agree(base, rank, ranks, DEFAULT_GROUP, timeout_s, described, fresh=False)
+            settings = GroupSettings(name, timeout, "default_pg", pg_options, device)
+            default = open_group(DEFAULT_NAME, rank, ranks, PrefixStore(f"group/{DEFAULT_NAME}", own), settings)
+            world.begin(default, own)
+            _until_all_have_it(own, default, timeout_s)
+        except BaseException as exc:
+            if default is not None:
+                world.end()
+                default.abort(f"it could not be made there: {described_error(exc)}")
+                default.shutdown()
+            if isinstance(exc, RpcdistError):
+                shared.note_failure(text_of(exc))
+            raise
+        shared.note_failure("")  # an earlier attempt may have failed
+        if metrics_are_wanted():
+            load("metrics")()
 
 
 def _until_all_have_it(own: Store, default: ProcessGroup, timeout_s: float) -> None:

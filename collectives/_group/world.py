@@ -14,12 +14,13 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
-from typing import Final, cast
+from typing import Final, Self, cast
 
 from rpcdist.collectives._group.flight_records import Record
 from rpcdist.collectives._group.local_process import LocalProcess
@@ -102,9 +103,22 @@ class World:
         self.num_created = 0
         self.store: Store | None = None
         self.process = LocalProcess()
+        self._beginning = threading.Lock()  # held by the thread that makes the default group
         self._kept_key: tuple[object, ...] = ()
         self._kept: StoreAndRank | None = None  # the store that was last opened
         self._num_hashed: dict[tuple[int, ...], int] = {}
+
+    @contextmanager
+    def beginning(self) -> Iterator[Self]:
+        """Within this context, only this thread makes the default group. Raises ConfigError if it exists already."""
+        if not self._beginning.acquire(blocking=False):
+            raise ConfigError("another thread of this process is in init_process_group: call it in one of them")
+        try:
+            if self.default is not None:
+                raise ConfigError("trying to initialize the default process group twice!")
+            yield self
+        finally:
+            self._beginning.release()
 
     def begin(self, default: ProcessGroup, store: Store) -> None:
         """Makes a group the default group and the only one; earlier groups are already shut down."""

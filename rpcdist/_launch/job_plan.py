@@ -136,8 +136,8 @@ def _check(roles: Sequence[Role], common: Variables) -> None:
         raise ConfigError("roles is empty: a job needs at least one role")
     names = [role.name for role in roles]
     for role in roles:
-        if not role.name:
-            raise ConfigError("a role needs a name, with which the names of its workers begin")
+        if not isinstance(role.name, str) or not role.name:
+            raise ConfigError(f"a role needs a name, with which the names of its workers begin, not {role.name!r}")
         check_worker_name(f"{role.name}0")
         if names.count(role.name) > 1:
             raise ConfigError(f"two roles have the name {role.name!r}: rename one")

@@ -54,11 +54,18 @@ def job_record(
     If no folder is available, the job runs without the file, and the log says so.
 
     Raises:
-        ConfigError: another job with this name is running.
+        ConfigError: another job with this name or address is running, or commands could not be given the name.
     """
     job = LaunchedJob(name or address, address, os.getpid(), start_of(os.getpid()), log_dir)
-    if other := next((other for other in jobs() if other.name == job.name), None):
-        raise ConfigError(f"process {other.pid} already runs a job {other.name!r}: choose another name")
+    if not isinstance(job.name, str) or not job.name.isprintable() or job.name.startswith("-"):
+        raise ConfigError(f"name={name!r}: the name of a job is a printable text that does not begin with '-'")
+    for other in jobs():
+        if other.address == address:
+            raise ConfigError(
+                f"process {other.pid} already runs the job {other.name!r} at {address}: choose another port"
+            )
+        if other.name == job.name:
+            raise ConfigError(f"process {other.pid} already runs a job {other.name!r}: choose another name")
     path: str | None = None
 
     def save() -> None:

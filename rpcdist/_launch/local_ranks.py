@@ -28,7 +28,7 @@ from rpcdist._launch.rank_main import BOOTSTRAP, Task
 from rpcdist._launch.reports import Event, ProcessEnded, RankCall, Ready, Report, take_reports
 from rpcdist._launch.supervisor import StopSignals
 from rpcdist.deadline import Deadline
-from rpcdist.errors import on_error
+from rpcdist.errors import ConfigError, on_error, raised_as
 from rpcdist.time_limits import CLOSE_LIMIT_S, LONGEST_WAIT_S, SIGNAL_CHECK_INTERVAL_S
 
 _READ_BYTES = 1 << 20
@@ -135,7 +135,10 @@ def start_rank(rank: int, call: RankCall, environment: Mapping[str, str], output
 
 def _preparation(rank: int, call: RankCall) -> dict[str, Any]:
     """Returns the data that `multiprocessing` passes to a spawned process, mainly how to import the main module."""
-    preparation: dict[str, Any] = spawn.get_preparation_data(f"rank{rank}")
+    with raised_as(
+        ConfigError, "the current folder of this process was deleted; call os.chdir first", FileNotFoundError
+    ):
+        preparation: dict[str, Any] = spawn.get_preparation_data(f"rank{rank}")
     preparation["authkey"] = bytes(preparation["authkey"])  # its own type refuses to be pickled
     if call.by_value:  # in a notebook or under `python -`, the main module has no file
         preparation.pop("init_main_from_path", None)

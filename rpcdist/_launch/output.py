@@ -131,7 +131,11 @@ def _descriptor_of(target: object) -> int | None:
 
 
 def _opened(path: str) -> IO[bytes]:
-    """An empty file for a log. Raises `ConfigError` for what others may have put there, such as a link to a file."""
+    """An empty file for a log, locked against other jobs.
+
+    Raises:
+        ConfigError: a running job writes this log, or somebody has put something else there, such as a link to a file.
+    """
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     except OSError as exc:
@@ -140,6 +144,13 @@ def _opened(path: str) -> IO[bytes]:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         file.close()
         raise ConfigError(f"the log {path} is not a regular file; use another log_dir")
+    try:
+        os.lockf(descriptor, os.F_TLOCK, 0)  # until this process closes it, whoever inherits it
+    except (BlockingIOError, PermissionError) as exc:
+        file.close()
+        raise ConfigError(f"another job that is running writes the log {path}; use another log_dir") from exc
+    except OSError as exc:  # the file system has no locks
+        logger.debug("the log %s is not locked: %s", path, exc)
     file.truncate()
     return file
 

@@ -14,12 +14,14 @@ import torch
 import torch.distributed as theirs
 from collectives_ranks import run_ranks
 from inside_groups import World, use_world
+from threads_at_once import WatchedThreads
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import rpcdist.autograd
 import rpcdist.collectives as ours
-from rpcdist.errors import CollectiveError, CollectiveTimeout, ConfigError
+from rpcdist.errors import CollectiveError, CollectiveTimeout, ConfigError, StoreTimeout
 from rpcdist.parallel import DistributedDataParallel
+from rpcdist.testing import UNIT_S
 
 one = torch.ones
 
@@ -201,6 +203,20 @@ def test_arguments_of_init(
     with use_world(World()), pytest.raises(error):
         ours.init_process_group(**{"backend": "local", **given})  # type: ignore[arg-type]
     assert not ours.is_initialized()
+
+
+def test_two_threads_that_make_the_default_group() -> None:
+    """The second one would replace the group of the first, whose threads and sockets would then stay."""
+    store, short = ours.HashStore(), timedelta(seconds=3 * UNIT_S)
+    with WatchedThreads(1) as threads:
+        first = threads.submit(ours.init_process_group, "tcp", store=store, rank=0, world_size=2, timeout=short)
+        threads.all_asleep()
+        with pytest.raises(ConfigError, match="another thread of this process is in init_process_group"):
+            ours.init_process_group("tcp", store=ours.HashStore(), rank=0, world_size=1)
+        with pytest.raises(StoreTimeout):
+            first.result()
+    ours.init_process_group("tcp", store=ours.HashStore(), rank=0, world_size=1)
+    ours.destroy_process_group()
 
 
 def test_without_a_default_group() -> None:

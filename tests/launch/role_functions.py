@@ -7,11 +7,20 @@ import signal
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
-from rpcdist import placement_from_environment
-from rpcdist.errors import WorkerLost
+from rpcdist import launch, placement_from_environment
+from rpcdist.errors import ConfigError, WorkerLost
 
-__all__ = ["call_until_back", "die_once", "exit_after_lines", "name_and_threads", "wait_for_ever"]
+__all__ = [
+    "call_until_back",
+    "die_once",
+    "exit_after_lines",
+    "launch_another",
+    "name_and_threads",
+    "return_nothing",
+    "wait_for_ever",
+]
 
 
 def name_and_threads(rank: int, word: str) -> tuple[int, str, str | None, str]:
@@ -30,6 +39,21 @@ def exit_after_lines(rank: int) -> None:
     for number in range(30):
         print("line", number, file=sys.stderr)
     os._exit(3)
+
+
+def launch_another(rank: int, arguments: dict[str, Any]) -> str:
+    """Launches another job, as in another shell; returns its error, or nothing."""
+    for name in [name for name in os.environ if name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]:
+        del os.environ[name]
+    try:
+        launch(return_nothing, workers=1, **arguments)
+    except ConfigError as exc:
+        return str(exc)
+    return ""
+
+
+def return_nothing(rank: int) -> None:
+    """A rank that only returns."""
 
 
 def die_once(rank: int, folder: str) -> str:

@@ -7,7 +7,9 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import role_functions as functions
@@ -17,6 +19,7 @@ from rpcdist import LocalCluster, Role, launch, rpc
 from rpcdist._launch.output import JobOutput
 from rpcdist.errors import ConfigError, ProcessFailed
 from rpcdist.private_files import runtime_folder
+from rpcdist.testing import free_port
 
 pytestmark = pytest.mark.multiproc
 
@@ -110,6 +113,62 @@ def test_a_long_line_in_many_chunks_is_copied(capfd: pytest.CaptureFixture[str])
         output.write("stdout", b"x" * (1 << 16))
     output.close()
     assert capfd.readouterr().out.replace("[w] ", "") == "x" * (160 << 16) + "\n"
+
+
+def launched_beside(job: dict[str, Any], other: dict[str, Any]) -> str:
+    """Runs a job, and another one from its rank's process; returns the error of that."""
+    return launch(functions.launch_another, (other,), workers=1, **job)[0]
+
+
+def test_jobs_at_once_do_not_share_a_log_a_port_or_a_name(tmp_path: Path) -> None:
+    """The logs of one would replace those of the other, and its ranks would join the other's."""
+    logs, port = tmp_path / "logs", free_port()
+    text = launched_beside({"log_dir": logs}, {"log_dir": logs})
+    assert text == f"another job that is running writes the log {logs / 'worker0.0.log'}; use another log_dir"
+    assert launched_beside({"log_dir": logs}, {"log_dir": tmp_path / "more"}) == ""
+    assert "another" not in launched_beside({"log_dir": logs}, {})
+    text = launched_beside({"master_port": port, "name": "one"}, {"master_port": port, "name": "two"})
+    assert re.fullmatch(rf"process \d+ already runs the job 'one' at 127.0.0.1:{port}: choose another port", text)
+    text = launched_beside({"name": "one"}, {"name": "one"})
+    assert re.fullmatch(r"process \d+ already runs a job 'one': choose another name", text)
+
+
+def test_a_log_is_free_after_its_job_though_a_forked_process_has_it_open(tmp_path: Path) -> None:
+    output = JobOutput(log_dir=tmp_path).open("w", 0)
+    ended, end = os.pipe()
+    if (child := os.fork()) == 0:
+        os.close(end)
+        os.read(ended, 1)
+        os._exit(0)
+    output.close()
+    JobOutput(log_dir=tmp_path).open("w", 0).close()
+    os.close(ended)
+    os.close(end)
+    os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize("name", ["-n", "two\nlines", "\x1b[31m", "\ud800", 5])
+def test_names_that_commands_cannot_get(name: Any) -> None:
+    with pytest.raises(ConfigError, match="the name of a job is a printable text"):
+        launch(functions.return_nothing, workers=1, name=name)
+
+
+def test_the_name_of_a_role_is_a_text() -> None:
+    with pytest.raises(ConfigError, match="a role needs a name, with which the names of its workers begin, not 5"):
+        launch(roles=[Role(5, functions.return_nothing, 1)])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "start", [lambda: launch(functions.return_nothing, workers=1), lambda: LocalCluster(2).start()]
+)
+def test_a_current_folder_that_was_deleted(
+    start: Callable[[], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (gone := tmp_path / "gone").mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(ConfigError, match="the current folder of this process was deleted"):
+        start()
 
 
 # ---------------------------------------------------------------- from a shell

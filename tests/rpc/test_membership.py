@@ -253,7 +253,8 @@ def test_init_says_whom_it_waits_for(caplog: pytest.LogCaptureFixture, monkeypat
     assert joining.join(Member(A, "127.0.0.1:1", ""), 4, 2 * UNIT_S).outcome == Outcome.TIMED_OUT
     assert [record.message for record in caplog.records] == [
         f"init_rpc of 'a' (rank 0) still waits after {UNIT_S:g} s for rank 1, 2, 3 of 4; those in the job so far: a"
-        ". 2 connections failed in TLS; check that the missing workers have the same job token"
+        ". 2 connections failed in TLS; check that the missing workers have the same job token, "
+        "and clocks that differ from this one by less than a day"
     ]
 
 

@@ -122,3 +122,25 @@ def test_a_callback_that_does_not_leave() -> None:
     init_rpc(sys.argv[1])
     """
     assert ends(PAIR + textwrap.dedent(code), free_port()) == ["0 ['w1']", "1 stays"]
+
+
+def test_a_program_that_ends_while_calls_are_in_flight() -> None:
+    """Nobody waits for these any more: the end of the connections is not an error of the package."""
+    code = """
+    import asyncio
+
+    async def never():
+        await asyncio.Event().wait()
+
+    def leave():
+        return list(rpc.shutdown()) if rank else "ends"
+
+    init_rpc(sys.argv[1])
+    if rank == 0:
+        kept = [rpc.rpc_async("w1", never).then(print), rpc.rpc_async("w1", never), rpc.remote("w1", never)]
+        rpc.rpc_sync("w1", os.getpid)
+    """
+    with Program(PAIR + textwrap.dedent(code), free_port()) as program:
+        assert program.end() == 0, program.output
+    assert {"0 ends", "1 ['w0']"} <= set(program.output.splitlines()), program.output
+    assert "Traceback" not in program.output, program.output

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from _thread import LockType
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
-from rpcdist.errors import Cancelled
+from rpcdist.errors import Cancelled, NotInitialized
 from rpcdist.rpc._calling.call_table import PendingCall, Submit
 from rpcdist.rpc._calling.new_calls import SyncReplySink
 from rpcdist.rpc._marshal.arrived_value import Arrived, ArrivedFailure
@@ -55,9 +56,10 @@ class Creation:
 
     def failed(self, exc: BaseException) -> None:
         value_sink = self._take_value_sink()
-        self._submit(self.fail, exc)
         if value_sink is not None:
             value_sink.failed(exc)
+        with suppress(NotInitialized):  # the program ends without `shutdown`, and callbacks do not run any more
+            self._submit(self.fail, exc)
 
     def _take_value_sink(self) -> SyncReplySink | None:
         with self._lock:

@@ -10,6 +10,7 @@ import sys
 import time
 from _thread import allocate_lock, get_ident
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from types import FunctionType
 from typing import Any, Final, NamedTuple
@@ -17,7 +18,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from rpcdist.deadline import NEVER, Deadline, acquire, current_deadline, limit_of
-from rpcdist.errors import Cancelled, SerializationError
+from rpcdist.errors import Cancelled, NotInitialized, SerializationError
 from rpcdist.rpc._autograd_hooks import CallContext, current_autograd
 from rpcdist.rpc._calling.call_table import FETCH, INFINITE, CallTable, PendingCall, ReplySink
 from rpcdist.rpc._executors.blocking import blocking, hooks
@@ -442,4 +443,5 @@ class CallFuture(Future[Any]):
     def failed(self, exc: BaseException) -> None:
         call = self._expected
         if isinstance(call, PendingCall):  # otherwise the future is complete
-            call.table.submit(self._fail, exc)
+            with suppress(NotInitialized):  # the program ends without `shutdown`, and callbacks do not run any more
+                call.table.submit(self._fail, exc)

@@ -154,7 +154,8 @@ class Coordinator:
         if missing:
             silent = self._network.strangers.silent if self.service is not None else 0
             token = (
-                f". {silent} connections failed in TLS; check that the missing workers have the same job token"
+                f". {silent} connections failed in TLS; check that the missing workers have the same job token, "
+                "and clocks that differ from this one by less than a day"
                 if silent
                 else ""
             )

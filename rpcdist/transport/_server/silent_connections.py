@@ -79,8 +79,9 @@ class SilentConnections:
             self._is_warned = True
             logger.warning(
                 "a connection to this process failed in TLS. If it came from a process of the job, that process has "
-                "another job token and reports the same error: give all processes the same RPCDIST_TOKEN. Port scans "
-                "and TCP probes also fail like this. This is logged once"
+                "another job token and reports the same error: give all processes the same RPCDIST_TOKEN. Or its clock "
+                "differs from this one by more than a day. Port scans and TCP probes also fail like this. This is "
+                "logged once"
             )
 
     def close(self) -> None:
