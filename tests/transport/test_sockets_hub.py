@@ -432,6 +432,17 @@ def test_who_is_displaced_by_others_tries_again(
     assert "too many handshakes at once; try again" in caplog.text
 
 
+def test_who_is_displaced_within_its_tls_handshake_tries_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The refusal was sent there without TLS, and the client took it for another token."""
+    monkeypatch.setenv("RPCDIST_TLS", "always")
+    monkeypatch.setattr(admission, "MAX_UNPROVEN", 20)
+    with hubs(2) as (a, b), caplog.at_level(logging.WARNING):
+        number_all(b, run_on_loop(a, connect_all(a, b, 150, False)))
+    assert "too many handshakes at once; try again" in caplog.text
+
+
 FORKING = """
     import os, socket, sys
     from rpcdist.transport import acquire_node

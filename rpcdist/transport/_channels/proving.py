@@ -11,12 +11,12 @@ from typing import Protocol, TypeVar
 from google.protobuf.message import DecodeError
 
 from rpcdist._proto import handshake_pb2 as pb
-from rpcdist.deadline import backoff
+from rpcdist.deadline import Deadline, backoff
 from rpcdist.errors import AuthenticationFailed, ConnectFailed, ProtocolViolation, RpcdistError, TransportError
 from rpcdist.ids import Identity
-from rpcdist.time_limits import FIRST_PAUSE_S, LONGEST_PAUSE_S, QUICK_ANSWER_LIMIT_S
+from rpcdist.time_limits import FIRST_PAUSE_S, HANDSHAKE_LIMIT_S, LONGEST_PAUSE_S, QUICK_ANSWER_LIMIT_S
 from rpcdist.transport._channels.socket_pipe import connected_pipe
-from rpcdist.transport._tls.tls_socket import StreamSocket
+from rpcdist.transport._tls.tls_socket import StreamSocket, TlsSocket
 from rpcdist.transport.credentials import Credentials
 from rpcdist.transport.handshake import ClientHandshake, ServerHandshake
 from rpcdist.transport.handshake_side import MAX_HANDSHAKE_BYTES
@@ -79,7 +79,8 @@ async def open_proven(
     expected: Identity | None = None,
     purpose: str = "",
 ) -> tuple[StreamSocket, ClientHandshake]:
-    """Opens a raw connection and proves both ends. With a purpose, it tries again while the peer is too busy.
+    """Opens a raw connection and proves both ends. With a purpose, it tries again while the peer is too busy: while the
+    peer says so, and with TLS, within whose handshake it cannot, for `HANDSHAKE_LIMIT_S` while it ends the connections.
 
     Args:
         role, expected, purpose: see `ClientHandshake`.
@@ -90,6 +91,7 @@ async def open_proven(
             this purpose by `ProtocolViolation`, and connections of this kind by `ConnectFailed`.
     """
     pauses = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+    tls_deadline = Deadline.after(HANDSHAKE_LIMIT_S)
     while True:
         used: StreamSocket = (raw := await connect())
         handshake: ClientHandshake | None = None
@@ -108,6 +110,11 @@ async def open_proven(
             if code == pb.Refusal.CHANNEL:
                 raise ConnectFailed(address, str(exc)) from exc
             if code != pb.Refusal.BUSY:
+                raise
+        except TransportError as exc:
+            used.close()
+            may_be_busy = purpose and not isinstance(exc, ProtocolViolation) and not tls_deadline.expired()
+            if not (may_be_busy and (handshake is None or isinstance(used, TlsSocket))):
                 raise
         except BaseException:
             used.close()

@@ -37,7 +37,8 @@ class SocketPipe:
     Args:
         connection: connected, not blocking; with TLS, before or after its TLS handshake.
         tls_source: see `Credentials.tls_source`, for messages.
-        accepting: for an accepted TCP connection, whose first bytes show whether the client uses TLS.
+        accepting: for an accepted TCP connection, whose first bytes show whether the client uses TLS. None after that,
+            and after the TLS handshake: then a message can be written.
         may_be_plain: whether an accepted TCP connection without TLS is served.
     """
 
@@ -63,8 +64,8 @@ class SocketPipe:
 
     async def read(self) -> bytes | None:
         if self.accepting is not None:
-            credentials, self.accepting = self.accepting, None
-            await self._accept(credentials)
+            await self._accept(self.accepting)
+            self.accepting = None
         head = await self._read_exactly(_LENGTH.size)
         if head is None:
             return None
@@ -116,6 +117,7 @@ class SocketPipe:
             self._tls_source = credentials.tls_source
             await self.shake_hands()
         elif not self.may_be_plain:
+            self.accepting = None
             await self.read()  # unread bytes would cause a reset, and the peer would get no reason
             raise ProtocolViolation(
                 f"{self._address} connected without TLS, which is accepted only from trusted networks; "

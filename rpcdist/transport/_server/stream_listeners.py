@@ -158,6 +158,8 @@ class StreamListeners:
         handshake = ServerHandshake(self.credentials, self.roles.refusal, channel=seen_ends)
 
         async def turn_away(reason: handshake_pb2.Refusal) -> None:
+            if pipe.accepting is not None and not may_be_plain:
+                return  # within its TLS handshake the client would take the refusal for a wrong certificate
             if handshake.failure is None:  # otherwise the peer has sent or received a refusal already
                 await write_step(pipe, refusal(reason.code, reason.reason))
 
