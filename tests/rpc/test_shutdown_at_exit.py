@@ -137,7 +137,7 @@ def test_a_program_that_ends_while_calls_are_in_flight() -> None:
 
     init_rpc(sys.argv[1])
     if rank == 0:
-        kept = [rpc.rpc_async("w1", never).then(print), rpc.rpc_async("w1", never), rpc.remote("w1", never)]
+        kept = [rpc.rpc_async("w1", never).then(print), rpc.rpc_async("w1", never), rpc.remote("w1", never, timeout=3)]
         rpc.rpc_sync("w1", os.getpid)
     """
     with Program(PAIR + textwrap.dedent(code), free_port()) as program:
