@@ -145,7 +145,7 @@ def _opened(path: str) -> IO[bytes]:
         file.close()
         raise ConfigError(f"the log {path} is not a regular file; use another log_dir")
     try:
-        os.lockf(descriptor, os.F_TLOCK, 0)  # until this process closes it, whoever inherits it
+        os.lockf(descriptor, os.F_TLOCK, 0)  # this process holds it, not those that inherit the file
     except (BlockingIOError, PermissionError) as exc:
         file.close()
         raise ConfigError(f"another job that is running writes the log {path}; use another log_dir") from exc

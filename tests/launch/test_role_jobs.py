@@ -7,7 +7,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from rpcdist import LocalCluster, Role, launch, rpc
 from rpcdist._launch.output import JobOutput
 from rpcdist.errors import ConfigError, ProcessFailed
 from rpcdist.private_files import runtime_folder
-from rpcdist.testing import free_port
+from rpcdist.testing import Program, free_port
 
 pytestmark = pytest.mark.multiproc
 
@@ -158,17 +158,22 @@ def test_the_name_of_a_role_is_a_text() -> None:
         launch(roles=[Role(5, functions.return_nothing, 1)])  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    "start", [lambda: launch(functions.return_nothing, workers=1), lambda: LocalCluster(2).start()]
-)
-def test_a_current_folder_that_was_deleted(
-    start: Callable[[], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (gone := tmp_path / "gone").mkdir()
-    monkeypatch.chdir(gone)
-    gone.rmdir()
-    with pytest.raises(ConfigError, match="the current folder of this process was deleted"):
-        start()
+@pytest.mark.parametrize("start", ["launch(print, workers=1)", "LocalCluster(2).start()"])
+def test_a_current_folder_that_was_deleted(start: str, tmp_path: Path) -> None:
+    code = f"""
+    import os, sys
+    import torch
+    from rpcdist import LocalCluster, launch
+
+    torch.ones(2, 2) @ torch.ones(2, 2)  # torch's library for it does not load in a deleted folder
+    os.mkdir(sys.argv[1])
+    os.chdir(sys.argv[1])
+    os.rmdir(sys.argv[1])
+    {start}
+    """
+    with Program(textwrap.dedent(code), tmp_path / "gone") as program:
+        assert program.end() == 1
+    assert "ConfigError: the current folder of this process was deleted; call os.chdir first" in program.output
 
 
 # ---------------------------------------------------------------- from a shell

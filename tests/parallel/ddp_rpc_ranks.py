@@ -15,6 +15,7 @@ from torch import nn
 from rpcdist import autograd, rpc
 from rpcdist.collectives import flight_recorder
 from rpcdist.parallel import DistributedDataParallel
+from rpcdist.testing import eventually
 
 table = nn.Embedding(20, 8)
 
@@ -79,24 +80,32 @@ def _train(rank: int, size: int, options: dict[str, Any]) -> float:
 
 
 def overlap_over_rpc(rank: int, size: int, path: str) -> tuple[int, int]:
-    """How many reductions there are, and how many began before the backward pass reached the remote rows."""
+    """How many reductions there are, and how many began before the backward pass ended, which waits for one."""
     with workers(rank, size, path):
         if rank == size - 1:
             return 0, 0
         torch.manual_seed(0)
         layers = nn.Sequential(nn.Linear(8, 256), *(nn.Linear(256, 256) for _ in range(6)))
         model = DistributedDataParallel(layers, bucket_cap_mb=0.25)
-        ended: list[int] = []
-        words = torch.randint(20, (256,))
-        for _ in range(3):
+        words, early = torch.randint(20, (256,)), [0]
+        for number in range(3):
             with autograd.context() as context_id:
                 rows = rpc.rpc_sync(f"worker{size - 1}", look_up, args=(words,))
-                rows.register_hook(lambda gradient: ended.append(time.time_ns()))
-                autograd.backward(context_id, [model(rows).square().mean()])
-        num_buckets = len(model.reducer.buckets)
-        records = [record for record in flight_recorder.entries() if record.operation == "all_reduce"]
-        begun = [record.started_ns for record in records[-num_buckets:]]
-        return num_buckets, sum(start < ended[-1] for start in begun)
+                loss, began_ns = model(rows).square().mean(), time.time_ns()
+
+                def wait(_: torch.Tensor, began_ns: int = began_ns) -> None:
+                    """The last step of the pass on this worker."""
+                    early.append(eventually(lambda: _num_reductions_since(began_ns), "a reduction has begun"))
+
+                if number == 2:  # the first passes learn the order of the buckets
+                    rows.register_hook(wait)
+                autograd.backward(context_id, [loss])
+        return len(model.reducer.buckets), early[-1]
+
+
+def _num_reductions_since(time_ns: int) -> int:
+    found = [record for record in flight_recorder.entries() if record.operation == "all_reduce"]
+    return sum(time_ns < record.started_ns for record in found)
 
 
 def branches_over_rpc(rank: int, size: int, path: str) -> Any:
