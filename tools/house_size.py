@@ -33,8 +33,8 @@ class Limit(NamedTuple):
 # A change that removes something lowers `today` in the same commit. The commit of a change that raises it names the
 # feature.
 LIMITS = {
-    "lines": Limit(90_165, 63_000),
-    "code": Limit(53_990, 36_000),
+    "lines": Limit(90_172, 63_000),
+    "code": Limit(53_995, 36_000),
     "files": Limit(400, 400),
     "classes": Limit(746, 620),
     "protocols": Limit(30, 30),

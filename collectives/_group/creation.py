@@ -22,10 +22,11 @@ from rpcdist.collectives._stores.store_base import Store
 from rpcdist.collectives.backends import Backend, BackendConfig, make_backend
 from rpcdist.collectives.constants import default_pg_nccl_timeout, default_pg_timeout
 from rpcdist.collectives.process_group import ProcessGroup
+from rpcdist.deadline import Deadline
 from rpcdist.errors import ConfigError, RankLost, RpcdistError, StoreTimeout, TransportError, raised_as
 from rpcdist.freed_memory import keep_freed_memory
 from rpcdist.own_shortage import names_shortage
-from rpcdist.time_limits import STORE_GRACE_S
+from rpcdist.time_limits import MIN_WAIT_S, STORE_GRACE_S
 from rpcdist.transport.shared_memory import SegmentError
 
 logger = logging.getLogger(__name__)
@@ -150,23 +151,27 @@ def keep_store_for(world: World, name: str, members: tuple[int, ...]) -> None:
     the rank that serves it may end at once.
     """
     if world.store is not None and world.store.is_served_here:
-        register_at_exit(partial(_until_made, PrefixStore(f"group/{name}", world.store), name, members))
+        if not world.groups_of_others:
+            register_at_exit(partial(_until_made, world.groups_of_others))
+        world.groups_of_others.append((PrefixStore(f"group/{name}", world.store), name, members))
 
 
-def _until_made(store: Store, name: str, members: tuple[int, ...]) -> None:
+def _until_made(groups: Sequence[tuple[Store, str, tuple[int, ...]]]) -> None:
     if ending_error() is not None:  # the members shall not make a group in which to wait for this rank
         return
-    try:
-        store.wait([_MADE.format(rank) for rank in members], STORE_GRACE_S)
-    except StoreTimeout:
-        missing = [rank for rank in members if not store.check([_MADE.format(rank)])]
-        logger.warning(
-            "%s did not make group %r within %g s after the end of the program of this rank, which serves the store; "
-            "they cannot make it any more",
-            list_ranks(missing), name, STORE_GRACE_S,
-        )  # fmt: skip
-    except RpcdistError as exc:
-        logger.debug("the store was closed before its process ended: %s", exc)
+    deadline = Deadline.after(STORE_GRACE_S)  # for all groups together
+    for store, name, members in groups:
+        try:
+            store.wait([_MADE.format(rank) for rank in members], max(MIN_WAIT_S, deadline.remaining_s()))
+        except StoreTimeout:
+            missing = [rank for rank in members if not store.check([_MADE.format(rank)])]
+            logger.warning(
+                "%s did not make group %r within %g s after the end of the program of this rank, which serves the "
+                "store; they cannot make it any more",
+                list_ranks(missing), name, STORE_GRACE_S,
+            )  # fmt: skip
+        except RpcdistError as exc:
+            logger.debug("the store was closed before its process ended: %s", exc)
 
 
 def split_off(

@@ -94,6 +94,7 @@ class World:
         num_created: number of groups that got a number since `init_process_group`.
         store: the part of the store that belongs to this initialisation; None before it.
         process: the state that the backends of all groups share.
+        groups_of_others: for each group without this rank that needs the store here: its part of it, name and ranks.
     """
 
     def __init__(self) -> None:
@@ -103,6 +104,7 @@ class World:
         self.num_created = 0
         self.store: Store | None = None
         self.process = LocalProcess()
+        self.groups_of_others: list[tuple[Store, str, tuple[int, ...]]] = []
         self._beginning = threading.Lock()  # held by the thread that makes the default group
         self._kept_key: tuple[object, ...] = ()
         self._kept: StoreAndRank | None = None  # the store that was last opened
