@@ -46,7 +46,7 @@ class Work:
 
     limit_s: float = 0.0
     __reduce_ex__ = refuse_pickling
-    # Defaults of the class: most works never change them, and small operations are quick.
+    # Defaults in the class: each attribute that the constructor sets takes time of a small operation.
     _waiter: threading.Event | None = None
     _callbacks: tuple[Callable[[Work], object], ...] = ()
     _done = False

@@ -100,7 +100,8 @@ INIT_NOTICE_S: Final = 10.0
 that makes a process group does the same. The parent of a `LocalCluster` logs which processes have not imported the
 program yet."""
 HANDSHAKE_LIMIT_S: Final = 10.0
-"""Mutual proof of the job token on a new connection, measured by the accepting side. Then the connection is refused."""
+"""Mutual proof of the job token on a new connection, measured by the accepting side. Then the connection is refused. A
+client whose TLS handshakes are cut off tries again for this long."""
 ROLE_LIMIT_S: Final = 60.0
 """An authenticated peer waits this long until this process serves its role (`init_rpc` may not have been called yet),
 or expects its raw socket. Then the connection is closed."""

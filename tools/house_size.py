@@ -33,7 +33,7 @@ class Limit(NamedTuple):
 # A change that removes something lowers `today` in the same commit. The commit of a change that raises it names the
 # feature.
 LIMITS = {
-    "lines": Limit(90_172, 63_000),
+    "lines": Limit(90_174, 63_000),
     "code": Limit(53_995, 36_000),
     "files": Limit(400, 400),
     "classes": Limit(746, 620),

@@ -152,9 +152,7 @@ def test_errors_of_a_script_are_told_without_the_way_to_it(
 
 def test_ctrl_c_shows_the_frames_of_the_program_alone(tmp_path: Path) -> None:
     script = tmp_path / "waits.py"
-    script.write_text(
-        "import signal\n\ndef wait():\n    signal.raise_signal(signal.SIGINT)\n\nwait()\n"
-    )  # always there
+    script.write_text("import signal\n\ndef wait():\n    signal.raise_signal(signal.SIGINT)\n\nwait()\n")
     ends = []
     for way in ([], ["-m", "rpcdist", "run"]):
         command = [sys.executable, *way, str(script)]

@@ -25,7 +25,7 @@ from metrics_functions import (
 
 from rpcdist.errors import ConfigError, TransportError
 from rpcdist.metrics import METRICS
-from rpcdist.testing import WorkerPool, eventually, free_port
+from rpcdist.testing import Worker, WorkerPool, eventually, free_port
 
 CALLS = 'rpc_{}_call_duration_seconds_count{{error_type="{}",rpc_method="{}",rpc_system_name="rpcdist"}}'
 BYTES = 'rpcdist_network_io_bytes_total{{network_io_direction="{}",rpcdist_channel="{}"}}'
@@ -134,12 +134,17 @@ def test_the_address_is_loopback_unless_told(worker_pool: WorkerPool) -> None:
         assert probe.connect_ex(("127.0.0.2", port)) == 0
 
 
+def serving(worker_pool: WorkerPool) -> tuple[Worker, str, int]:
+    """A worker that serves its metrics, the address, and the number of its threads."""
+    worker = worker_pool.start("w0")
+    address = worker.run(serve_at, str(free_port()))
+    return worker, address, worker.run(threading.active_count)
+
+
 @pytest.mark.multiproc
 def test_silent_connections_take_no_thread_each(worker_pool: WorkerPool) -> None:
     """300 of them took 300 threads and descriptors of the worker, for as long as they liked."""
-    worker = worker_pool.start("w0")
-    address = worker.run(serve_at, str(free_port()))
-    before = worker.run(threading.active_count)
+    worker, address, before = serving(worker_pool)
     host, _, port = address.rpartition(":")
     with ExitStack() as held:
         silent = [held.enter_context(socket.create_connection((host, int(port)))) for _ in range(60)]
@@ -153,9 +158,7 @@ def test_silent_connections_take_no_thread_each(worker_pool: WorkerPool) -> None
 @pytest.mark.multiproc
 def test_a_connection_that_breaks_writes_no_traceback(worker_pool: WorkerPool) -> None:
     """Any process that reached the port could fill the log of the worker."""
-    worker = worker_pool.start("w0")
-    address = worker.run(serve_at, str(free_port()))
-    before = worker.run(threading.active_count)
+    worker, address, before = serving(worker_pool)
     host, _, port = address.rpartition(":")
     for _ in range(20):
         with socket.create_connection((host, int(port))) as stranger:

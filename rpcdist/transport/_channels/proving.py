@@ -79,8 +79,9 @@ async def open_proven(
     expected: Identity | None = None,
     purpose: str = "",
 ) -> tuple[StreamSocket, ClientHandshake]:
-    """Opens a raw connection and proves both ends. With a purpose, it tries again while the peer is too busy: while the
-    peer says so, and with TLS, within whose handshake it cannot, for `HANDSHAKE_LIMIT_S` while it ends the connections.
+    """Opens a raw connection and proves both ends. With a purpose, it tries again while the peer is too busy: as long
+    as the peer says so, and for `HANDSHAKE_LIMIT_S` if connections with TLS break, since the peer cannot say so within
+    the TLS handshake.
 
     Args:
         role, expected, purpose: see `ClientHandshake`.
